@@ -58,9 +58,16 @@ class RoutingPolicy(_Option):
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy
 
+
+class AsyncScheduleMode(_Option):
+    """How the next step is planned while one runs."""
+
+    LEGACY = "legacy"
+    """It is planned when the last one has ended."""
+
+
 SamplingBackend = Literal["torch", "flashinfer"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-AsyncSchedMode = Literal["LEGACY"]
 
 
 class InvalidConfigError(ValueError):
@@ -102,7 +109,7 @@ class InferenceConfig:
     materialize_only_last_token_logits: compute logits of prompt tokens only for requests that want their
                            log-probabilities.
     num_speculative_tokens: tokens proposed before each decode step.
-    async_sched_mode:      how the next step is planned while one runs.
+    async_sched_mode:      see AsyncScheduleMode.
     batch_invariant:       in float32 on one CPU rank, tokens and log-probabilities of a request are bit-identical for
                            any batch and any chunking, caching or recomputation of its prompt. (Not in Megatron-Core.)
 
@@ -151,7 +158,7 @@ class InferenceConfig:
     enable_chunked_prefill: bool = False
     materialize_only_last_token_logits: bool = True
     num_speculative_tokens: int = 0
-    async_sched_mode: AsyncSchedMode = "LEGACY"
+    async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.LEGACY
     batch_invariant: bool = False
     enable_prefix_caching: bool = False
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
@@ -280,5 +287,4 @@ _RULES = field_rules(
     Rule("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
     Rule("sampling_backend", *_one_of(SamplingBackend)),
     Rule("logprobs_mode", *_one_of(LogprobsMode)),
-    Rule("async_sched_mode", *_one_of(AsyncSchedMode)),
 )
