@@ -100,7 +100,10 @@ class Controller(TextGenerationController):  # type: ignore[misc]
         self.context = context
         self.engine: Any = None
         config = SimpleNamespace(
-            cuda_graph_impl="none", inference_cuda_graph_scope=None, cuda_graph_modules=[], moe_enable_routing_replay=False
+            cuda_graph_impl="none",
+            inference_cuda_graph_scope=None,
+            cuda_graph_modules=[],
+            moe_enable_routing_replay=False,
         )
         self.inference_wrapped_model = SimpleNamespace(model=SimpleNamespace(config=config))
         self.tokenizer = SimpleNamespace(

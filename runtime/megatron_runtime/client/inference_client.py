@@ -139,6 +139,7 @@ class InferenceClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = threading.Lock()
         self._ever_registered = False
+        self._megatron_streams = False
         self._stopped = False
 
     @property
@@ -383,8 +384,11 @@ class InferenceClient:
         self._link.send(megatron_protocol.submit_frames(request) if plain else request.submit().to_frames())
 
     def _send_abort(self, request: PendingRequest) -> None:
-        plain = self._link.is_plain
-        self._link.send(megatron_protocol.abort_frames(request) if plain else Abort(request.uid).to_frames())
+        """A coordinator of Megatron-Core of a release without streams has no aborts: an unknown message ends it."""
+        if not self._link.is_plain:
+            self._link.send(Abort(request.uid).to_frames())
+        elif self._megatron_streams:
+            self._link.send(megatron_protocol.abort_frames(request))
 
     def _expire(self, request: PendingRequest) -> None:
         """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
@@ -437,6 +441,7 @@ class InferenceClient:
                     if kind == Header.ENGINE_REPLY:
                         self._on_message(megatron_protocol.read_final(request, content))
                     else:
+                        self._megatron_streams = True
                         self._on_message(megatron_protocol.read_partial(request, content))
                 except MalformedMessageError as error:
                     self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))

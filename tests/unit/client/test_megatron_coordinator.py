@@ -88,10 +88,16 @@ async def test_a_request_is_streamed(coordinator, theirs, params) -> None:
 
 
 async def test_an_abort_has_the_number_of_the_request(coordinator, theirs, params) -> None:
-    future = theirs.add_request("some text", params(3))
+    """A coordinator that has sent no partial may be of a release without aborts, which ends at an unknown message."""
+    unheard = theirs.add_request("some text", params(3))
+    assert (await coordinator.hear())[2] == "some text"
+    unheard.cancel()
+    stream = theirs.add_request_streaming("more text", params(3))
     _, number, prompt, _ = await coordinator.hear()
-    assert prompt == "some text"
-    future.cancel()
+    assert prompt == "more text"
+    await coordinator.say(Header.ENGINE_REPLY_PARTIAL, number, {"request_id": number, "new_tokens": [5]})
+    await anext(stream)
+    theirs.abort_request(number)
     assert await coordinator.hear() == [Header.ABORT_REQUEST, number]
 
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.text_prompts import MAX_TEXT_CHARACTERS
+from megatron_runtime.coordinator.environment import MAX_TEXT_CHARACTERS
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient, RequestRejectedError
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status
 from megatron_runtime.protocol.headers import Role

@@ -178,7 +178,7 @@ def test_the_client_of_megatron_gets_the_text_of_an_answer() -> None:
 
 
 async def test_the_client_of_megatron_is_served_by_its_engine(
-    theirs: inference_client.InferenceClient, megatron_engine: MegatronEngine
+    megatron_engine: MegatronEngine, theirs: inference_client.InferenceClient
 ) -> None:
     params = MegatronSamplingParams(num_tokens_to_generate=4, return_prompt_tokens=True)
     answers = await asyncio.gather(*(theirs.add_request([9, number], params) for number in range(8)))
@@ -217,7 +217,7 @@ async def test_the_client_of_megatron_is_served_by_its_engine(
 
 
 async def test_an_engine_of_megatron_enters_the_state_of_the_others(
-    coordinator: str, ours: InferenceClient, megatron_engine: MegatronEngine
+    coordinator: str, megatron_engine: MegatronEngine, ours: InferenceClient
 ) -> None:
     """It rejects an UNPAUSE that no PAUSE precedes."""
     params = SamplingParams(num_tokens_to_generate=4)
@@ -237,7 +237,7 @@ async def test_an_engine_of_megatron_enters_the_state_of_the_others(
 # --- our client and coordinator, Megatron's engine --------------------------------------------------------------------
 
 
-async def test_the_engine_of_megatron_serves_our_client(ours: InferenceClient, megatron_engine: MegatronEngine) -> None:
+async def test_the_engine_of_megatron_serves_our_client(megatron_engine: MegatronEngine, ours: InferenceClient) -> None:
     params = SamplingParams(num_tokens_to_generate=4)
     answers = await asyncio.gather(*(ours.add_request([number], params) for number in range(8)))
     for number, answer in enumerate(answers):
