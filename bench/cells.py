@@ -34,9 +34,8 @@ import psutil
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
-from megatron_runtime.coordinator.core.known_blocks import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.protocol import limits, messages
 from megatron_runtime.protocol import strict_json as json

@@ -1,11 +1,10 @@
-"""This coordinator and that of Megatron-Core 0.16.1, with Megatron-Core's own client and one engine, interleaved.
+"""This coordinator and that of Megatron-Core, with Megatron-Core's own client and one engine, interleaved.
 
     python bench/megatron_coordinator.py --json megatron_coordinator.json
 
 The client, the coordinator and the engine are processes. The client keeps a number of requests open. The engine answers
-at once, all requests that it has read in one message, with the record of a request of Megatron-Core. Each round runs
-both coordinators, in alternating order, while the processes of the other one are stopped. The message numbers are the
-documented ones on both sides.
+at once, all requests that it has read in one message, with a request of Megatron-Core. Each round runs both
+coordinators, in alternating order, while the processes of the other one are stopped.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from enum import Enum
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import click
 import msgpack
 import psutil
 import torch
 import zmq
-from megatron.core.inference import headers, inference_client
-from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron.core.inference import inference_client
+from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_runtime.cli.bench.report import json_file, machine
@@ -42,19 +40,14 @@ from megatron_runtime.protocol.headers import Header, Role
 
 SIDES = ("ours", "megatron")
 _SPAWN = multiprocessing.get_context("spawn")
-_ACKNOWLEDGEMENTS = {"PAUSE_ACK": 90, "STOP_ACK": 91}
-DOCUMENTED = Enum(  # type: ignore[misc]
-    "Headers",
-    {
-        name: int(Header[name]) if name in Header.__members__ else _ACKNOWLEDGEMENTS[name]
-        for name in headers.Headers.__members__
-    },
-)
-"""Megatron-Core's message names with the documented numbers. Release 0.16.1 numbers them otherwise."""
+MAX_REQUESTS = 4096
+"""Of the engine. Megatron-Core's coordinator needs it for its routing."""
 
 
 class Tokenizer:
     """Detokenizes in a few microseconds, so that the coordinator is measured."""
+
+    eod = -1
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
@@ -70,9 +63,7 @@ def serve_ours(pipe: Connection) -> None:
 
 def serve_megatron(pipe: Connection) -> None:
     module = importlib.import_module("megatron.core.inference.data_parallel_inference_coordinator")
-    module.Headers = DOCUMENTED
-    module.socket.gethostname = lambda: "127.0.0.1"
-    module.DataParallelInferenceCoordinator(pipe, 1, Tokenizer()).start()
+    module.DataParallelInferenceCoordinator(pipe, 1, Tokenizer(), MAX_REQUESTS, hostname="127.0.0.1").start()
 
 
 def serve_engine(address: str, pipe: Connection, prompt_tokens: int, generated_tokens: int) -> None:
@@ -96,36 +87,23 @@ def serve_engine(address: str, pipe: Connection, prompt_tokens: int, generated_t
                 while True:
                     messages.append(dealer.recv(zmq.NOBLOCK))
             requests = [msgpack.unpackb(message) for message in messages]
-            records = [
-                {"requests": [template | {"request_id": number}], "latency": None}
-                for header, number, *_ in requests
-                if header == Header.SUBMIT_REQUEST
+            answers = [
+                template | {"request_id": number} for header, number, *_ in requests if header == Header.SUBMIT_REQUEST
             ]
-            if records:
-                dealer.send(msgpack.packb([int(Header.ENGINE_REPLY), records]))
-
-
-class Answer:
-    """Megatron-Core's class for a reply: a record in release 0.16.1, a request in the documents."""
-
-    @staticmethod
-    def deserialize(reply: dict[str, Any]) -> DynamicInferenceRequest | DynamicInferenceRequestRecord:
-        of = DynamicInferenceRequestRecord if "requests" in reply else DynamicInferenceRequest
-        return of.deserialize(reply)
+            if answers:
+                dealer.send(msgpack.packb([int(Header.ENGINE_REPLY), answers]))
 
 
 def be_client(pipe: Connection, address: str, open_requests: int, prompt_tokens: int, generated_tokens: int) -> None:
     """Send the number of answers after each "count" of the parent."""
-    module = cast("Any", inference_client)
-    module.Headers, module.DynamicInferenceRequestRecord = DOCUMENTED, Answer
     asyncio.run(_be_client(pipe, address, open_requests, prompt_tokens, generated_tokens))
 
 
 async def _be_client(
     pipe: Connection, address: str, open_requests: int, prompt_tokens: int, generated_tokens: int
 ) -> None:
-    client = inference_client.InferenceClient(address)
-    await client.start()
+    client = inference_client.InferenceClient(address, deserialize=True)
+    client.start()
     params = SamplingParams(num_tokens_to_generate=generated_tokens)
     prompt = list(range(prompt_tokens))
     answers = 0

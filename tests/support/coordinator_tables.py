@@ -44,8 +44,8 @@ def _check_requests(dispatcher: Dispatcher) -> None:
             assert entry.engine.in_flight.get(entry.dispatch_id) is entry, "a dispatch is unknown to its engine"
     waiting = sum(entry.engine is None for entry in journal)
     assert dispatcher.waiting == waiting, "a request without an engine does not wait for one"
-    for former in dispatcher._former.values():
-        assert journal.get(former.entry.uid) is former.entry, "a former dispatch outlived its request"
+    for _, former in dispatcher._former.values():
+        assert journal.get(former.uid) is former, "a former dispatch outlived its request"
 
 
 def _check_quarantine(quarantine: Quarantine) -> None:

@@ -1,7 +1,7 @@
-"""The engine of Megatron-Core 0.16.1 in a process on the CPU: its own queues, coordinator loop, records and states.
+"""The engine of Megatron-Core in a process on the CPU: its own queues, coordinator loop, records and states.
 
-Replaced are what needs a GPU (events, memory statistics, the context's tensors, the model: each token is the one before
-plus one) and, between the engine and its socket, the messages of that release: `Documented` converts them.
+Replaced is what needs a GPU: events, memory statistics, the context's tensors, and the model, whose next token is the
+last one plus one. The socket and the messages are Megatron's own.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import torch
 from gpt_models import patch_for_cpu
 from gpt_program import begin_single_rank
+from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import dynamic_engine
-from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.inference.text_generation_controllers.text_generation_controller import (
+    DecodeOnly,
+    DynamicBatchControllerStepResult,
+    TextGenerationController,
+)
 
 STEP_SECONDS = 0.005
-SUBMIT_REQUEST = 20
+MAX_TOKENS = 512
 
 
 class Event:
@@ -51,22 +54,20 @@ class Context(DynamicInferenceContext):  # type: ignore[misc]
 
     def __init__(self, report: Callable[[Any], object]) -> None:
         self._report = report
-        self.unified_memory_level, self.persist_cuda_graphs = 0, True
-        self.max_sequence_length, self.max_tokens, self.max_requests = 512, 512, 64
-        self.materialize_only_last_token_logits = True
+        self.config = InferenceConfig(static_kv_memory_pointers=True)
+        self.kv_cache_management_mode, self.static_kv_memory_pointers = self.config.kv_cache_management_mode, True
+        self.block_size_tokens, self.enable_prefix_caching = 16, False
+        self.max_sequence_length, self.max_tokens, self.max_requests = MAX_TOKENS, MAX_TOKENS, 64
         self.chunked_prefill_request_id = -1
-        self.paused_request_count = self.padded_active_token_count = 0
-        self.metrics_writer = None
-        self.block_allocator = SimpleNamespace(
-            active_count=0, paused_count=0, get_active_used=lambda: 0, get_paused_used=lambda: 0
-        )
+        self.paused_request_count = self.num_prefill_requests = self.step_count = self.prefix_cache_lru_clock = 0
+        self.kv_block_allocator = SimpleNamespace(total_count=1 << 20)
         self.active: list[int] = []
 
     @property
     def total_request_count(self) -> int:
         return len(self.active)
 
-    active_token_count = total_request_count
+    active_token_count = num_decode_requests = total_request_count
 
     def reset(self) -> None:
         self.active.clear()
@@ -77,28 +78,34 @@ class Context(DynamicInferenceContext):  # type: ignore[misc]
     def is_decode_only(self) -> bool:
         return True
 
-    def using_cuda_graph_this_step(self) -> bool:
-        return False
-
     def check_availability(self, _request: Any) -> tuple[bool, bool, bool]:
         return True, True, True
 
-    def add_request(self, request: Any) -> None:
+    def add_request(self, request: Any, prefill_chunk_length: int | None = None) -> None:
         self.active.append(request.request_id)
 
-    def deallocate_all_tensors(self) -> None:
+    def deallocate_inference_state_buffers(self) -> None:
         self._report("suspended")
 
-    def allocate_all_tensors(self, *, is_init: bool) -> None:
+    def reinitialize_inference_state_buffers(self) -> None:
         self._report("resumed")
 
 
 class Controller(TextGenerationController):  # type: ignore[misc]
     """Generates without a model."""
 
+    num_mtp_depths = 0
+
     def __init__(self, context: Context) -> None:
         self.context = context
         self.engine: Any = None
+        config = SimpleNamespace(
+            cuda_graph_impl="none",
+            inference_cuda_graph_scope=None,
+            cuda_graph_modules=[],
+            moe_enable_routing_replay=False,
+        )
+        self.inference_wrapped_model = SimpleNamespace(model=SimpleNamespace(config=config))
         self.tokenizer = SimpleNamespace(
             tokenize=lambda text: [int(word) for word in text.split()],
             detokenize=lambda tokens: " ".join(map(str, tokens)),
@@ -109,7 +116,10 @@ class Controller(TextGenerationController):  # type: ignore[misc]
     def set_stop_word_finished_ids_callback(self, callback: Any) -> None:
         pass
 
-    async def async_generate_output_tokens_dynamic_batch(self) -> dict[str, Any]:
+    def dummy_forward(self) -> None:
+        pass
+
+    async def async_generate_output_tokens_dynamic_batch(self, **_: Any) -> DynamicBatchControllerStepResult:
         await asyncio.sleep(STEP_SECONDS)
         ids, sample, finished = list(self.context.active), [], []
         for number in ids:
@@ -119,52 +129,19 @@ class Controller(TextGenerationController):  # type: ignore[misc]
             if len(request.generated_tokens) + 1 >= request.sampling_params.num_tokens_to_generate:
                 finished.append(number)
                 self.context.active.remove(number)
-        return {
+        output = {
             "active_request_ids": torch.tensor(ids),
             "finished_request_ids": torch.tensor(finished),
             "sample": torch.tensor(sample),
+            "accepted_tokens": None,
             "log_probs": None,
             "cuda_graph_request_count": None,
         }
+        return DynamicBatchControllerStepResult(output=output, decode_only=DecodeOnly(consumed=True, launched=None))
 
 
-class Documented:
-    """Converts the documented messages to those of release 0.16.1, which acknowledges PAUSE and STOP.
-
-    report: called with each message that the release does not have, which is dropped, and with "paused" and "stopped".
-    """
-
-    def __init__(self, socket: Any, numbers: Any, report: Callable[[Any], object]) -> None:
-        self._socket = socket
-        self._numbers = numbers
-        self._known = {header.value for header in numbers}
-        self._acknowledgements: deque[bytes] = deque()
-        self._report = report
-
-    def recv(self, flags: int) -> bytes:
-        """Return the next message. Raises zmq.Again."""
-        if self._acknowledgements:
-            message = self._acknowledgements.popleft()
-            self._report("paused" if msgpack.unpackb(message)[0] == self._numbers.PAUSE_ACK.value else "stopped")
-            return message
-        while True:
-            items = msgpack.unpackb(self._socket.recv(flags))
-            if items[0] in self._known:
-                return bytes(msgpack.packb(items[:4] if items[0] == SUBMIT_REQUEST else items))
-            self._report(items)
-
-    def send(self, message: bytes) -> None:
-        """Send an answer. The coordinator of that release returns an acknowledgement when it has that of every engine,
-        of which there is one here.
-        """
-        if msgpack.unpackb(message)[0] in (self._numbers.PAUSE_ACK.value, self._numbers.STOP_ACK.value):
-            self._acknowledgements.append(message)
-        else:
-            self._socket.send(message)
-
-
-def be_engine(coordinator: str, rendezvous: int, numbers: Any, report: Connection) -> None:
-    """Serve the coordinator until STOP. Send what the context and `Documented` report."""
+def be_engine(coordinator: str, rendezvous: int, report: Connection) -> None:
+    """Serve the coordinator until STOP. Send the states that the engine enters, and each new epoch."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     patch_for_cpu()
     torch.set_num_threads(1)
@@ -173,20 +150,32 @@ def be_engine(coordinator: str, rendezvous: int, numbers: Any, report: Connectio
     torch.cuda.memory_stats = lambda: dict.fromkeys(  # type: ignore[assignment]
         ("allocated_bytes.all.current", "reserved_bytes.all.current"), 0
     )
-    module: Any = dynamic_engine
-    module.range_push = module.range_pop = lambda *_: None
-    module.Headers = numbers
-    module.socket.gethostname = lambda: "127.0.0.1"
     begin_single_rank(rendezvous)
-    asyncio.run(_serve(int(coordinator.rpartition(":")[2]), numbers, report.send))
+    asyncio.run(_serve(int(coordinator.rpartition(":")[2]), report.send))
 
 
-async def _serve(port: int, numbers: Any, report: Callable[[Any], object]) -> None:
+async def _serve(port: int, report: Callable[[Any], object]) -> None:
     context = Context(report)
     controller = Controller(context)
-    engine = controller.engine = dynamic_engine.DynamicInferenceEngine(
-        controller, context, enable_cuda_graph=False, random_seed=0, enable_chunked_prefill=False
+    engine = controller.engine = dynamic_engine.DynamicInferenceEngine(controller, context)
+    await engine.start_listening_to_data_parallel_coordinator(
+        port, launch_inference_coordinator=False, hostname="127.0.0.1"
     )
-    await engine.start_listening_to_data_parallel_coordinator(port, launch_inference_coordinator=False)
-    engine.socket_for_receiving_requests = Documented(engine.socket_for_receiving_requests, numbers, report)
+    watch = asyncio.create_task(_watch(engine, report))
     await engine.engine_loop_task
+    watch.cancel()
+    report("stopped")
+
+
+async def _watch(engine: Any, report: Callable[[Any], object]) -> None:
+    """Report each pause and each epoch."""
+    paused, epoch = False, None
+    while True:
+        await asyncio.sleep(STEP_SECONDS)
+        if engine._generation_epoch != epoch:
+            epoch = engine._generation_epoch
+            report(("epoch", epoch))
+        if (engine.state is dynamic_engine.EngineState.PAUSED) is not paused:
+            paused = not paused
+            if paused:
+                report("paused")

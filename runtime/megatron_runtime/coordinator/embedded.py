@@ -134,10 +134,11 @@ class DataParallelInferenceCoordinator:
     @property
     def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
         """The same requests by the id that their client gave them."""
-        return {
-            number: entry.plain_id if entry.plain_id is not None else entry.uid
-            for number, entry in self._core.engines.dispatched()
-        }
+        found = {}
+        for number, entry in self._core.engines.dispatched():
+            given = self._coordinator.plain.number_of(entry.uid)
+            found[number] = entry.uid if given is None else given
+        return found
 
     @property
     def next_request_id(self) -> int:

@@ -18,16 +18,16 @@ from typing import TypeAlias
 
 import uvloop
 
-from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT
+from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
-from megatron_runtime.coordinator.core.membership import Access
 from megatron_runtime.coordinator.core.records import Ended, Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.core.text_prompts import Tokenizer
+from megatron_runtime.coordinator.environment import Access, Tokenizer
 from megatron_runtime.coordinator.pair import Pair
-from megatron_runtime.coordinator.scheduler_hints import request_scheduler_slices
+from megatron_runtime.coordinator.plain.peers import PlainPeers
 from megatron_runtime.process import tracing
 from megatron_runtime.process.children import end_signals
+from megatron_runtime.process.scheduler_hints import request_scheduler_slices
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
@@ -121,10 +121,10 @@ class Transport(Access):
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._connections
 
-    def send(self, peer: PeerId, frames: Frames) -> bool:
+    def send(self, peer: PeerId, *messages: Frames) -> bool:
         """False, and nothing is sent, if there is no such connection, or if it is full: on_room follows then."""
         connection = self._connections.get(peer)
-        return connection is not None and connection.send(frames)
+        return connection is not None and connection.send(*messages)
 
     def report_room(self, peer: PeerId) -> None:
         """Call on_room when the connection is not full."""
@@ -247,6 +247,13 @@ class Coordinator:
         self._time = self._loop.time
         self.core = self._make_core()
         self._context = self.core.context
+        self.plain = PlainPeers(
+            self.core,
+            send=self.transport.send,
+            is_connected=self.transport.is_connected,
+            now=self._time,
+            shut_down=self.ended.set,
+        )
         self._pair: Pair | None = None
         """None: there is no other coordinator, and this one is always active."""
         if settings.other_host is not None:
@@ -280,7 +287,7 @@ class Coordinator:
             self._pair.close()
         self.transport.stop()
         if self.settings.schedule_output_path is not None:
-            self.core.router.write_decisions(self.settings.schedule_output_path)
+            self.settings.schedule_output_path.write_text(self.core.router.decisions_text())
 
     async def close(self) -> None:
         """stop(), and wait until the sent messages have left."""
@@ -366,7 +373,8 @@ class Coordinator:
         if self._pair is not None and not self._pair.passes(peer, self.transport.key_of(peer), frames):
             return
         try:
-            self.core.received(self._time(), peer, frames)
+            if not self.plain.receive(peer, frames):
+                self.core.received(self._time(), peer, frames)
         finally:
             self._perform()
 
@@ -374,7 +382,8 @@ class Coordinator:
         return self.core.may_be_silent(self._time(), peer)
 
     def _gone(self, peer: PeerId, by_peer: bool) -> None:
-        self.core.connection_lost(self._time(), peer, by_peer=by_peer)
+        if not self.plain.gone(peer, by_peer=by_peer):
+            self.core.connection_lost(self._time(), peer, by_peer=by_peer)
         self._perform()
 
     def _has_room(self, peer: PeerId) -> None:
@@ -383,24 +392,25 @@ class Coordinator:
 
     def _perform(self) -> None:
         """Perform the effects of the last event, and arm the timer for the next one."""
-        context = self._context
-        if effects := context.effects:
+        context, plain = self._context, self.plain
+        plain.deliver()
+        while effects := context.effects:
             context.effects = []
-            send = self.transport.send
+            send, translators = self.transport.send, plain.translators
             rejected: list[tuple[PeerId, Frames, bool]] = []
             for peer, frames in effects:
                 if frames:
-                    if not send(peer, frames):
-                        rejected.append((peer, frames, not self.transport.is_connected(peer)))
+                    translator = translators.get(peer)
+                    if not (send(peer, frames) if translator is None else translator.send(frames)):
+                        is_gone = translator is None and not self.transport.is_connected(peer)
+                        rejected.append((peer, frames, is_gone))
                 elif frames is not None:
                     self.transport.report_room(peer)
-                elif peer == COORDINATOR:
-                    self.ended.set()
                 else:
                     self.transport.cut(peer)
             if rejected:
                 self.core.not_sent(rejected)
-                self._perform()
+            plain.deliver()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
         if self._tracer is not None and context.ended:

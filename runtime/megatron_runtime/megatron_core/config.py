@@ -3,7 +3,7 @@
 from megatron_runtime.requests.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
-    AsyncSchedMode,
+    AsyncScheduleMode,
     InferenceConfig,
     InvalidConfigError,
     KVCacheManagementMode,
@@ -17,7 +17,7 @@ from megatron_runtime.requests.config import (
 __all__ = [
     "DEFAULT_MAX_REQUESTS",
     "DEFAULT_MAX_TOKENS",
-    "AsyncSchedMode",
+    "AsyncScheduleMode",
     "InferenceConfig",
     "InvalidConfigError",
     "KVCacheManagementMode",

@@ -8,7 +8,7 @@ NumPy is imported in the functions that use it, because its import doubles the s
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -163,6 +163,58 @@ def values_of_map(data: bytes) -> Iterator[tuple[Any, int, int]]:
             yield key, begin, unpacker.tell()
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise MalformedMessageError(f"frame of {size} bytes is not a msgpack map: {error}") from error
+
+
+def split_maps(frame: bytes, names: Mapping[str, int]) -> list[tuple[dict[str, Any], bytes]]:
+    """Read `[header, [map, …]]`: of each map the values of `names`, unpacked, and the other entries as a packed map.
+
+    names: with the size of each when it is packed.
+
+    No objects are created of the other values. Raises MalformedMessageError.
+    """
+    most = min(len(frame), PLAIN.elements)
+    unpacker = msgpack.Unpacker(
+        max_buffer_size=len(frame), strict_map_key=False, max_array_len=most, max_map_len=most, max_ext_len=0
+    )
+    unpacker.feed(frame)
+    read, skip, tell = unpacker.unpack, unpacker.skip, unpacker.tell
+    maps = []
+    try:
+        if unpacker.read_array_header() < 2:
+            raise ValueError("a list of one element")
+        skip()
+        for _ in range(unpacker.read_array_header()):
+            values: dict[str, Any] = {}
+            rest, count = [], unpacker.read_map_header()
+            begin = tell()
+            for _ in range(count):
+                name = read()
+                if name in names:
+                    key = tell() - names[name]
+                    if frame[key] & 0xE0 != 0xA0:
+                        raise ValueError(f"the name {name!r} is not packed as a short string")
+                    rest.append(frame[begin:key])
+                    values[name] = read()
+                    begin = tell()
+                else:
+                    skip()
+            rest.append(frame[begin : tell()])
+            maps.append((values, extended_map(b"\x80", b"".join(rest), count - len(values))))
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"frame of {len(frame)} bytes is no [header, [map, …]]: {error}") from error
+    return maps
+
+
+def extended_map(data: bytes, entries: bytes, count: int, *, first: bool = False) -> bytes:
+    """Return the packed map `data` with `count` more entries, which are packed: key, value, key, value.
+
+    first: before the others.
+    """
+    kind = data[0]
+    size = 1 if kind & 0xF0 == 0x80 else 3 if kind == 0xDE else 5
+    number = kind & 0x0F if size == 1 else int.from_bytes(data[1:size], "big")
+    header = bytes((0x80 | number + count,)) if number + count < 16 else b"\xdf" + (number + count).to_bytes(4, "big")
+    return b"".join((header, entries, data[size:]) if first else (header, data[size:], entries))
 
 
 def header_of(frame: bytes) -> int | None:

@@ -31,6 +31,8 @@ from megatron_runtime.protocol.codec import DETAILS as DETAILS
 from megatron_runtime.protocol.codec import PARAMETERS as PARAMETERS
 from megatron_runtime.protocol.codec import PLAIN as PLAIN
 from megatron_runtime.protocol.codec import block_hashes_from_bytes as block_hashes_from_bytes
+from megatron_runtime.protocol.codec import extended_map as extended_map
+from megatron_runtime.protocol.codec import split_maps as split_maps
 from megatron_runtime.protocol.codec import token_list_from_bytes as token_list_from_bytes
 from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_bytes
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
@@ -264,7 +266,6 @@ class EngineStatus(_Map):
     silent_seconds: float = 0.0
     suspect: bool = False
     """It has sent no heartbeat for SUSPECT_SECONDS and announced no long step: it gets no new requests."""
-    plain: bool = False
     draining: bool = False
     digest: Label = ""
     """Digest of its weights, from its last heartbeat. Empty: unknown, as between an update and the next heartbeat."""

@@ -58,9 +58,16 @@ class RoutingPolicy(_Option):
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy
 
+
+class AsyncScheduleMode(_Option):
+    """How the next step is planned while one runs."""
+
+    LEGACY = "legacy"
+    """It is planned when the last one has ended."""
+
+
 SamplingBackend = Literal["torch", "flashinfer"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-AsyncSchedMode = Literal["LEGACY"]
 
 
 class InvalidConfigError(ValueError):
@@ -102,7 +109,7 @@ class InferenceConfig:
     materialize_only_last_token_logits: compute logits of prompt tokens only for requests that want their
                            log-probabilities.
     num_speculative_tokens: tokens proposed before each decode step.
-    async_sched_mode:      how the next step is planned while one runs.
+    async_sched_mode:      see AsyncScheduleMode.
 
     Prefix cache:
     enable_prefix_caching: requests share the KV of equal prefixes.
@@ -149,7 +156,7 @@ class InferenceConfig:
     enable_chunked_prefill: bool = False
     materialize_only_last_token_logits: bool = True
     num_speculative_tokens: int = 0
-    async_sched_mode: AsyncSchedMode = "LEGACY"
+    async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.LEGACY
     enable_prefix_caching: bool = False
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
     prefix_caching_coordinator_policy: RoutingPolicy = RoutingPolicy.LOAD_BALANCED
@@ -277,5 +284,4 @@ _RULES = field_rules(
     Rule("prefix_caching_routing_alpha", number_in(0, 1), "a number from 0 to 1"),
     Rule("sampling_backend", *_one_of(SamplingBackend)),
     Rule("logprobs_mode", *_one_of(LogprobsMode)),
-    Rule("async_sched_mode", *_one_of(AsyncSchedMode)),
 )

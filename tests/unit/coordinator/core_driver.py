@@ -1,4 +1,4 @@
-"""Runs a coordinator's core at a simulated time: passes events to it and performs its effects in memory."""
+"""Runs a coordinator's core and translators at a simulated time: passes events and performs effects in memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.plain.peers import PlainPeers
 
 Peer = tuple[int, bytes]
 
@@ -15,6 +16,7 @@ Peer = tuple[int, bytes]
 class CoreDriver:
     """deliver: called with the peer and the frames of each message. Returns None if the connection does not exist,
              False if it accepts no more messages.
+    is_connected: whether a connection exists.
     full:    connections that accept no message now. Those that rejected one and are no longer full report room before
              the next message arrives, and before time passes."""
 
@@ -23,6 +25,7 @@ class CoreDriver:
         settings: CoordinatorSettings,
         deliver: Callable[[Peer, list[bytes]], bool | None],
         *,
+        is_connected: Callable[[Peer], bool] = lambda peer: True,
         full: Collection[Peer] = (),
     ) -> None:
         self.now = 1000.0
@@ -31,6 +34,14 @@ class CoreDriver:
         self._full = full
         self._awaits_room: set[Peer] = set()
         self.core = CoordinatorCore(settings, now=self.now, randbits=random.Random(7).getrandbits)
+        self.is_shut_down = False
+        self.plain = PlainPeers(
+            self.core,
+            send=lambda peer, *messages: all([self._deliver(peer, frames) for frames in messages]),
+            is_connected=is_connected,
+            now=lambda: self.now,
+            shut_down=lambda: setattr(self, "is_shut_down", True),
+        )
         self.core.start(self.now)
         self._perform()
 
@@ -39,7 +50,8 @@ class CoreDriver:
 
     def receive(self, peer: Peer, frames: list[bytes]) -> None:
         self.report_room()
-        self.core.received(self.now, peer, frames)
+        if not self.plain.receive(peer, frames):
+            self.core.received(self.now, peer, frames)
         self._perform()
 
     def report_room(self) -> None:
@@ -50,7 +62,8 @@ class CoreDriver:
             self._perform()
 
     def connection_lost(self, peer: Peer, *, by_peer: bool) -> None:
-        self.core.connection_lost(self.now, peer, by_peer=by_peer)
+        if not self.plain.gone(peer, by_peer=by_peer):
+            self.core.connection_lost(self.now, peer, by_peer=by_peer)
         self._perform()
 
     def pump(self) -> None:
@@ -68,6 +81,7 @@ class CoreDriver:
         self.now = until
 
     def _perform(self) -> None:
+        self.plain.deliver()
         while effects := self.core.context.effects:
             self.core.context.effects = []
             rejected = []
@@ -75,10 +89,15 @@ class CoreDriver:
                 if frames is None:
                     self.closed.append(peer)
                     continue
-                accepted = self._deliver(peer, frames) if frames else None
+                translator = self.plain.translators.get(peer)
+                if translator is not None and frames:
+                    accepted = translator.send(frames)
+                else:
+                    accepted = self._deliver(peer, frames) if frames else None
                 if not accepted:
                     self._awaits_room.add(peer)
                 if frames and not accepted:
                     rejected.append((peer, frames, accepted is None))
             if rejected:
                 self.core.not_sent(rejected)
+            self.plain.deliver()

@@ -129,7 +129,12 @@ class SimulatedFleet:
         """Connections that currently accept no message."""
         self.random = random.Random(seed)
         timing = Timing(suspect=suspect, dead=dead, client_dead=1e9, recovery=0.0)
-        self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver, full=self.full)
+        self.driver = CoreDriver(
+            CoordinatorSettings(timing=timing, **settings),
+            self._deliver,
+            is_connected=lambda peer: peer in self.inboxes,
+            full=self.full,
+        )
         self.core = self.driver.core
         self.say = self.driver.say
         self.engines: dict[str, SimulatedEngine] = {}
@@ -302,7 +307,7 @@ class SimulatedFleet:
             case ControlCommit(state=EngineState() as state):
                 engine.state = state
             case _ if engine.plain and getattr(message, "items", [0])[0] == Header.SUBMIT_REQUEST:
-                _, number, prompt, params, _ = message.items
+                _, number, prompt, params = message.items
                 engine.jobs[number] = Job(number, prompt, [], params["num_tokens_to_generate"])
 
     def _step(self, engine: SimulatedEngine) -> None:

@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.client.rejection import RequestRejectedError
 from megatron_runtime.coordinator import service
-from megatron_runtime.coordinator.core.known_blocks import MAX_KNOWN_BLOCKS
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState

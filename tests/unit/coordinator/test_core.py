@@ -11,7 +11,7 @@ import pytest
 from coordinator_tables import check_tables
 
 from megatron_runtime.coordinator.core import replies
-from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT
+from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -57,7 +57,12 @@ class Scene:
         self.sent: list[tuple[Peer, Any]] = []
         self.full: set[Peer] = set()
         self.gone: set[Peer] = set()
-        self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver, full=self.full)
+        self.driver = CoreDriver(
+            CoordinatorSettings(timing=timing, **settings),
+            self._deliver,
+            is_connected=lambda peer: peer not in self.gone,
+            full=self.full,
+        )
         self.core = self.driver.core
         self.say = self.driver.say
         self.say(CLIENT, Hello(role=Role.CLIENT, name="client", incarnation=1))
@@ -235,7 +240,7 @@ def test_a_shutdown_closes_the_coordinator() -> None:
     peer = (SHARED_PORT, b"client")
     scene.say(peer, Hello(role=Role.CLIENT, name="other", incarnation=1))
     scene.driver.receive(peer, [pack([int(Header.SHUTDOWN)])])
-    assert scene.driver.closed == [COORDINATOR]
+    assert scene.driver.is_shut_down
 
 
 # --- messages that a connection does not accept -------------------------------------------------------------------

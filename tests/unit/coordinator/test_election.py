@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from soak import size
 
-from megatron_runtime.coordinator.core.election import Answer, Election
+from megatron_runtime.coordinator.pair import Answer, Election
 from megatron_runtime.protocol.messages import PairState
 
 TAKEOVER = 2.0

@@ -122,7 +122,7 @@ def test_ids_in_flight_point_to_their_client_and_plain_answers_carry_text(pool) 
     coordinator, engine, client = ready.coordinator, ready.engines[RANKS[0]], ready.client()
     expected = coordinator.next_request_id
     client.send(pack([int(Header.SUBMIT_REQUEST), 5, "hi", PARAMS, None]))
-    header, number, prompt, _, _ = unpack(engine.recv())
+    header, number, prompt, _ = unpack(engine.recv())
     assert (header, number, prompt) == (Header.SUBMIT_REQUEST, expected, "hi")
     ready.until(lambda: coordinator.request_id_to_client_id == {expected: b"client"})
     assert coordinator.request_id_to_client_request_id == {expected: 5}

@@ -115,6 +115,31 @@ async def test_the_reply_fields_of_a_plain_engine_reach_the_client(stage, plain,
     assert (reply["status"], reply["generated_tokens"], reply["generated_length"]) == ("COMPLETED", [5, 6], 2)
 
 
+async def test_nothing_is_lost_between_a_plain_client_and_a_plain_engine(stage, plain, client) -> None:
+    """Parameters and fields of later releases included. Only the id changes, and the text is added if there is none."""
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    params = {**PARAMS, "of_a_later_release": {"deep": [1, {"a": b"\0"}]}, "stop_words": None, "top_p": 0.1}
+    client.say(Header.SUBMIT_REQUEST, 7, [1, 2], params)
+    header, number, prompt, received = await engine.hear()
+    assert (header, prompt, received) == (Header.SUBMIT_REQUEST, [1, 2], params)
+    fields = {
+        "sampling_params": params,
+        "events": [{"type": "FINISH", "timestamp": 1.5, "payload": None}],
+        "prompt_tokens": ["tensor", [1, 2]],
+        "of_a_later_release": [{"x": None}] * 20,
+        "status": "COMPLETED",
+        "generated_text": "its own",
+        **{f"field_{n}": None for n in range(20)},
+    }
+    engine.say(Header.ENGINE_REPLY, [{"request_id": number, "generated_tokens": [5, 6], **fields}])
+    assert await client.hear() == [
+        Header.ENGINE_REPLY,
+        7,
+        {"request_id": 7, "generated_tokens": [5, 6], **fields},
+    ]
+
+
 ROUTING = [[[0, 2], [3, 1]], [[1, 0], [2, 3]]]
 
 

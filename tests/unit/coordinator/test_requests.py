@@ -7,7 +7,7 @@ import pytest
 from echo_executor import echo_answer
 
 from megatron_runtime.client.rejection import RequestRejectedError
-from megatron_runtime.coordinator.core.text_prompts import MAX_TEXT_CHARACTERS
+from megatron_runtime.coordinator.environment import MAX_TEXT_CHARACTERS
 from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequestRecord, Status
 from megatron_runtime.protocol.headers import Role

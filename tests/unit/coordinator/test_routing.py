@@ -8,9 +8,8 @@ import pytest
 from soak import SOAK
 
 from megatron_runtime.coordinator.core.context import EnginesByLoad
-from megatron_runtime.coordinator.core.known_blocks import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import PromptHashes, Router, load_by
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, PromptHashes, Router, load_by
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import tokens_to_bytes

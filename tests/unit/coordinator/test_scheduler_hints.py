@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.coordinator import scheduler_hints
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.scheduler_hints import SLICE_NANOSECONDS, request_scheduler_slices
 from megatron_runtime.coordinator.spawn import spawn_coordinator
+from megatron_runtime.process import scheduler_hints
+from megatron_runtime.process.scheduler_hints import SLICE_NANOSECONDS, request_scheduler_slices
 
 _ATTR = struct.Struct("=IIQiIQQQ")
 _GETATTR = {"x86_64": 315, "aarch64": 275}

@@ -402,7 +402,7 @@ async def test_the_status_describes_every_engine(stage) -> None:
     first, second = (await link.status()).engines
     assert (first.name, first.state, first.serving, first.ranks) == ("a", EngineState.RUNNING, True, 3)
     assert (first.revision, first.epoch, first.in_flight) == ("r", 4, 0)
-    assert (first.plain, first.draining, first.digest) == (False, False, "")
+    assert (first.draining, first.digest) == (False, "")
     assert (second.name, second.state, second.serving) == ("b", EngineState.PAUSED, False)
 
 

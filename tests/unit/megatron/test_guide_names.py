@@ -175,7 +175,7 @@ RELEASE = {
     "DataParallelInferenceCoordinator": their_coordinator.DataParallelInferenceCoordinator,
     "DynamicInferenceEngine": TheirEngine,
 }
-"""Classes of release 0.16.1."""
+"""Classes of release 0.19.2."""
 
 
 def _rows() -> Iterator[tuple[str, list[str], str]]:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from gpt_models import VOCAB, logits_of, make_gpt
 from gpt_program import Send, begin_single_rank, in_processes
+from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
@@ -36,29 +36,15 @@ class NumberTokenizer:
 @torch.no_grad()
 def _generate(rank: int, port: int, send: Send) -> None:
     begin_single_rank(port)
-    # It allocates pinned memory, which needs a GPU.
+    # They allocate tensors on a GPU.
     TextGenerationController._init_dynamic_sampling_tensors = lambda _self: None
+    DynamicInferenceContext.initialize_all_tensors = lambda _self: None
     model = make_gpt("llama")
-    context = DynamicInferenceContext(
-        params_dtype=torch.float32,
-        num_layers=4,
-        kv_channels=16,
-        num_attention_heads=4,
-        max_sequence_length=64,
-        buffer_size_gb=BUFFER_SIZE_GB,
-        max_tokens=512,
-        block_size_tokens=16,
+    limits = InferenceConfig(
+        max_sequence_length=64, buffer_size_gb=BUFFER_SIZE_GB, max_tokens=512, max_requests=8, block_size_tokens=16
     )
-    limits = InferenceWrapperConfig(
-        hidden_size=64,
-        inference_batch_times_seqlen_threshold=-1,
-        fp32_residual_connection=False,
-        params_dtype=torch.float32,
-        padded_vocab_size=VOCAB,
-        inference_max_seq_length=64,
-        inference_max_requests=8,
-    )
-    controller = TextGenerationController(GPTInferenceWrapper(model, limits, context), NumberTokenizer())
+    context = DynamicInferenceContext(model.config, limits)
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), NumberTokenizer())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine = DynamicInferenceEngine(controller, context)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from gpt_models import fill, logits_of, make_gpt
 from gpt_program import Send, begin_single_rank, in_processes
-from megatron.core.transformer.moe import grouped_gemm_util
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_runtime.checkpoints.in_memory import model_in_memory
@@ -182,30 +181,6 @@ def test_the_names_of_transformer_engine_are_read() -> None:
     found = in_processes(1, _transformer_engine_names)
     assert {case: len(equal) for case, equal in found.items()} == {"mixtral": 79, "qwen3_moe, a dense layer": 77}
     assert all(all(equal) for equal in found.values())
-
-
-@torch.no_grad()
-def _grouped_experts(rank: int, port: int, send: Send) -> None:
-    """A mixture whose layers have the transposed matrices of all experts in one parameter."""
-    begin_single_rank(port)
-    model = make_gpt("mixtral")
-    grouped_gemm_util.grouped_gemm = True  # a library for GPUs, which the layer asks for
-    grouped = make_gpt("mixtral", moe_grouped_gemm=True)
-    grouped.load_state_dict(model.state_dict(), strict=False)
-    for ours, theirs in zip(grouped.decoder.layers, model.decoder.layers, strict=True):
-        experts = theirs.mlp.experts.local_experts
-        for parameter, matrices in (
-            (ours.mlp.experts.weight1, [expert.linear_fc1.weight for expert in experts]),
-            (ours.mlp.experts.weight2, [expert.linear_fc2.weight for expert in experts]),
-        ):
-            parameter.copy_(torch.stack([matrix.T for matrix in matrices]).view(parameter.shape))
-    send(_equal(_read(grouped), _read(model)))
-
-
-def test_grouped_experts_are_read() -> None:
-    equal = in_processes(1, _grouped_experts)
-    assert len(equal) == 79
-    assert all(equal)
 
 
 def test_other_objects_are_no_models() -> None:

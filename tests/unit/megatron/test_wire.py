@@ -1,7 +1,6 @@
-"""The wire protocol with classes of Megatron-Core 0.16.1: its client, its coordinator, its request class.
+"""The Megatron protocol with the classes of Megatron-Core, unmodified: its client, its coordinator and its engine.
 
-That release numbers its messages otherwise than the documented protocol, and its replies are records. The tests give
-its modules the documented numbers, and its client the documented reply; everything else is Megatron's own code.
+Text and token prompts, errors, the five verbs and epochs, in each combination with the classes of this project.
 """
 
 from __future__ import annotations
@@ -9,47 +8,41 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
-from collections.abc import Iterator
-from enum import Enum
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from gpt_models import make_gpt
 from gpt_program import Send, begin_single_rank, in_processes
-from megatron.core.inference import headers, inference_client
+from megatron.core.inference import inference_client
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
-from megatron_engine import be_engine
+from megatron_engine import MAX_TOKENS, be_engine
 from scripted_engine import ScriptedEngine
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import spawn_coordinator
-from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.megatron_core.apis import MegatronLLM
 from megatron_runtime.megatron_core.config import InferenceConfig
 from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.megatron_core.sampling_params import SamplingParams
 from megatron_runtime.protocol.headers import Header
-from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
-_UNDOCUMENTED = {"PAUSE_ACK": 90, "STOP_ACK": 91}
-DOCUMENTED = Enum(  # type: ignore[misc]
-    "Headers",
-    {
-        name: int(Header[name]) if name in Header.__members__ else _UNDOCUMENTED[name]
-        for name in headers.Headers.__members__
-    },
-)
+_FORK = multiprocessing.get_context("fork")
+VERBS = ("pause", "suspend", "resume", "unpause", "pause", "stop")
+TOO_LONG = [1] * (MAX_TOKENS + 1)
 
 
-# --- Megatron's client, our coordinator and engine --------------------------------------------------------------------
+def counted_from(last: int, number: int = 4) -> list[int]:
+    """Return the answer of Megatron's engine with the controller of tests/support."""
+    return list(range(last + 1, last + 1 + number))
 
 
 @pytest.fixture
@@ -60,51 +53,98 @@ def coordinator() -> Iterator[str]:
     process.stop()
 
 
-async def test_the_client_of_megatron_is_served(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference_client, "Headers", DOCUMENTED)
-    monkeypatch.setattr(inference_client, "DynamicInferenceRequestRecord", DynamicInferenceRequest)
-    engine = await ScriptedEngine(coordinator).start()
-    client = inference_client.InferenceClient(coordinator)
+class MegatronEngine:
+    """A process with the engine of Megatron-Core. reported() returns the next of the states and epochs it entered."""
+
+    def __init__(self, coordinator: str) -> None:
+        self._receiver, sender = _FORK.Pipe(duplex=False)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.process = _FORK.Process(target=be_engine, args=(coordinator, port, sender), daemon=True)
+        self.process.start()
+        sender.close()
+
+    async def reported(self) -> Any:
+        assert await asyncio.to_thread(self._receiver.poll, LONG_SECONDS)
+        return self._receiver.recv()
+
+    async def ended(self) -> int | None:
+        assert await self.reported() == "stopped"
+        await asyncio.to_thread(self.process.join, LONG_SECONDS)
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def megatron_engine(coordinator: str) -> Iterator[MegatronEngine]:
+    engine = MegatronEngine(coordinator)
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture
+async def theirs(coordinator: str) -> AsyncIterator[inference_client.InferenceClient]:
+    client = inference_client.InferenceClient(coordinator, deserialize=True)
+    client.start()
+    yield client
+    client.stop()
+
+
+@pytest.fixture
+async def ours(coordinator: str) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient(coordinator, deserialize=False)
     await client.start()
+    yield client
+    client.stop()
+
+
+# --- Megatron's client, our coordinator and engine --------------------------------------------------------------------
+
+
+async def test_the_client_of_megatron_is_served(coordinator: str, theirs: inference_client.InferenceClient) -> None:
+    engine = await ScriptedEngine(coordinator).start()
     try:
         params = MegatronSamplingParams(num_tokens_to_generate=4)
-        requests = await asyncio.gather(*(client.add_request([number, 1], params) for number in range(8)))
+        requests = await asyncio.gather(*(theirs.add_request([number, 1], params) for number in range(8)))
         for number, request in enumerate(requests):
             assert request.generated_tokens == echo_answer([number, 1], 4)
             assert request.succeeded()
-        failed = await client.add_request([-1], params)
-        assert failed.failed()
-        assert "token -1" in failed.events[0].payload.message
+        for prompt, cause in (([-1], "token -1"), ("text", "tokenizer")):
+            failed = await theirs.add_request(prompt, params)
+            assert failed.failed()
+            assert cause in failed.events[0].payload.message
 
-        client._send_signal_to_engines(DOCUMENTED.PAUSE)
-        client._send_signal_to_engines(DOCUMENTED.SUSPEND)
-        client.resume_engines()
-        signals = dict.fromkeys((Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE), 1)
-        await engine.until(lambda: engine.acted == signals)
-        assert (await client.add_request([5], params)).generated_tokens == echo_answer([5], 4)
-        client._send_signal_to_engines(DOCUMENTED.PAUSE)
-        client.unpause_engines()
-        assert (await client.add_request([6], params)).generated_tokens == echo_answer([6], 4)
-        client._send_signal_to_engines(DOCUMENTED.PAUSE)
-        client._send_signal_to_engines(DOCUMENTED.STOP)
+        theirs.pause_engines()
+        theirs.suspend_engines()
+        theirs.resume_engines()
+        theirs.set_generation_epoch(3)
+        theirs.unpause_engines()
+        await engine.until(lambda: engine.acted[Header.UNPAUSE] == 1)
+        once = (Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.SET_GENERATION_EPOCH, Header.UNPAUSE)
+        assert engine.acted == dict.fromkeys(once, 1)
+        assert engine.epoch == 3
+        assert (await theirs.add_request([5], params)).generated_tokens == echo_answer([5], 4)
+        theirs.pause_engines()
+        theirs.stop_engines()
         await engine.until(lambda: engine.acted[Header.STOP] == 1)
     finally:
-        client.stop()
         engine.close()
 
 
 def _ask_with_the_client_of_megatron(rank: int, port: int, send: Send) -> None:
     """Text and tokens, of an engine that MegatronLLM has started."""
     begin_single_rank(port)
-    module: Any = inference_client
-    module.Headers, module.DynamicInferenceRequestRecord = DOCUMENTED, DynamicInferenceRequest
     fields = {"num_tokens_to_generate": 5, "termination_id": -1, "top_k": 1, "return_log_probs": True}
     tokenizer = load_tokenizer("builtin:smollm2-135m")
     config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.01)
 
     async def ask(address: str, prompts: list[Any]) -> list[DynamicInferenceRequest]:
-        client = inference_client.InferenceClient(address)
-        await client.start()
+        client = inference_client.InferenceClient(address, deserialize=True)
+        client.start(asyncio.get_running_loop())
         try:
             params = MegatronSamplingParams(**fields, top_n_logprobs=2)
             return [await client.add_request(prompt, params) for prompt in prompts]
@@ -134,130 +174,118 @@ def test_the_client_of_megatron_gets_the_text_of_an_answer() -> None:
     assert of_tokens == {**expected, "prompt": None}
 
 
+# --- our coordinator, Megatron's client and engine --------------------------------------------------------------------
+
+
+async def test_the_client_of_megatron_is_served_by_its_engine(
+    megatron_engine: MegatronEngine, theirs: inference_client.InferenceClient
+) -> None:
+    params = MegatronSamplingParams(num_tokens_to_generate=4, return_prompt_tokens=True)
+    answers = await asyncio.gather(*(theirs.add_request([9, number], params) for number in range(8)))
+    for number, answer in enumerate(answers):
+        assert answer.succeeded()
+        assert answer.generated_tokens == counted_from(number)
+        assert answer.prompt_tokens.tolist() == [9, number]
+        assert answer.prompt_length == 2
+        assert answer.sampling_params.num_tokens_to_generate == 4
+        assert [event.type.name for event in answer.events][-1] == "FINISH"
+    of_text = await theirs.add_request("7 50", params)
+    assert (of_text.prompt, of_text.generated_tokens) == ("7 50", counted_from(50))
+    failed = await theirs.add_request(TOO_LONG, params)
+    assert failed.failed()
+    assert {event.type.name for event in failed.events} >= {"ERROR_NONTRANSIENT", "FAIL"}
+
+    long = theirs.add_request([1000], MegatronSamplingParams(num_tokens_to_generate=400))
+    theirs.set_generation_epoch(3)
+    assert await megatron_engine.reported() == ("epoch", 3)
+    theirs.pause_engines()
+    assert await megatron_engine.reported() == "paused"
+    theirs.suspend_engines()
+    assert await megatron_engine.reported() == "suspended"
+    theirs.resume_engines()
+    assert await megatron_engine.reported() == "resumed"
+    assert await megatron_engine.reported() == "paused"
+    assert not long.done()
+    theirs.unpause_engines()
+    answer = await long
+    assert answer.generated_tokens == counted_from(1000, 400)
+    assert answer.policy_epoch[-1][1] == 3
+    theirs.pause_engines()
+    assert await megatron_engine.reported() == "paused"
+    theirs.stop_engines()
+    assert await megatron_engine.ended() == 0
+
+
+async def test_an_engine_of_megatron_enters_the_state_of_the_others(
+    coordinator: str, megatron_engine: MegatronEngine, ours: InferenceClient
+) -> None:
+    """It rejects an UNPAUSE that no PAUSE precedes."""
+    params = SamplingParams(num_tokens_to_generate=4)
+    assert (await ours.add_request([1], params))["generated_tokens"] == counted_from(1)
+    assert (await ours.pause_engines()).ok
+    await ours.set_generation_epoch(5)
+    megatron_engine.kill()
+    successor = MegatronEngine(coordinator)
+    try:
+        assert {await successor.reported(), await successor.reported()} == {"paused", ("epoch", 5)}
+        assert (await ours.unpause_engines()).ok
+        assert (await ours.add_request([1], params))["policy_epoch"] == [[0, 5]]
+    finally:
+        successor.kill()
+
+
 # --- our client and coordinator, Megatron's engine --------------------------------------------------------------------
 
 
-@pytest.fixture
-def megatron_engine(coordinator: str) -> Iterator[tuple[Any, Connection]]:
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = fork.Process(target=be_engine, args=(coordinator, port, DOCUMENTED, sender), daemon=True)
-    process.start()
-    sender.close()
-    yield process, receiver
-    process.kill()
-    process.join()
+async def test_the_engine_of_megatron_serves_our_client(megatron_engine: MegatronEngine, ours: InferenceClient) -> None:
+    params = SamplingParams(num_tokens_to_generate=4)
+    answers = await asyncio.gather(*(ours.add_request([number], params) for number in range(8)))
+    for number, answer in enumerate(answers):
+        assert answer["generated_tokens"] == counted_from(number)
+        assert answer["status"] == "COMPLETED"
+    assert (await ours.add_request("7 40", params))["generated_tokens"] == counted_from(40)
+    stream = ours.add_request_streaming([100], params)
+    assert [item["final"]["generated_tokens"] async for item in stream] == [counted_from(100)]
+    failed = await ours.add_request(TOO_LONG, params)
+    assert (failed["status"], failed["error"]["type"]) == ("FAILED", "INVALID_REQUEST")
+
+    aborted = ours.add_request([1], SamplingParams(num_tokens_to_generate=100))
+    await ours.status()  # it has been submitted
+    aborted.cancel()
+    long = ours.add_request([1000], SamplingParams(num_tokens_to_generate=400))
+    await ours.set_generation_epoch(3)
+    assert await megatron_engine.reported() == ("epoch", 3)
+    for verb, states in (("pause", ["paused"]), ("suspend", ["suspended"]), ("resume", ["resumed", "paused"])):
+        assert (await getattr(ours, f"{verb}_engines")()).ok
+        assert [await megatron_engine.reported() for _ in states] == states
+    assert not long.done()
+    assert (await ours.unpause_engines()).ok
+    assert (await long)["generated_tokens"] == counted_from(1000, 400)
+    assert (await long)["policy_epoch"][-1][1] == 3
+    await ours.pause_engines()
+    assert await megatron_engine.reported() == "paused"
+    await ours.stop_engines()
+    assert await megatron_engine.ended() == 0
 
 
-async def test_the_engine_of_megatron_serves_our_coordinator(
-    coordinator: str, megatron_engine: tuple[Any, Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inference_client, "Headers", DOCUMENTED)
-    monkeypatch.setattr(inference_client, "DynamicInferenceRequestRecord", DynamicInferenceRequest)
-    process, report = megatron_engine
-    client = InferenceClient(coordinator, deserialize=False)
-    await client.start()
-
-    async def reported() -> Any:
-        assert await asyncio.to_thread(report.poll, LONG_SECONDS)
-        return report.recv()
-
-    try:
-        params = SamplingParams(num_tokens_to_generate=4)
-        answers = await asyncio.gather(*(client.add_request([number], params) for number in range(8)))
-        for number, answer in enumerate(answers):
-            assert answer["generated_tokens"] == [number + 1, number + 2, number + 3, number + 4]
-            assert answer["status"] == "COMPLETED"
-        assert (await client.add_request("7 40", params))["generated_tokens"] == [41, 42, 43, 44]
-        theirs = inference_client.InferenceClient(coordinator)
-        await theirs.start()
-        of_text = await theirs.add_request("7 50", MegatronSamplingParams(num_tokens_to_generate=4))
-        assert of_text.generated_tokens == [51, 52, 53, 54]
-        theirs.stop()
-        stream = client.add_request_streaming([100], params)
-        assert [item["final"]["generated_tokens"] async for item in stream] == [[101, 102, 103, 104]]
-        failing = client.add_request([1], SamplingParams(num_tokens_to_generate=10_000))
-        await client.add_request([1], params)  # the engine reports a failure with its next step
-        assert (await failing)["status"] == "FAILED"
-        long = client.add_request([1000], SamplingParams(num_tokens_to_generate=400))
-        assert (await client.pause_engines()).ok
-        assert await reported() == "paused"
-        assert (await client.suspend_engines()).ok
-        assert await reported() == "suspended"
-        assert (await client.resume_engines()).ok
-        assert await reported() == "resumed"
-        assert not long.done()
-        assert (await client.unpause_engines()).ok
-        assert (await long)["generated_tokens"] == list(range(1001, 1401))
-
-        await client.set_generation_epoch(3)
-        assert await reported() == [Header.SET_GENERATION_EPOCH, 3]
-        aborted = client.add_request([1], SamplingParams(num_tokens_to_generate=400))
-        await client.status()  # it has been submitted
-        aborted.cancel()
-        assert (await reported())[0] == Header.ABORT_REQUEST
-        await client.pause_engines()
-        assert await reported() == "paused"
-        await client.stop_engines()
-        assert await reported() == "stopped"
-        await asyncio.to_thread(process.join, LONG_SECONDS)
-        assert process.exitcode == 0
-    finally:
-        client.stop()
-
-
-# --- our client, Megatron's coordinator, an engine of its protocol ----------------------------------------------------
-
-
-class Tokenizer:
-    def detokenize(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
+# --- our client, Megatron's coordinator and engine --------------------------------------------------------------------
 
 
 def _be_coordinator(address: Connection, has_engine: Event) -> None:
     from megatron.core.inference import data_parallel_inference_coordinator as module
 
-    module.Headers = DOCUMENTED
-    module.socket.gethostname = lambda: "127.0.0.1"
-    coordinator = module.DataParallelInferenceCoordinator(address, 1, Tokenizer())
+    tokenizer = SimpleNamespace(detokenize=lambda tokens: " ".join(map(str, tokens)), eod=-1)
+    coordinator = module.DataParallelInferenceCoordinator(address, 1, tokenizer, 64, hostname="127.0.0.1")
     has_engine.set()
     coordinator.start()
-
-
-class Engine:
-    """Answers as an engine of Megatron-Core 0.16.1 does."""
-
-    def __init__(self, address: str) -> None:
-        self.context = zmq.Context()
-        dealer = self.context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.IDENTITY, b"mp-coord-0")
-        dealer.connect(address)
-        self.heard: asyncio.Queue[list[Any]] = asyncio.Queue()
-        self.socket = EventSocket(dealer, lambda frames: self.heard.put_nowait(unpack(frames[0])))
-        self.socket.send([b""])
-
-    async def hear(self) -> list[Any]:
-        return await asyncio.wait_for(self.heard.get(), LONG_SECONDS)
-
-    def answer(self, number: int, prompt: Any, tokens: list[int]) -> None:
-        request = {"request_id": number, "prompt": prompt, "status": "COMPLETED", "generated_tokens": tokens}
-        self.socket.send([pack([int(Header.ENGINE_REPLY), [{"requests": [request], "latency": None}]])])
-
-    def close(self) -> None:
-        self.socket.close()
-        self.context.term()
 
 
 @pytest.fixture
 def megatron_coordinator() -> Iterator[tuple[str, Event]]:
     """Its address, and whether its engine is registered: it takes the first peer for it."""
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    has_engine = fork.Event()
-    process = fork.Process(target=_be_coordinator, args=(sender, has_engine), daemon=True)
+    receiver, sender = _FORK.Pipe(duplex=False)
+    has_engine = _FORK.Event()
+    process = _FORK.Process(target=_be_coordinator, args=(sender, has_engine), daemon=True)
     process.start()
     sender.close()
     assert receiver.poll(LONG_SECONDS)
@@ -268,28 +296,36 @@ def megatron_coordinator() -> Iterator[tuple[str, Event]]:
 
 async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coordinator: tuple[str, Event]) -> None:
     address, has_engine = megatron_coordinator
-    engine = Engine(address)
+    engine = MegatronEngine(address)
     assert await asyncio.to_thread(has_engine.wait, LONG_SECONDS)
     client = InferenceClient(address, deserialize=False)
     try:
         await client.start(connect_timeout_seconds=LONG_SECONDS)
         params = SamplingParams(num_tokens_to_generate=3)
-        for prompt in ([1, 2], "some text"):
-            future = client.add_request(prompt, params)
-            header, number, forwarded, sampling = await engine.hear()
-            assert (header, forwarded, sampling["num_tokens_to_generate"]) == (Header.SUBMIT_REQUEST, prompt, 3)
-            engine.answer(number, str(prompt), [7, 8, 9])
-            reply = await future
+        for prompt in ([1, 6], "1 6"):
+            reply = await client.add_request(prompt, params)
             assert (reply["generated_tokens"], reply["generated_text"], reply["status"]) == (
                 [7, 8, 9],
                 "7 8 9",
                 "COMPLETED",
             )
-        for verb in ("pause", "suspend", "resume", "unpause", "pause", "stop"):
+        assert (await client.add_request(TOO_LONG, params))["status"] == "FAILED"
+        client.add_request([1], SamplingParams(num_tokens_to_generate=100)).cancel()
+        await client.set_generation_epoch(3)
+        assert await engine.reported() == ("epoch", 3)
+        for verb in VERBS:
             await getattr(client, f"{verb}_engines")()
-            assert (await engine.hear())[0] == Header[verb.upper()]
+            if verb == "pause":
+                assert await engine.reported() == "paused"
+            elif verb == "unpause":
+                assert (await client.add_request([6], params))["policy_epoch"] == [[0, 3]]
+            elif verb == "suspend":
+                assert await engine.reported() == "suspended"
+            elif verb == "resume":
+                assert [await engine.reported() for _ in range(2)] == ["resumed", "paused"]
         with pytest.raises(ControlRejectedError, match="a coordinator of Megatron-Core has no such message"):
             await client.update_weights("elsewhere", 1)
+        assert await engine.ended() == 0
     finally:
         client.stop()
-        engine.close()
+        engine.kill()

@@ -6,6 +6,7 @@ from enum import Enum
 import pytest
 
 from megatron_runtime.requests.config import (
+    AsyncScheduleMode,
     InferenceConfig,
     InvalidConfigError,
     KVCacheManagementMode,
@@ -38,7 +39,7 @@ DOCUMENTED_DEFAULTS = {
     "track_generated_token_events": False,
     "sampling_backend": "torch",
     "offset_sampling_seed_by_dp_rank": True,
-    "async_sched_mode": "LEGACY",
+    "async_sched_mode": AsyncScheduleMode.LEGACY,
     "logprobs_mode": "raw_logprobs",
     "ep_consensus_interval": 20,
     "disable_ep_consensus": False,

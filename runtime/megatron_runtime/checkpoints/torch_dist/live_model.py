@@ -81,8 +81,7 @@ _FREQUENCY_TOLERANCE = 1e-3
 class LiveChunk:
     """The part of a stored tensor that a parameter of this rank is: its box, one range per axis, and its values.
 
-    values: with the extents of the box, on any device. A copy of the parameters of grouped experts, which are
-            transposed.
+    values: with the extents of the box, on any device.
     """
 
     box: tuple[range, ...]

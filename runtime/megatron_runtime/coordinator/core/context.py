@@ -20,8 +20,6 @@ from megatron_runtime.protocol.messages import Error, Frames
 
 SHARED_PORT = 3
 """Port number in the single-port mode. The other port numbers are the values of Role."""
-COORDINATOR: PeerId = (-1, b"")
-"""Closing this peer ends the coordinator."""
 REMEMBERED_ANSWERS = 4096
 
 Effect: TypeAlias = tuple[PeerId, Frames | None]
@@ -238,11 +236,9 @@ class Context:
         self.effects.append((peer, None))
 
     def reject(self, peer: PeerId, code: ErrorCode, message: str) -> None:
-        """Count a frame that is dropped, and send its sender an error, unless it speaks the Megatron protocol."""
+        """Count a frame that is dropped, and send its sender an error."""
         self.counters.rejected[code.name.lower()] += 1
-        registered = self.clients.at(peer) or self.engines.at(peer)
-        if registered is None or not registered.plain:
-            self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
+        self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
 
     def answer(self, client: Client, frames: Frames, *, uid: bytes | None = None) -> None:
         """Send now, or keep in the outbox if the client is behind. `uid`: the request that this message ends."""

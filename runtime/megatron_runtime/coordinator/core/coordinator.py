@@ -10,24 +10,19 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from megatron_runtime.coordinator.core import plain_protocol
-from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT, Context
+from megatron_runtime.coordinator.core.context import SHARED_PORT, Context
 from megatron_runtime.coordinator.core.dispatch import RETRY_AFTER_SECONDS, Dispatcher
-from megatron_runtime.coordinator.core.membership import Access, Membership
+from megatron_runtime.coordinator.core.membership import Membership
 from megatron_runtime.coordinator.core.quotas import Quotas
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.core.text_prompts import TextPrompts, Tokenizer
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.protocol import limits
-from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.coordinator.environment import Access, TextPrompts, Tokenizer
+from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.messages import (
-    CONTROL,
     ENGINE_FAILED,
-    PARAMETERS,
-    PLAIN,
     Abort,
     CachedBlocks,
     Charge,
@@ -43,15 +38,12 @@ from megatron_runtime.protocol.messages import (
     MalformedMessageError,
     Message,
     Partial,
-    Plain,
     Reserve,
     Status,
     StatusReply,
     Submit,
     block_hashes_from_bytes,
     decode,
-    pack,
-    tokens_to_bytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -101,7 +93,7 @@ class CoordinatorCore:
             adapters_changed=lambda: self.membership.announce_adapters(),
         )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.texts)
-        self.replies = Replies(context, dispatcher, detokenize=getattr(tokenizer, "detokenize", None))
+        self.replies = Replies(context, dispatcher)
         # A server that reserved tokens with another coordinator returns none of them here.
         self.quotas = Quotas(first_window=context.randbits(32) << 28)
         self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
@@ -114,7 +106,6 @@ class CoordinatorCore:
             Control: self._control,
             Status: lambda client, *_: self.context.answer(client, self.status().to_frames()),
             Disconnect: lambda client, message, _: self.membership.lose_client(client, message.reason or "it left"),
-            Plain: self._plain_of_client,
         }
         self._of_engines: dict[type[Any], Handler] = {
             Partial: self.replies.partial,
@@ -124,7 +115,6 @@ class CoordinatorCore:
             ControlAck: self._acknowledged,
             Disconnect: self._engine_leaves,
             Error: lambda engine, message, _: logger.warning("engine %s: %s", engine.name, message.message),
-            Plain: self._plain_of_engine,
         }
 
     # --- events -------------------------------------------------------------------------------------------------
@@ -136,24 +126,32 @@ class CoordinatorCore:
 
     def received(self, now: float, peer: PeerId, frames: Frames) -> None:
         """A message arrived. No message that a peer can send raises an exception here."""
-        self.context.now = now
         try:
-            message = decode(frames, plain=PLAIN if peer[0] == SHARED_PORT else CONTROL)
-            if type(message) is Hello:
-                self.membership.hello(peer, message)
-            elif (engine := self.engines.at(peer)) is not None:
-                engine.heard = now
-                handler = self._of_engines.get(type(message), self._misplaced)
-                handler(engine, message, frames)
-            elif (client := self.clients.at(peer)) is not None:
-                client.heard = now
-                is_for_role = client.role is not _ADMIN or _is_for_admins(message)
-                handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
-                handler(client, message, frames)
-            else:
-                self._unregistered(peer, message, frames)
+            message = decode(frames)
         except MalformedMessageError as error:
+            self.context.now = now
             self.context.reject(peer, ErrorCode.MALFORMED, str(error))
+        else:
+            self.handle(now, peer, message, frames)
+
+    def handle(self, now: float, peer: PeerId, message: Message, frames: Frames) -> None:
+        """A message, which `frames` are the encoding of, arrived or was made by a translator."""
+        self.context.now = now
+        if type(message) is Hello:
+            self.membership.hello(peer, message)
+        elif (engine := self.engines.at(peer)) is not None:
+            engine.heard = now
+            handler = self._of_engines.get(type(message), self._misplaced)
+            handler(engine, message, frames)
+        elif (client := self.clients.at(peer)) is not None:
+            client.heard = now
+            is_for_role = client.role is not _ADMIN or _is_for_admins(message)
+            handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
+            handler(client, message, frames)
+        elif not (isinstance(message, Final) and self.replies.late_final(peer, message, frames)):
+            if peer[0] in (SHARED_PORT, Role.ENGINE):
+                self.membership.recovery.heard_of(peer)
+            self.context.reject(peer, ErrorCode.UNKNOWN_PEER, "say HELLO")
         if self.context.needs_pump or self.verbs.current is not None:  # see _settle()
             self._settle()
 
@@ -180,20 +178,15 @@ class CoordinatorCore:
         rejected: peer, frames, and whether the connection has ended; in the order of the effects. For the others, the
                   shell reports has_room() when they accept messages again.
         """
-        unreachable: dict[PeerId, Engine] = {}
         for peer, frames, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
             if client is not None:
                 self.replies.not_sent(client, frames, is_gone=is_gone)
             elif engine is not None:
-                match decode(frames, plain=PARAMETERS):
-                    case Dispatch(dispatch_id=dispatch_id) | Plain(items=[Header.SUBMIT_REQUEST, dispatch_id, *_]):
-                        engine.full = True
-                        self.dispatcher.not_dispatched(engine, dispatch_id)
-                if is_gone:
-                    unreachable[peer] = engine
-        for engine in unreachable.values():
-            self.membership.lose_unreachable(engine)
+                message = decode(frames)
+                if isinstance(message, Dispatch):
+                    engine.full = True
+                    self.dispatcher.not_dispatched(engine, message.dispatch_id)
         self._settle()
 
     def run_timers(self, now: float) -> None:
@@ -253,34 +246,6 @@ class CoordinatorCore:
     def _misplaced(self, sender: Client | Engine, message: Message, _: Frames) -> None:
         self.context.reject(sender.peer, ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")
 
-    def _unregistered(self, peer: PeerId, message: Message, frames: Frames) -> None:
-        is_shared = peer[0] == SHARED_PORT
-        match message:
-            case Plain(items=[]) if is_shared:
-                self.membership.plain_engine(peer)
-            case Plain(items=[Header.CONNECT, int(), *_]) if is_shared or peer[0] == Role.CLIENT:
-                self.membership.extended_client(peer)
-            case Plain(items=[Header.CONNECT, *_]) if is_shared:
-                self.membership.plain_client(peer)
-            case _ if not self._late(peer, message, frames):
-                if is_shared or peer[0] == Role.ENGINE:
-                    self.membership.recovery.heard_of(peer)
-                self.context.reject(peer, ErrorCode.UNKNOWN_PEER, "say HELLO")
-
-    def _late(self, peer: PeerId, message: Message, frames: Frames) -> bool:
-        """Handle the late answer of an engine that was removed. True if it answers an open request."""
-        is_answer = False
-        match message:
-            case Final():
-                is_answer = self.replies.late_final(peer, message, frames)
-            case Plain(items=[Header.ENGINE_REPLY, *_]):
-                for output in plain_protocol.read_outputs(message.items):
-                    former = self.dispatcher.former(output.dispatch_id, peer)
-                    if former is not None:
-                        final = plain_protocol.as_final(output, former.entry, generated_bytes=former.generated_bytes)
-                        is_answer |= self.replies.late_final(peer, final, final.to_frames())
-        return is_answer
-
     # --- messages of clients ------------------------------------------------------------------------------------
 
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
@@ -293,16 +258,12 @@ class CoordinatorCore:
                 self.context.answer(client, rejection.to_frames(), uid=message.uid)
                 return
             message = message._replace(meta=meta, prompt=prompt)
-        self._accept(client, message)
-
-    def _accept(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
-        self.dispatcher.submit(client, message, plain_id=plain_id)
+        self.dispatcher.submit(client, message)
         if client.blocked:
             self.replies.catch_up(client)
 
     def _abort(self, client: Client, message: Abort, _: Frames) -> None:
-        uid = client.plain_ids.get(message.id) if isinstance(message.id, int) else message.id
-        entry = client.open.get(uid) if uid is not None else None
+        entry = client.open.get(message.id) if isinstance(message.id, bytes) else None
         if entry is not None:
             self.dispatcher.abort([entry])
 
@@ -321,44 +282,6 @@ class CoordinatorCore:
         else:
             self.verbs.handle(message, client)
 
-    def _plain_of_client(self, client: Client, message: Plain, frames: Frames) -> None:
-        match message.items:
-            case [Header.SHUTDOWN, *_] if client.peer[0] == SHARED_PORT:
-                logger.info("a client requests the shutdown")
-                self.context.close(COORDINATOR)
-            case [Header.CONNECT, int(), *_] if client.role is Role.CLIENT:
-                self.membership.extended_client(client.peer)
-            case [Header.CONNECT, *_] if client.plain:
-                self.membership.plain_client(client.peer)
-            case [Header.SUBMIT_REQUEST, *_] if client.plain:
-                self._plain_submit(client, message.items)
-            case [Header.SUBMIT_REQUEST_WITH_KV | Header.RELEASE_KV, int(number), *_] if client.plain:
-                text = "UnsupportedByBackend: no engine reads the KV of another: send SUBMIT_REQUEST"
-                self.context.answer(client, plain_protocol.failed_reply(number, ErrorCode.UNSUPPORTED, text))
-            case _:
-                self._misplaced(client, message, frames)
-
-    def _plain_submit(self, client: Client, items: list[Any]) -> None:
-        try:
-            number, prompt, params = plain_protocol.read_submit(items)
-            meta = plain_protocol.meta_of(params, default_seed=self.context.randbits(64))
-            if isinstance(prompt, list):
-                body = tokens_to_bytes(prompt)
-            else:
-                meta, body = self.texts.accept(meta._replace(text=True), prompt.encode("utf-8", "replace"))
-        except MalformedMessageError as error:
-            self.counters.rejected["malformed"] += 1
-            if len(items) > 1 and isinstance(items[1], int):
-                frames = plain_protocol.failed_reply(items[1], ErrorCode.INVALID_REQUEST, str(error))
-                self.context.answer(client, frames)
-            return
-        uid = self.context.randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
-        client.plain_ids[number] = uid
-        # A plain client expects a record: an engine of this project adds the text and the times.
-        self._accept(client, Submit(uid, meta, body, b"", pack({**params, "return_record": True})), plain_id=number)
-        if uid not in client.open:
-            client.plain_ids.pop(number, None)
-
     # --- messages of engines ------------------------------------------------------------------------------------
 
     def _engine_leaves(self, engine: Engine, message: Disconnect, _: Frames) -> None:
@@ -376,26 +299,6 @@ class CoordinatorCore:
         self.counters.evicted_blocks += len(evicted)
         self.router.evicted(engine, evicted)
         self.router.stored(engine, block_hashes_from_bytes(message.stored))
-
-    def _plain_of_engine(self, engine: Engine, message: Plain, frames: Frames) -> None:
-        match message.items:
-            case [] if engine.plain:
-                self.membership.plain_engine(engine.peer)
-            case [Header.ENGINE_REPLY | Header.ENGINE_REPLY_PARTIAL, *_] if engine.plain:
-                for output in plain_protocol.read_outputs(message.items):
-                    self._plain_output(engine, output)
-            case _:
-                self._misplaced(engine, message, frames)
-
-    def _plain_output(self, engine: Engine, output: plain_protocol.PlainOutput) -> None:
-        entry = engine.in_flight.get(output.dispatch_id)
-        if entry is None:
-            self.counters.stale += 1
-        elif output.reply is None:
-            partial = plain_protocol.as_partial(output, entry)
-            self.replies.partial(engine, partial, partial.to_frames())
-        else:
-            self.replies.plain_final(entry, output)
 
 
 def _is_for_admins(message: Message) -> bool:

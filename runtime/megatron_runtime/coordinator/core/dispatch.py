@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from megatron_runtime.coordinator.core import plain_protocol, rejections
+from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.rejections import RETRY_AFTER_SECONDS, Rejection
 from megatron_runtime.coordinator.core.routing import PromptHashes, Router
-from megatron_runtime.coordinator.core.text_prompts import TextPrompts
 from megatron_runtime.coordinator.core.verbs import Verbs
+from megatron_runtime.coordinator.environment import TextPrompts
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     Abort,
-    Dispatch,
     Error,
     MalformedMessageError,
     Submit,
@@ -45,15 +43,6 @@ MOVE_AGAIN_SECONDS = 2.0
 """A request that made room stays at its next engine for at least this long, counted from when it made room."""
 SEARCH_AGAIN_SECONDS = 0.1
 """After a search found no request that may make room, the next search waits for this long."""
-
-
-@dataclass(frozen=True, slots=True)
-class FormerDispatch:
-    """A dispatch to an engine that lost the request since. `generated_bytes`: tokens that the engine was given."""
-
-    peer: PeerId
-    entry: Entry
-    generated_bytes: int
 
 
 class Dispatcher:
@@ -77,7 +66,7 @@ class Dispatcher:
         self._verbs = verbs
         self._texts = texts
         self._counters = context.counters
-        self._former: dict[int, FormerDispatch] = {}
+        self._former: dict[int, tuple[PeerId, Entry]] = {}
 
     @property
     def waiting(self) -> int:
@@ -86,7 +75,7 @@ class Dispatcher:
 
     # --- arrival -----------------------------------------------------------------------------------------------
 
-    def submit(self, client: Client, submit: Submit, *, plain_id: int | None = None) -> None:
+    def submit(self, client: Client, submit: Submit) -> None:
         """Accept a request, or reject it.
 
         A uid that is open already is the same request on another connection. A uid that was answered on this very
@@ -111,7 +100,6 @@ class Dispatcher:
             now,
             now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
             client.model,
-            plain_id=plain_id,
         )
         if self._engines.stopped or (self._settings.pause_mode == "Reject" and self._verbs.holds):
             state = "stopped" if self._engines.stopped else self._verbs.state.value.lower()
@@ -285,8 +273,7 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine) -> None:
-        # An engine of Megatron-Core cannot continue a text prompt.
-        if entry.meta.text and (not engine.tokenizes or (engine.plain and entry.generated)):
+        if entry.meta.text and not engine.tokenizes:
             try:
                 prompt = self._texts.tokenize(entry.meta, entry.prompt)
             except MalformedMessageError as error:
@@ -308,15 +295,7 @@ class Dispatcher:
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         bodies = entry.prompt, bytes(entry.generated), entry.params
-        try:
-            if engine.plain:
-                dispatch = Dispatch(dispatch_id, entry.uid, entry.client.route, meta, *bodies)
-                frames = plain_protocol.submit_frames(dispatch)
-            else:
-                frames = dispatch_frames(dispatch_id, entry.uid, route, meta, *bodies)
-        except MalformedMessageError as error:
-            self.fail(entry, ErrorCode.INVALID_REQUEST, str(error))
-            return
+        frames = dispatch_frames(dispatch_id, entry.uid, route, meta, *bodies)
         self._context.effects.append((engine.peer, frames))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
@@ -328,7 +307,6 @@ class Dispatcher:
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
         self.tenants.dispatched(entry)
-        entry.dispatched_bytes = len(entry.generated)
         engine.in_flight[dispatch_id] = entry
         self._engines.load_changed(engine)
         if entry.hashes is None:  # without a choice of engines, the request need not wait for them
@@ -391,8 +369,7 @@ class Dispatcher:
     def may_move(other: Entry, engine: Engine, entry: Entry, now: float) -> bool:
         """Whether `other`, at `engine`, may make room for `entry`."""
         return (
-            not engine.plain
-            and engine.available()
+            engine.available()
             and not engine.reserved
             and engine.runs(entry)
             and len(engine.in_flight) <= engine.max_requests
@@ -446,15 +423,15 @@ class Dispatcher:
         self._leave_engine(entry)
 
     def _remember(self, entry: Entry, engine: Engine) -> None:
-        self._former[entry.dispatch_id] = FormerDispatch(engine.peer, entry, entry.dispatched_bytes)
+        self._former[entry.dispatch_id] = engine.peer, entry
         entry.former.append(entry.dispatch_id)
         if len(entry.former) > REMEMBERED_DISPATCHES:
             del self._former[entry.former.pop(0)]
 
-    def former(self, dispatch_id: int, peer: PeerId) -> FormerDispatch | None:
-        """The dispatch of an open request to an engine that lost it since and now answers it."""
-        former = self._former.get(dispatch_id)
-        return former if former is not None and former.peer == peer else None
+    def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
+        """The open request of a dispatch to an engine that lost it since and now answers it."""
+        to, entry = self._former.get(dispatch_id, (None, None))
+        return entry if to == peer else None
 
     # --- suspects ----------------------------------------------------------------------------------------------
 
@@ -481,7 +458,7 @@ class Dispatcher:
         """Abort an open request at its engine, if it has one."""
         if entry.engine is not None:
             self._context.send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
-            entry.engine.unsettled = not entry.engine.plain
+            entry.engine.unsettled = True
 
     def forget(self, entry: Entry, *, error: str = "") -> None:
         """Remove a request that ended from every table. error: why it ended without an answer."""
@@ -506,8 +483,6 @@ class Dispatcher:
         self.journal.remove(entry)
         self.tenants.closed(entry)
         entry.client.open.pop(entry.uid, None)
-        if entry.plain_id is not None:
-            entry.client.plain_ids.pop(entry.plain_id, None)
         if self.queue.length or self.quarantine.active:
             self._context.needs_pump = True
 
@@ -533,12 +508,8 @@ class Dispatcher:
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(entry.meta.request_id)
             logger.debug("request %s rejected: %s %s", entry.uid.hex(), code.name, message, extra=extra)
-        if entry.client.plain:
-            frames = plain_protocol.failed_reply(entry.plain_id or 0, code, message)
-        else:
-            error = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after, field=field)
-            frames = error.to_frames()
-        self._context.answer(entry.client, frames, uid=entry.uid)
+        error = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after, field=field)
+        self._context.answer(entry.client, error.to_frames(), uid=entry.uid)
 
     def _expire(self, entry: Entry) -> None:
         waited = self._context.now - entry.arrived

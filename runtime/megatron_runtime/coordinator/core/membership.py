@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 from megatron_runtime.coordinator.core.context import SHARED_PORT, Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
@@ -11,6 +10,7 @@ from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Eng
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.verbs import Verbs
+from megatron_runtime.coordinator.environment import Access
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import PASSING_STATES, TRANSITIONS, CoordinatorState, EngineState
@@ -20,8 +20,6 @@ from megatron_runtime.protocol.messages import (
     Frames,
     Heartbeat,
     Hello,
-    KeyReport,
-    pack,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,29 +43,6 @@ _RECOVERED_STATES: dict[EngineState, CoordinatorState] = {
 }
 """The state that a restarted coordinator takes from an engine in this state."""
 _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, CoordinatorState.SUSPENDED: 2}
-
-
-class Access:
-    """What the shell knows of keys and connections. This is the access without encryption; the shell overrides it."""
-
-    def is_connected(self, peer: PeerId) -> bool:
-        return False
-
-    def key_of(self, peer: PeerId) -> bytes:
-        """Return the public key that the connection was accepted with."""
-        return b""
-
-    def admits(self, peer: PeerId, key: bytes) -> bool:
-        """Whether a connection with this key may stay."""
-        return True
-
-    def report(self, connected: Iterable[bytes]) -> KeyReport | None:
-        """Return the keys in use, those of `connected` peers among them, for STATUS; None without encryption."""
-        return None
-
-    def rejected(self) -> int:
-        """Return the number of connections whose keys were not accepted."""
-        return 0
 
 
 class Recovery:
@@ -246,23 +221,6 @@ class Membership:
         self._verbs.welcome(engine)
         self._context.needs_pump = True
 
-    def plain_engine(self, peer: PeerId) -> None:
-        known = self._engines.at(peer)
-        if known is not None:
-            self.lose_engine(known, "it registered again", CrashEvidence.CERTAIN)
-        name = peer[1].decode("utf-8", "replace") if peer[1][:1] != b"\0" else peer[1].hex()
-        namesake = self._engines.named(name)
-        if namesake is not None:
-            self.lose_engine(namesake, "another engine took its name")
-        if not self._has_room_for_engine():
-            logger.warning("plain engine %s rejected: %d engines are registered already", name, len(self._engines))
-            return
-        engine = Engine(name, peer, 0, next(self._engines.indices), self._context.now, plain=True)
-        engine.serving, engine.state, engine.tokenizes = True, EngineState.RUNNING, True
-        self._engines.add(engine)
-        logger.info("plain engine %s registered", name)
-        self._context.needs_pump = True
-
     def _has_room_for_engine(self) -> bool:
         return len(self._engines) < limits.MAX_ENGINES
 
@@ -285,21 +243,6 @@ class Membership:
         self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route, quotas=True)
         if client.blocked:
             self._replies.catch_up(client)
-
-    def plain_client(self, peer: PeerId) -> None:
-        client = self._clients.at(peer)
-        if client is None:
-            if not self._has_room_for_client(peer):
-                return
-            name, route = f"plain-{peer[1].hex()}", next(self._clients.routes)
-            client = Client(name, peer, Role.CLIENT, 0, route, self._context.now, plain=True)
-            self._clients.add(client)
-        client.heard = self._context.now
-        self._context.send(peer, [pack([int(Header.CONNECT_ACK)])])
-
-    def extended_client(self, peer: PeerId) -> None:
-        """Answer a CONNECT with a protocol version: such a client continues with HELLO."""
-        self._context.send(peer, [pack([int(Header.CONNECT_ACK), PROTOCOL_VERSION])])
 
     def _has_room_for_client(self, peer: PeerId) -> bool:
         """If there is none, `peer` is sent an error."""
@@ -334,9 +277,7 @@ class Membership:
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
         """A connection ended. A live engine connects and registers again.
 
-        A plain engine connects again without registering: it has `plain_reconnect` seconds, unless a message to it
-        cannot be sent before. If it runs a suspect alone, it is removed at once. A client has `client_dead` seconds to
-        register again.
+        A client has `client_dead` seconds to register again.
 
         by_peer: the other side ended it, as the system does when a process ends.
         """
@@ -345,15 +286,7 @@ class Membership:
             client.stuck_since = None  # no room will be reported; the next message shows that the connection is gone
         if engine is None:
             return
-        engine.full = False
-        engine.was_cut, engine.cut_at = by_peer, self._context.now
-        if not engine.plain or engine.reserved:
-            self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
-
-    def lose_unreachable(self, engine: Engine) -> None:
-        """Remove an engine to which nothing can be sent."""
-        crash = CrashEvidence.CERTAIN if engine.was_cut else CrashEvidence.NONE
-        self.lose_engine(engine, "its connection is gone", crash)
+        self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
 
     def lose_client(self, client: Client, reason: str) -> None:
         logger.info("client %s removed: %s; %d requests aborted", client.name, reason, len(client.open))
@@ -431,16 +364,10 @@ class Membership:
         """Send a heartbeat to the clients now. A client whose list of adapters is older asks for the new one."""
         heartbeat = self._heartbeat()
         for client in self._clients:
-            if not client.plain and client.reachable and client.stuck_since is None:
+            if client.reachable and client.stuck_since is None:
                 self._context.send(client.peer, heartbeat)
 
     def _check_engine(self, engine: Engine, now: float, heartbeat: Frames) -> None:
-        if engine.plain:
-            if self._access.is_connected(engine.peer):
-                engine.cut_at = None
-            elif engine.cut_at is not None and now - engine.cut_at > self._timing.plain_reconnect:
-                self.lose_unreachable(engine)
-            return
         silent = now - engine.heard
         engine.suspect = silent > self._timing.suspect
         if engine.suspect and engine.in_flight and now > engine.busy_until:
@@ -452,18 +379,16 @@ class Membership:
 
     def _check_client(self, client: Client, now: float, heartbeat: Frames) -> None:
         silent = now - client.heard
-        if not client.plain and silent > self._timing.client_dead:
+        if silent > self._timing.client_dead:
             self.lose_client(client, f"silent for {silent:.1f} s")
         elif client.stuck_since is not None and now - client.stuck_since > self._timing.slow_client:
             self.lose_client(client, f"its buffer has been full for {self._timing.slow_client:g} s")
         elif len(client.outbox) > OUTBOX_MESSAGES:
             self.lose_client(client, f"{len(client.outbox)} answers wait for it")
-        elif client.plain and not client.reachable:
-            self.lose_client(client, "its connection is gone")
         else:
             if client.blocked:
                 self._replies.catch_up(client)
-            if not client.plain and client.reachable and client.stuck_since is None:
+            if client.reachable and client.stuck_since is None:
                 self._context.send(client.peer, heartbeat)
 
     def engine_heartbeat(self, engine: Engine, message: Heartbeat) -> None:

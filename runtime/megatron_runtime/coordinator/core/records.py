@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias
 
+from megatron_runtime.coordinator.environment import PeerId
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -37,8 +38,6 @@ ENTRY_OVERHEAD_BYTES = 1024
 """Estimate of what an open request costs beside its bodies."""
 TOKEN_BYTES = 4
 
-PeerId: TypeAlias = tuple[int, bytes]
-"""Number of a port and routing id: one connection."""
 TenantKey: TypeAlias = str | int
 """The id that the request names, or the route number of the client that sent it."""
 
@@ -51,7 +50,6 @@ class Client:
     model:     model that its requests are made for; empty: any.
     route:     number by which engines group partials for it.
     open:      its open requests by uid.
-    plain_ids: uid by request number, for a client of the plain protocol.
     answered:  uids whose final answer was sent on the present connection; the last few thousand.
     outbox:    messages that the connection did not accept yet, in order, each with the uid that it answers. While it
                is not empty, no partials are sent: the tokens stay in the journal and are sent as one partial later.
@@ -67,11 +65,9 @@ class Client:
     incarnation: int
     route: int
     heard: float
-    plain: bool = False
     key: bytes = b""
     model: str = ""
     open: dict[bytes, Entry] = field(default_factory=dict)
-    plain_ids: dict[int, bytes] = field(default_factory=dict)
     outbox: deque[tuple[bytes | None, Frames]] = field(default_factory=deque)
     outbox_bytes: int = 0
     answered: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -146,8 +142,6 @@ class Engine:
     relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
     reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
     unsettled: it was sent an abort, and has not reported since that it runs nothing.
-    was_cut:   its side ended the connection; for a plain engine, which may reconnect.
-    cut_at:    when the connection of a plain engine ended; None while it is connected.
     """
 
     name: str
@@ -155,7 +149,6 @@ class Engine:
     incarnation: int
     index: int
     heard: float
-    plain: bool = False
     key: bytes = b""
     serving: bool = False
     state: EngineState = EngineState.PAUSED
@@ -184,9 +177,7 @@ class Engine:
     in_flight: dict[int, Entry] = field(default_factory=dict)
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
-    cut_at: float | None = None
     unsettled: bool = False
-    was_cut: bool = False
 
     def available(self) -> bool:
         return self.serving and self.state is EngineState.RUNNING and not (self.draining or self.suspect or self.full)
@@ -252,10 +243,9 @@ class Engine:
             in_flight=len(self.in_flight),
             silent_seconds=round(max(0.0, now - self.heard), 3),
             suspect=self.suspect and now > self.busy_until,
-            plain=self.plain,
             draining=self.draining,
             digest=self.digest,
-            source=None if self.plain else self.source or "",
+            source=self.source or "",
         )
 
 
@@ -307,10 +297,8 @@ class Entry:
     num_indexed: the number of `details`, from the first on, whose extras are Extras and no longer bytes.
     forwarded:  number of the tokens that the client was sent.
     held:       number of them that the client confirmed to have.
-    dispatched_bytes: length of `generated` when it was last dispatched.
     dispatch_id, engine: the current dispatch; 0 and None while it waits.
     former:     dispatch ids of engines that are gone, whose late final is still accepted.
-    plain_id:   the request's number at a plain client.
     slot:       its slot in Deadlines; None while its time is not limited.
     crashes:    crashes of engines while it was in flight there; empty again once it is acquitted.
     crash_position: generated tokens at the last of them; None if unknown.
@@ -337,11 +325,9 @@ class Entry:
     details_bytes: int = 0
     forwarded: int = 0
     held: int = 0
-    dispatched_bytes: int = 0
     dispatch_id: int = 0
     engine: Engine | None = None
     former: list[int] = field(default_factory=list)
-    plain_id: int | None = None
     hashes: Mapping[int, Sequence[int]] | None = None
     slot: int | None = None
     crashes: Sequence[Crash] = ()

@@ -9,12 +9,10 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
-from megatron_runtime.coordinator.core import plain_protocol
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, Extras, PeerId
 from megatron_runtime.process.logs import of_request
-from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
     PLAIN,
     Error,
@@ -23,10 +21,8 @@ from megatron_runtime.protocol.messages import (
     Heartbeat,
     HelloAck,
     MalformedMessageError,
-    Message,
     Partial,
     PartialEntry,
-    Plain,
     decode,
     pack,
     unpack,
@@ -43,11 +39,10 @@ _PER_TOKEN = ("log_probs", "top_n_logprobs")
 class Replies:
     """A token enters the journal only from the current dispatch and only as the next one, so none is doubled."""
 
-    def __init__(self, context: Context, dispatcher: Dispatcher, *, detokenize: plain_protocol.Detokenize) -> None:
+    def __init__(self, context: Context, dispatcher: Dispatcher) -> None:
         self._context = context
         self._dispatcher = dispatcher
         self._counters = context.counters
-        self._detokenize = detokenize
 
     def partial(self, engine: Engine, message: Partial, frames: Frames) -> None:
         """Take new tokens. Forward `frames` unchanged if one client is to get all of them."""
@@ -59,7 +54,7 @@ class Replies:
         client = self._context.clients.routed(message.route)
         accepted: list[Entry] = []
         position = 0
-        whole = client is not None and not client.blocked and not client.plain
+        whole = client is not None and not client.blocked
         extras = message.extras
         share = len(extras) // max(1, len(message.entries))
         journal, in_flight = self._dispatcher.journal, engine.in_flight
@@ -102,13 +97,9 @@ class Replies:
     def final(self, engine: Engine, message: Final, frames: Frames) -> None:
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is not None and entry.uid == message.uid:
-            self._deliver(entry, message, frames)
+            self._end(entry, frames)
         elif not self.late_final(engine.peer, message, frames):
             self._counters.stale += 1
-
-    def plain_final(self, entry: Entry, output: plain_protocol.PlainOutput) -> None:
-        """Deliver the answer of a plain engine."""
-        self._end(entry, plain_protocol.answer_frames(output, entry, detokenize=self._detokenize))
 
     def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
         """An engine that lost its requests, by removal or silence, answers one of them.
@@ -116,10 +107,9 @@ class Replies:
         The answer is delivered if it begins with the tokens that the client was sent, and ends the request, wherever it
         is now. False if it belongs to no open request, or differs.
         """
-        former = self._dispatcher.former(message.dispatch_id, peer)
-        if former is None or former.entry.uid != message.uid:
+        entry = self._dispatcher.former(message.dispatch_id, peer)
+        if entry is None or entry.uid != message.uid:
             return False
-        entry = former.entry
         if not message.tokens.startswith(bytes(entry.generated)):
             return False
         if _read_map(message.reply, "a late reply").get("status") != "COMPLETED":
@@ -128,13 +118,8 @@ class Replies:
         logger.warning("a removed or silent engine answered a request; its answer is delivered", extra=extra)
         self._counters.late += 1
         self._dispatcher.withdraw(entry)
-        self._deliver(entry, message, frames)
-        return True
-
-    def _deliver(self, entry: Entry, message: Final, frames: Frames) -> None:
-        if entry.client.plain:
-            frames = plain_protocol.final_frames(entry, message, detokenize=self._detokenize)
         self._end(entry, frames)
+        return True
 
     def _end(self, entry: Entry, frames: Frames) -> None:
         """Send the frames of a request's answer."""
@@ -201,33 +186,23 @@ class Replies:
         """
         if is_gone:
             client.reachable = False
-        try:
-            message: Message | None = decode(frames, plain=PLAIN)
-        except MalformedMessageError:
-            message = None
+        message = decode(frames)
         if isinstance(message, Heartbeat | HelloAck):
             return
         if isinstance(message, Error) and message.uid is None and message.incarnation is not None:
             return  # answers a frame that was dropped
         if client.stuck_since is None and not is_gone:
             client.stuck_since = self._context.now
-        unsent: list[tuple[Entry | None, int]] = []
-        match message:
-            case Partial():
-                unsent = [(client.open.get(uid), offset) for uid, _, offset, _ in message.entries]
-            case Plain(items=[Header.ENGINE_REPLY_PARTIAL, number, {"new_tokens": tokens}]):
-                known = client.open.get(client.plain_ids.get(number, b""))
-                unsent = [(known, known.forwarded - len(tokens))] if known is not None else []
         is_open = False
-        for entry, offset in unsent:
-            if entry is not None:
+        for uid, _, offset, _ in message.entries if isinstance(message, Partial) else ():
+            if (entry := client.open.get(uid)) is not None:
                 entry.forwarded = min(entry.forwarded, offset)
                 client.behind = is_open = True
         if not is_open:
-            uid = getattr(message, "uid", None)
-            if uid is not None:
-                client.answered.pop(uid, None)
-            client.keep(uid, frames, first=True)
+            answered = message.uid if isinstance(message, Final | Error) else None
+            if answered is not None:
+                client.answered.pop(answered, None)
+            client.keep(answered, frames, first=True)
 
 
 def _read_map(raw: bytes, what: str) -> dict[Any, Any]:
@@ -244,8 +219,6 @@ def _owed(entry: Entry) -> Frames:
     """All tokens that the client was not sent, with their details, as one partial."""
     tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
     details = _details_from(entry, entry.forwarded)
-    if entry.plain_id is not None:
-        return plain_protocol.partial_frames(entry.plain_id, tokens, details)
     item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
     extras = pack({entry.uid: details}) if details else b""
     return Partial(entry.client.route, [item], tokens, extras).to_frames()

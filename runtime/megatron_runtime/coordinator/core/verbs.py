@@ -25,16 +25,14 @@ from megatron_runtime.protocol.messages import (
     ControlCommit,
     EngineOutcome,
     Error,
-    Frames,
     HelloAck,
     Operation,
-    pack,
 )
 
 logger = logging.getLogger(__name__)
 
 MAX_DEFERRED = 64
-"""Control messages of plain clients that wait for the operation under way."""
+"""Control messages without an operation id that wait for the operation under way."""
 REMEMBERED_OPERATIONS = 64
 
 _STEADY = frozenset(STEADY_ENGINE_STATES)
@@ -237,8 +235,8 @@ class Verbs:
         if operation_id in self._ended:
             self._answer(client, self._ended[operation_id][1], control)
             return
-        if self.current is not None and client.plain and len(self._deferred) < MAX_DEFERRED:
-            # A plain client gets no answer, so it can neither wait for the end nor send the message again.
+        if self.current is not None and control.operation_id is None and len(self._deferred) < MAX_DEFERRED:
+            # Its sender does not wait for an answer, so it would not send the message again.
             self._deferred.append((control, client))
             return
         operation = PendingOperation(control, operation_id, [client])
@@ -287,10 +285,7 @@ class Verbs:
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 
     def _answer(self, client: Client, ack: ControlAck, control: Control) -> None:
-        if client.plain:
-            if not ack.ok:
-                logger.warning("%s of a plain client rejected: %s", control.kind.name, ack.error)
-        elif not ack.ok and control.operation_id is None:
+        if not ack.ok and control.operation_id is None:
             code = ErrorCode(ack.code) if ack.code is not None else ErrorCode.ENGINE_FAILED
             self._context.answer(client, Error(code=code, message=ack.error or "failed").to_frames())
         else:
@@ -321,14 +316,8 @@ class Verbs:
                 engine.draining = True
             elif control.kind is Header.SET_ADAPTERS and not engine.knows_adapters:
                 self._fail_engine(operation, engine, "it has no adapters: upgrade it", code=ErrorCode.UNSUPPORTED)
-            elif not engine.plain:
-                self._context.send(engine.peer, signal)
-            elif control.kind is Header.UPDATE_WEIGHTS:
-                self._fail_engine(operation, engine, "a plain engine cannot update its weights")
             else:
-                # A plain engine acknowledges nothing: the signal counts as carried out.
-                self._context.send(engine.peer, _plain_signal(control))
-                self._succeed(operation, engine, ranks=engine.ranks)
+                self._context.send(engine.peer, signal)
         if not self.check_drained():
             self._finish_if_complete(operation)
 
@@ -451,9 +440,8 @@ class Verbs:
     def _commit_engine(self, engine: Engine, commit: ControlCommit) -> None:
         if not self._engines.is_registered(engine):
             return
-        if not engine.plain:
-            engine.welcomed, engine.owed = self._context.now, commit
-            self._context.send(engine.peer, commit.to_frames())
+        engine.welcomed, engine.owed = self._context.now, commit
+        self._context.send(engine.peer, commit.to_frames())
         if commit.state is not None:
             engine.state = commit.state
         if commit.epoch is not None:
@@ -492,11 +480,3 @@ class Verbs:
         self._context.needs_pump = True
         while self._deferred and self.current is None:
             self.handle(*self._deferred.popleft())
-
-
-def _plain_signal(control: Control) -> Frames:
-    """A control message of the plain protocol."""
-    items = [int(control.kind)]
-    if control.kind is Header.SET_GENERATION_EPOCH and control.epoch is not None:
-        items.append(control.epoch)
-    return [pack(items)]

@@ -336,16 +336,10 @@ class DynamicInferenceEngine(EngineCore):
 
 
 def _config_of(context: Any) -> InferenceConfig:
-    """Return the configuration with which a context of Megatron-Core was built.
-
-    A context of release 0.16 has no `config`: its limits are attributes, and its KV cache is a number of blocks.
-    """
-    source = getattr(context, "config", context)
+    """Return the configuration with which a context of Megatron-Core was built."""
+    source = context.config
     names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)
-    config = InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})
-    if not hasattr(source, "buffer_size_gb") and hasattr(source, "block_size_bytes"):
-        config.buffer_size_gb = source.block_allocator.total_count * source.block_size_bytes / (1 << 30)
-    return config
+    return InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})
 
 
 def _executor_of(model: Any, tokenizer: Any, config: InferenceConfig) -> Executor:

@@ -1,21 +1,44 @@
-"""Prompts that arrive as text: an engine tokenizes them, or the coordinator if it needs the tokens."""
+"""What a coordinator's core asks of its environment: which keys are accepted, and the tokens of texts."""
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Protocol, TypeAlias
 
 from megatron_runtime.process.logs import of_request
-from megatron_runtime.protocol.messages import MalformedMessageError, RequestMeta, tokens_to_bytes
+from megatron_runtime.protocol.messages import KeyReport, MalformedMessageError, RequestMeta, tokens_to_bytes
 
 logger = logging.getLogger(__name__)
 
+PeerId: TypeAlias = tuple[int, bytes]
+"""Number of a port and routing id: one connection."""
 MAX_TEXT_CHARACTERS = 512 * 1024
 """Limit of a prompt that is sent as text: other requests wait while it is tokenized, here or at an engine."""
 
 
+class Access:
+    """What the shell knows of keys and connections. This is the access without encryption; the shell overrides it."""
+
+    def key_of(self, peer: PeerId) -> bytes:
+        """Return the public key that the connection was accepted with."""
+        return b""
+
+    def admits(self, peer: PeerId, key: bytes) -> bool:
+        """Whether a connection with this key may stay."""
+        return True
+
+    def report(self, connected: Iterable[bytes]) -> KeyReport | None:
+        """Return the keys in use, those of `connected` peers among them, for STATUS; None without encryption."""
+        return None
+
+    def rejected(self) -> int:
+        """Return the number of connections whose keys were not accepted."""
+        return 0
+
+
 class Tokenizer(Protocol):
-    """Tokenizes text prompts. With `detokenize(tokens)` too, plain clients get the text of their answers."""
+    """Tokenizes text prompts. With `detokenize(tokens)` too, clients of Megatron-Core get the text of their answers."""
 
     def tokenize(self, text: str) -> list[int]: ...
 

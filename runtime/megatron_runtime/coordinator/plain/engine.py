@@ -1,0 +1,277 @@
+"""The translator of an engine of Megatron-Core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_runtime.coordinator.environment import TextPrompts
+from megatron_runtime.coordinator.plain.client import OpenRequest
+from megatron_runtime.coordinator.plain.messages import EngineOutput, read_outputs, submit_frames
+from megatron_runtime.protocol.codec import unpack_request
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState, signals_to_join
+from megatron_runtime.protocol.messages import (
+    ENGINE_FAILED,
+    PARAMETERS,
+    Abort,
+    Control,
+    ControlAck,
+    ControlCommit,
+    Disconnect,
+    Dispatch,
+    Error,
+    Final,
+    Frames,
+    Heartbeat,
+    Hello,
+    HelloAck,
+    MalformedMessageError,
+    Message,
+    Partial,
+    PartialEntry,
+    RequestMeta,
+    decode,
+    header_of,
+    pack,
+    token_list_from_bytes,
+    unpack,
+)
+
+logger = logging.getLogger(__name__)
+
+_DISPATCH, _HEARTBEAT = int(Header.DISPATCH), int(Header.HEARTBEAT)
+_TEXT = RequestMeta._fields.index("text")
+
+
+@dataclass(slots=True)
+class Running:
+    """A dispatch that the engine has. `held`: tokens given with it and sent as partials since."""
+
+    uid: bytes
+    route: int
+    given: bytes
+    held: int
+
+
+class EngineTranslator:
+    """Turns the frames of one engine into native messages, and back.
+
+    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state: the translator does so.
+    A signal counts as carried out when it was sent.
+
+    accept:    passes a native message to the core.
+    send:      sends messages to the engine, all or none; False if its connection does not accept them.
+    is_connected: whether the engine has a connection now.
+    now:       seconds on a monotonic clock.
+    requests:  the open requests of plain clients, which get the answer of the engine as it is.
+    reconnect: seconds that the engine has to connect again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        accept: Callable[[Message], None],
+        send: Callable[..., bool],
+        is_connected: Callable[[], bool],
+        now: Callable[[], float],
+        requests: Mapping[bytes, OpenRequest],
+        randbits: Callable[[int], int],
+        texts: TextPrompts,
+        reconnect: float,
+    ) -> None:
+        self.name = name
+        self._accept = accept
+        self._send = send
+        self._is_connected = is_connected
+        self._now = now
+        self._requests = requests
+        self._randbits = randbits
+        self._texts = texts
+        self._reconnect = reconnect
+        self._running: dict[int, Running] = {}
+        self._state = EngineState.RUNNING
+        self._epoch = 0
+        self._source: str | None = None
+        self._incarnation = 0
+        self._cut_at: float | None = None
+        self._cut_by_peer = False
+        self._has_aborts = False
+        """It has sent a partial. Release 0.19.2 has neither partials nor aborts, and ends at an unknown message."""
+
+    # --- from the engine ----------------------------------------------------------------------------------------
+
+    def receive(self, frame: bytes) -> None:
+        """Raises MalformedMessageError."""
+        header = header_of(frame) if frame else None
+        if header == Header.ENGINE_REPLY:
+            for output in read_outputs(frame, is_final=True):
+                self._final(output)
+        elif header == Header.ENGINE_REPLY_PARTIAL:
+            self._has_aborts = True
+            for output in read_outputs(frame, is_final=False):
+                self._partial(output)
+        elif not frame:
+            self._register()
+        elif header == Header.DISCONNECT:
+            self._accept(Disconnect())
+        else:
+            raise MalformedMessageError(f"header {header}: want a message of an engine of Megatron-Core")
+
+    def _register(self) -> None:
+        """A process has just started. It serves at once, in the state that HELLO_ACK names."""
+        self._incarnation = self._randbits(64)
+        self._state, self._epoch, self._source = EngineState.RUNNING, 0, None
+        self._running.clear()
+        hello = Hello(role=Role.ENGINE, name=self.name, incarnation=self._incarnation, tokenizes=True)
+        self._accept(hello)
+        self._accept(hello.model_copy(update={"serving": True, "state": EngineState.RUNNING}))
+
+    def _final(self, output: EngineOutput) -> None:
+        running = self._running.pop(output.number, None)
+        if running is None:
+            self._accept(Final(output.number, bytes(16), b"", b""))  # counted as stale
+            return
+        if running.uid in self._requests:
+            reply = output.reply_as_sent()
+        else:
+            reply = output.native_reply(num_given=len(running.given) // 4)
+        self._accept(Final(output.number, running.uid, running.given + output.tokens, reply))
+
+    def _partial(self, output: EngineOutput) -> None:
+        running = self._running.get(output.number)
+        if running is None:
+            return
+        count, details = len(output.tokens) // 4, output.details()
+        entry = PartialEntry(running.uid, output.number, running.held, count)
+        running.held += count
+        extras = pack({running.uid: details}) if details else b""
+        self._accept(Partial(running.route, [entry], output.tokens, extras))
+
+    # --- to the engine ------------------------------------------------------------------------------------------
+
+    def send(self, frames: Frames) -> bool:
+        """Send what the core sends. False if the connection does not accept it."""
+        header = header_of(frames[0])
+        if header == _DISPATCH:
+            return self._dispatch(Dispatch._make(unpack_request(frames[0])[1:8]))  # the core has checked it
+        if header == _HEARTBEAT:
+            self._beat()
+            return True
+        match message := decode(frames):
+            case Abort(id=int(number)):
+                if self._has_aborts and self._running.pop(number, None) is not None:
+                    self._send([pack([int(Header.ABORT_REQUEST), number])])
+            case Control():
+                return self._control(message)
+            case ControlCommit():
+                self._enter(message.state, message.epoch)
+            case HelloAck():
+                self._join(message)
+            case Error(code=code, message=text) if code is not ErrorCode.UNKNOWN_PEER:
+                logger.warning("a message of engine %s was rejected: %s", self.name, text)
+        return True
+
+    def _dispatch(self, dispatch: Dispatch) -> bool:
+        number, uid, route, given = dispatch.dispatch_id, dispatch.uid, dispatch.route, dispatch.generated
+        try:
+            frames = submit_frames(number, self._prompt_of(dispatch), self._params_of(dispatch))
+        except MalformedMessageError as error:
+            cause = {"code": int(ErrorCode.INVALID_REQUEST), "type": "INVALID_REQUEST", "message": str(error)}
+            reply = {"status": "FAILED", "finish_reason": "error", "error": {**cause, "is_transient": False}}
+            self._accept(Final(number, uid, given, pack(reply)))
+            return True
+        self._running[number] = Running(uid, route, given, len(given) // 4)
+        if self._send(frames):
+            return True
+        del self._running[number]
+        if not self._is_connected():
+            self._leave()
+        return False
+
+    def _prompt_of(self, dispatch: Dispatch) -> str | list[int]:
+        """The prompt, and the tokens generated before, which become part of it. Raises MalformedMessageError."""
+        if not dispatch.meta[_TEXT]:
+            return token_list_from_bytes(dispatch.prompt + dispatch.generated)
+        if not dispatch.generated:
+            return dispatch.prompt.decode("utf-8", "replace")
+        try:
+            prompt = self._texts.tokenize(RequestMeta.from_list(dispatch.meta), dispatch.prompt)
+        except MalformedMessageError as error:
+            message = f"engine {self.name} cannot tokenize the prompt, and {error}"
+            raise MalformedMessageError(message) from error
+        return token_list_from_bytes(prompt + dispatch.generated)
+
+    def _params_of(self, dispatch: Dispatch) -> bytes:
+        """The parameters. Those of a plain client are as it sent them, but for the tokens generated before."""
+        request = self._requests.get(dispatch.uid)
+        if request is not None and not dispatch.generated:
+            return request.params
+        try:
+            params: Any = unpack(dispatch.params, PARAMETERS)
+        except MalformedMessageError as error:
+            raise MalformedMessageError(f"sampling parameters: {error}") from error
+        params = params if isinstance(params, dict) else {}
+        params.pop("return_record", None)
+        budget = params.get("num_tokens_to_generate")
+        if isinstance(budget, int):
+            params["num_tokens_to_generate"] = max(1, budget - len(dispatch.generated) // 4)
+        return pack(params)
+
+    def _control(self, control: Control) -> bool:
+        error = None
+        if control.kind is Header.UPDATE_WEIGHTS:
+            error = "a plain engine cannot update its weights"
+        elif not self._signal(control.kind, control.epoch):
+            return False
+        ack = ControlAck(
+            operation_id=control.operation_id or "", ok=error is None, state=self._state, error=error, ranks=1
+        )
+        self._accept(ack)
+        return True
+
+    def _signal(self, kind: Header, epoch: int | None) -> bool:
+        items = [int(kind), epoch] if kind is Header.SET_GENERATION_EPOCH and epoch is not None else [int(kind)]
+        return self._send([pack(items)])
+
+    def _enter(self, state: EngineState | None, epoch: int | None) -> None:
+        self._state = self._state if state is None else state
+        self._epoch = self._epoch if epoch is None else epoch
+
+    def _join(self, ack: HelloAck) -> None:
+        """Bring the engine to the state and epoch of the others."""
+        self._source = ack.source
+        for signal in signals_to_join(self._state, ack.state):
+            self._signal(signal, None)
+            self._state = TRANSITIONS[signal].lands_in
+        if ack.epoch != self._epoch:
+            self._signal(Header.SET_GENERATION_EPOCH, ack.epoch)
+            self._epoch = ack.epoch
+
+    # --- the connection -----------------------------------------------------------------------------------------
+
+    def cut(self, *, by_peer: bool) -> None:
+        """The connection has ended. The engine connects again without registering; silence has no meaning."""
+        self._cut_at, self._cut_by_peer = self._now(), by_peer
+
+    def _beat(self) -> None:
+        if self._is_connected():
+            self._cut_at = None
+        elif self._cut_at is not None and self._now() - self._cut_at > self._reconnect:
+            self._leave()
+            return
+        self._accept(
+            Heartbeat(
+                incarnation=self._incarnation,
+                state=self._state,
+                epoch=self._epoch,
+                source=self._source,
+                running=len(self._running),
+            )
+        )
+
+    def _leave(self) -> None:
+        self._accept(Disconnect(reason=ENGINE_FAILED if self._cut_by_peer else "its connection is gone"))

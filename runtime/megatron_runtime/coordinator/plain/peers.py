@@ -1,0 +1,161 @@
+"""The peers of one coordinator that speak Megatron-Core's protocol, and their translators."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from megatron_runtime.coordinator.core.context import SHARED_PORT
+from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
+from megatron_runtime.coordinator.core.records import PeerId
+from megatron_runtime.coordinator.plain.client import ClientTranslator, OpenRequest
+from megatron_runtime.coordinator.plain.engine import EngineTranslator
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
+from megatron_runtime.protocol.messages import (
+    Disconnect,
+    Final,
+    Frames,
+    MalformedMessageError,
+    Message,
+    Partial,
+    header_of,
+    pack,
+    unpack,
+)
+
+_GREETED = [pack([int(Header.CONNECT_ACK), PROTOCOL_VERSION])]
+_CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
+
+
+class PlainPeers:
+    """Passes messages of plain peers to their translators, and those of the translators to the core.
+
+    A peer of the shared port that begins with CONNECT is a plain client, one that begins with an empty frame a plain
+    engine. A CONNECT with a protocol version is the greeting of a client of this project, which continues with HELLO.
+
+    send:         sends messages to a peer, all or none; False if its connection does not accept them.
+    is_connected: whether the peer has a connection.
+    now:          seconds on the core's clock.
+    shut_down:    ends the coordinator, as a client requests.
+    """
+
+    def __init__(
+        self,
+        core: CoordinatorCore,
+        *,
+        send: Callable[..., bool],
+        is_connected: Callable[[PeerId], bool],
+        now: Callable[[], float],
+        shut_down: Callable[[], None],
+    ) -> None:
+        self.translators: dict[PeerId, ClientTranslator | EngineTranslator] = {}
+        self.messages: deque[tuple[PeerId, Message]] = deque()
+        """Messages of translators that the core has not handled yet."""
+        self._requests: dict[bytes, OpenRequest] = {}
+        self._core = core
+        self._send = send
+        self._is_connected = is_connected
+        self._now = now
+        self._shut_down = shut_down
+
+    def receive(self, peer: PeerId, frames: Frames) -> bool:
+        """Handle a message. False if it is one of the native protocol."""
+        translator = self.translators.get(peer)
+        frame = frames[0]
+        if translator is None:
+            header = frame[1] if len(frame) > 1 else None
+            if frame and header not in (_CONNECT, _SHUTDOWN):
+                return False
+            if header == _CONNECT and _names_version(frames) and peer[0] in (SHARED_PORT, Role.CLIENT):
+                self._send(peer, _GREETED)
+                return True
+            if peer[0] != SHARED_PORT or header_of(frame) == _SHUTDOWN:
+                return self._is_shutdown(peer, frame)
+            translator = self.translators[peer] = self._translator(peer, is_client=bool(frame))
+        if not (len(frame) > 1 and frame[1] == _SHUTDOWN and self._is_shutdown(peer, frame)):
+            try:
+                if len(frames) != 1:
+                    raise MalformedMessageError(f"{len(frames)} frames: want one")
+                translator.receive(frame)
+            except MalformedMessageError as error:
+                self._core.context.reject(peer, ErrorCode.MALFORMED, str(error))
+        return True
+
+    def deliver(self) -> None:
+        """Have the core handle the messages of the translators."""
+        while self.messages:
+            peer, message = self.messages.popleft()
+            kind = type(message)
+            frames = message.to_frames() if isinstance(message, Final | Partial) else []
+            self._core.handle(self._now(), peer, message, frames)
+            if kind is Disconnect and not self._is_connected(peer):
+                self.translators.pop(peer, None)
+
+    def gone(self, peer: PeerId, *, by_peer: bool) -> bool:
+        """A connection has ended. False if it is not that of a plain peer."""
+        translator = self.translators.get(peer)
+        if isinstance(translator, ClientTranslator):
+            translator.close()
+        elif translator is not None:
+            translator.cut(by_peer=by_peer)
+            if self._core.engines.at(peer) is None:
+                del self.translators[peer]
+            else:
+                self._core.has_room(self._now(), peer)  # the next connection is not full
+        return translator is not None
+
+    def number_of(self, uid: bytes) -> int | None:
+        """The number that a plain client gave an open request."""
+        request = self._requests.get(uid)
+        return request.number if request is not None else None
+
+    def _is_shutdown(self, peer: PeerId, frame: bytes) -> bool:
+        if peer[0] != SHARED_PORT or not frame or header_of(frame) != _SHUTDOWN or self._core.clients.at(peer) is None:
+            return False
+        self._shut_down()
+        return True
+
+    def _translator(self, peer: PeerId, *, is_client: bool) -> ClientTranslator | EngineTranslator:
+        core = self._core
+        routing_id = peer[1]
+        randbits = core.context.randbits
+
+        def accept(message: Message) -> None:
+            self.messages.append((peer, message))
+
+        def send(*messages: Frames) -> bool:
+            return self._send(peer, *messages)
+
+        if is_client:
+            return ClientTranslator(
+                f"plain-{routing_id.hex()}"[: limits.MAX_NAME_BYTES],
+                accept=accept,
+                send=send,
+                requests=self._requests,
+                randbits=randbits,
+                detokenize=getattr(core.texts.tokenizer, "detokenize", None),
+            )
+        name = routing_id.decode("utf-8", "replace") if routing_id[:1] != b"\0" else routing_id.hex()
+        return EngineTranslator(
+            name[: limits.MAX_NAME_BYTES],
+            accept=accept,
+            send=send,
+            is_connected=lambda: self._is_connected(peer),
+            now=self._now,
+            requests=self._requests,
+            randbits=randbits,
+            texts=core.texts,
+            reconnect=core.context.settings.timing.plain_reconnect,
+        )
+
+
+def _names_version(frames: Frames) -> bool:
+    """Whether a CONNECT has a protocol version."""
+    try:
+        match unpack(frames[0]):
+            case [_, int(), *_]:
+                return True
+    except MalformedMessageError:
+        pass
+    return False
