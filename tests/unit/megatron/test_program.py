@@ -21,7 +21,7 @@ def _run(rank: int, port: int, send: Send, world: int) -> None:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in environment.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    changed = PROGRAM.read_text().replace("megatron.core.inference", "megatron_runtime")
+    changed = PROGRAM.read_text().replace("megatron.core.inference", "megatron_runtime.megatron_core")
     assert changed != PROGRAM.read_text()
     with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(changed)

@@ -52,15 +52,14 @@ def test_an_object_without_detokenize_is_rejected(options: dict[str, Any]) -> No
         MegatronLLM(**{**options, "tokenizer": SimpleNamespace(tokenize=lambda text: [1])})
 
 
-@pytest.mark.parametrize("has_config", [True, False], ids=["config of the context", "limits of the context"])
 def test_an_engine_of_a_controller_and_a_context(
-    options: dict[str, Any], tiny_model: TensorsInMemory, tokenizer: Tokenizer, greedy: Any, has_config: bool
+    options: dict[str, Any], tiny_model: TensorsInMemory, tokenizer: Tokenizer, greedy: Any
 ) -> None:
     controller = SimpleNamespace(
         inference_wrapped_model=SimpleNamespace(model=tiny_model), tokenizer=MegatronTokenizer(tokenizer)
     )
     limits = SimpleNamespace(max_sequence_length=96, max_requests=2, max_tokens=64, buffer_size_gb=0.02)
-    engine = DynamicInferenceEngine(controller, SimpleNamespace(config=limits) if has_config else limits)
+    engine = DynamicInferenceEngine(controller, SimpleNamespace(config=limits))
     assert (engine.config.max_requests, engine.context.max_sequence_length) == (2, 96)
     (answer,) = engine.generate([PROMPT], greedy(4))
     assert len(answer.generated_tokens) == 4
