@@ -122,7 +122,7 @@ def stage(checkpoint: Checkpoint, shard: Shard, collectives: Collectives | None)
     def run(given: torch.Tensor) -> torch.Tensor:
         x_TD = model.embed(given) if shard.has_embedding else given
         x_TD = model.run_layers(x_TD, positions, attention=attention, cache_LPXE=cache)
-        return model.logits(model.finish(x_TD, positions)) if shard.has_head else x_TD
+        return model.logits(x_TD) if shard.has_head else x_TD
 
     return run
 

@@ -193,7 +193,7 @@ def expected_logits(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tenso
     layout = lay_out(plan, page_size=PAGE, dtype=torch.float32, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
     x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
-    logits = model.logits(model.finish(x_TD, layout.logit_rows_N))
+    logits = model.logits(x_TD[layout.logit_rows_N])
     return logits[torch.from_numpy(np.argsort(layout.sampled_rows))]
 
 

@@ -64,6 +64,22 @@ def test_steps_equal_torchs(traits: str, isa: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("traits", TRAITS)
+@pytest.mark.parametrize("format", ["float32", "bfloat16"])
+def test_the_last_part_of_a_step_equals_that_of_torch_and_cuda(traits: str, format: str, isa: str) -> None:
+    """Last norm and head of the same hidden states: Decoder::logits in C++, and Decoder.logits of the other decoders."""
+    config = dataclasses.replace(PLAIN, **TRAITS[traits])
+    ours, _ = native(config, format)
+    cache, _ = caches(config)
+    sequences = Sequences(config)
+    for new in STEPS:
+        plan = sequences.plan(new)
+        ends_N = plan.query_lengths.cumsum(dtype=np.int64) - 1
+        x_TD, logits_NV = ours.run_plan(plan, cache, ends_N)
+        torch.testing.assert_close(torch.from_numpy(logits_NV), ours.logits(x_TD[ends_N]), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("format", ["bfloat16", "float16", "int8", "int4"])
 def test_steps_in_a_format_differ_by_the_rounding_of_activations(format: str, isa: str) -> None:
     is_exact = format == "float16" or (format == "bfloat16" and isa not in BFLOAT16_INSTRUCTION_SETS)
@@ -218,7 +234,7 @@ def test_the_phases_of_a_rank_equal_torchs(traits: str) -> None:
         x_TD = ours.run_rank(plan, x_TD=ours.embed(torch.from_numpy(plan.token_ids)), cache_LPXE=cache)
         last_N = torch.from_numpy(plan.query_lengths.cumsum(dtype=np.int64) - 1)
         torch.testing.assert_close(
-            ours.logits(ours.finish(x_TD, last_N)),
+            ours.logits(x_TD[last_N]),
             expected_logits(reference, plan, reference_cache),
             rtol=1e-4,
             atol=1e-4,

@@ -150,11 +150,11 @@ def logits_of_step(
 ) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer and the experts of its tokens."""
     sampled = len(rows.sampled_rows)
-    x_ND = model.finish(x_TD, rows.logit_rows_N)
+    x_ND = x_TD.index_select(0, rows.logit_rows_N)
     logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
 
     def hidden_of(which: Int64) -> torch.Tensor:
-        return x_ND[torch.from_numpy(which)]
+        return model.finish(x_ND[torch.from_numpy(which)])
 
     return ForwardStep(
         rows.sampled_rows,
@@ -182,11 +182,11 @@ def _forward_native(
     rows = logit_rows(plan)
     sampled = len(rows.sampled_rows)
     x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy(), routing_GTJ)
-    x_ND = model.finish(x_TD, rows.logit_rows_N) if rows.targets else None
+    x_ND = x_TD.index_select(0, rows.logit_rows_N) if rows.targets else None
     logits_NV = torch.from_numpy(sampled_NV)
 
     def hidden_of(which: Int64) -> torch.Tensor:
-        return model.finish(x_TD, rows.logit_rows_N[torch.from_numpy(which)])
+        return model.finish(x_TD.index_select(0, rows.logit_rows_N[torch.from_numpy(which)]))
 
     return ForwardStep(
         rows.sampled_rows,
