@@ -67,7 +67,7 @@ def test_steps_equal_torchs(traits: str, isa: str) -> None:
 @pytest.mark.parametrize("traits", TRAITS)
 @pytest.mark.parametrize("format", ["float32", "bfloat16"])
 def test_the_last_part_of_a_step_equals_that_of_torch_and_cuda(traits: str, format: str, isa: str) -> None:
-    """Last norm and head of the same hidden states: Decoder::logits in C++, and Decoder.logits of the other decoders."""
+    """Last norm and head of the same hidden states: Decoder::logits in C++ and Decoder.logits of the others."""
     config = dataclasses.replace(PLAIN, **TRAITS[traits])
     ours, _ = native(config, format)
     cache, _ = caches(config)
