@@ -20,9 +20,9 @@ from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, SlidingWindow
+from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.models.families import config_to_hf
-from megatron_runtime.models.native_decoder import NativeDecoder
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 VOCAB = 150
@@ -43,7 +43,7 @@ CASES = {
 }
 DECODERS: dict[type[DecoderModel], dict[str, Any]] = {
     DecoderModel: {"hidden_size": 48},  # no matrix of this size can be packed for the C++ kernels
-    NativeDecoder: {"hidden_size": 96, "intermediate_size": 64, "head_dim": 16, "vocab_size": 160},
+    CppDecoder: {"hidden_size": 96, "intermediate_size": 64, "head_dim": 16, "vocab_size": 160},
 }
 """Decoders on the CPU, and sizes of models that they run."""
 
