@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,6 +73,8 @@ MEGATRON_CONFIGS = {name: config for name, config in CONFIGS.items() if config.f
 """Those that Megatron-LM supports."""
 GGUF_PAIRED_ROWS = frozenset(("llama", "mixtral"))
 """Families for which llama.cpp's converter makes the two rows of q and k adjacent that rotate together."""
+GGUF_METADATA: dict[str, dict[str, Any]] = {"gemma3_text": {"add_sliding_window": 5}}
+"""What the converter adds to the metadata of a family's example: methods of GGUFWriter and their arguments."""
 
 
 def random_tensors(

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from random_checkpoint import FAMILY_EXAMPLES, GGUF_PAIRED_ROWS, all_tensors
+from random_checkpoint import FAMILY_EXAMPLES, GGUF_METADATA, GGUF_PAIRED_ROWS, all_tensors
 from torch import nn
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
@@ -82,13 +82,11 @@ def write(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = model.config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if config.sliding is not None:
-        writer.add_sliding_window(config.sliding.window)
     if config.moe is not None:
         writer.add_expert_count(config.moe.num_experts)
         writer.add_expert_used_count(config.moe.experts_per_token)
         writer.add_expert_feed_forward_length(config.moe.intermediate_size)
-    for key, value in more.items():
+    for key, value in {**GGUF_METADATA.get(family, {}), **more}.items():
         getattr(writer, key)(value)
     for name, tensor in as_in_file(family, model):
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
