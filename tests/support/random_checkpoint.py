@@ -69,7 +69,9 @@ and of the fuzzer. The first example of a family has its name.
 """
 assert {config.family for config in CONFIGS.values()} == set(FAMILIES), "every family has an example"
 FAMILY_EXAMPLES = {family: CONFIGS[family] for family in FAMILIES}
-MEGATRON_CONFIGS = {name: config for name, config in CONFIGS.items() if config.family not in ("mistral", "gemma3_text")}
+TORCH_DIST_CONFIGS = {
+    name: config for name, config in CONFIGS.items() if config.family not in ("mistral", "gemma3_text")
+}
 """Those that Megatron-LM supports."""
 GGUF_PAIRED_ROWS = frozenset(("llama", "mixtral"))
 """Families for which llama.cpp's converter makes the two rows of q and k adjacent that rotate together."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_checkpoint import CONFIGS, MEGATRON_CONFIGS, random_tensors, write_model
+from random_checkpoint import CONFIGS, TORCH_DIST_CONFIGS, random_tensors, write_model
 
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.convert import convert
@@ -182,7 +182,7 @@ def test_a_missing_iteration_is_rejected(tmp_path: Path) -> None:
         resolve(str(tmp_path))
 
 
-@pytest.mark.parametrize("case", MEGATRON_CONFIGS)
+@pytest.mark.parametrize("case", TORCH_DIST_CONFIGS)
 def test_configuration_and_arguments_convert_into_each_other(case: str) -> None:
     """Except for the tokens that begin and end an answer, which the arguments do not have."""
     config = CONFIGS[case]
