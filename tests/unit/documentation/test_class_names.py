@@ -16,6 +16,7 @@ LATER: dict[str, frozenset[str]] = {
             "EngineFailedError",  # client, engines
             "RequestRejectedError",  # client, requests
             "Router",  # coordinator, transport
+            "Service",  # in_process, server
             "Status",  # protocol, requests (Megatron-Core's name)
             "Tokenizer",  # coordinator, tokenization
         }
