@@ -22,8 +22,8 @@ from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.options import COUNTS
-from megatron_runtime.models.layers.cpu import FORMATS, NativeLinears, select_numbers
-from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
+from megatron_runtime.models.cpp_decoder import CppDecoder, build_decoder
+from megatron_runtime.models.layers.cpu import FORMATS, PackedLinears, select_numbers
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.protocol import strict_json as json
 
@@ -31,11 +31,11 @@ KEEPS = {"float32": ("float32",), "float16": ("float16", "float32"), "bfloat16":
 """Type of a checkpoint -> formats that keep its values."""
 
 
-def load(model: str, names: list[str]) -> dict[tuple[str, str], NativeDecoder]:
+def load(model: str, names: list[str]) -> dict[tuple[str, str], CppDecoder]:
     """Return a decoder for each format and instruction set; those of a format share its weights."""
     checkpoint, decoders = open_checkpoint(resolve(model)), {}
     for format in FORMATS:
-        linears = NativeLinears(format)  # type: ignore[arg-type]
+        linears = PackedLinears(format)  # type: ignore[arg-type]
         if format == "int8":
             # Convert a file's blocks to int8 instead of using them.
             linears.quantized_kinds = frozenset()
@@ -43,14 +43,14 @@ def load(model: str, names: list[str]) -> dict[tuple[str, str], NativeDecoder]:
         for name in names:
             library().megatron_select(name.encode())
             decoder = build_decoder(checkpoint.config, weights)
-            assert isinstance(decoder, NativeDecoder)
+            assert isinstance(decoder, CppDecoder)
             decoders[format, name] = decoder
     return decoders
 
 
 @torch.inference_mode()
 def measure(
-    decoders: dict[tuple[str, str], NativeDecoder], batches: list[int], *, context: int, rounds: int, steps: int
+    decoders: dict[tuple[str, str], CppDecoder], batches: list[int], *, context: int, rounds: int, steps: int
 ) -> dict[tuple[str, str, int], float]:
     """Return the seconds of the best step by format, instruction set and batch."""
     config = next(iter(decoders.values())).config

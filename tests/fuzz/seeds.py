@@ -25,7 +25,6 @@ from megatron_runtime.checkpoints.checkpoint import open_checkpoint  # noqa: E40
 from megatron_runtime.checkpoints.convert import convert  # noqa: E402
 from megatron_runtime.checkpoints.safetensors import INDEX_FILE, write_safetensors  # noqa: E402
 from megatron_runtime.checkpoints.source import resolve  # noqa: E402
-from megatron_runtime.models.config import SlidingWindow  # noqa: E402
 from megatron_runtime.models.families import config_to_hf  # noqa: E402
 from megatron_runtime.models.tensors import TensorKind  # noqa: E402
 from tests.fuzz.harness import CORPUS  # noqa: E402
@@ -33,15 +32,6 @@ from tests.fuzz.model_targets import MODEL  # noqa: E402
 
 SMALL = replace(
     LLAMA, vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
-)
-GEMMA = replace(
-    SMALL,
-    family="gemma3_text",
-    qk_norm=True,
-    norm_weight_offset=1.0,
-    output_norms=True,
-    activation="gelu_tanh",
-    sliding=SlidingWindow(window=4, is_local=(True, False), rope_theta=10000.0),
 )
 
 
@@ -66,7 +56,7 @@ def main() -> None:
     (transformers / "model.safetensors").unlink()
     write_safetensors(kinds, transformers, read=held.__getitem__, written=lambda count: None, file_bytes=3000)
     _write("safetensors_index", "valid", (transformers / INDEX_FILE).read_bytes())
-    for name, config in {**CONFIGS, "gemma3": GEMMA}.items():
+    for name, config in CONFIGS.items():
         _write(
             "config", f"valid-{name.replace(', ', '-').replace(' ', '-')}", json.dumps(config_to_hf(config)).encode()
         )

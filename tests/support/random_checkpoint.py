@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from megatron_runtime.checkpoints.convert import write_text_files
 from megatron_runtime.checkpoints.in_memory import TensorsInMemory
 from megatron_runtime.checkpoints.safetensors import write_safetensors
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig
+from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig, SlidingWindow
 from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.tensors import Checkpoint, TensorKind, tensor_shapes
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
@@ -40,6 +41,7 @@ CONFIGS = {
     "llama": LLAMA,
     "llama, tied, scaled": replace(LLAMA, tie_embeddings=True, rope_scaling=_SCALING),
     "llama, as many keys as queries": replace(LLAMA, num_kv_heads=6),
+    "mistral": replace(LLAMA, family="mistral", sliding=SlidingWindow(window=5, is_local=(True, True, True))),
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True),
     "mixtral": replace(LLAMA, family="mixtral", moe=replace(_EXPERTS, intermediate_size=48)),
@@ -47,8 +49,34 @@ CONFIGS = {
     "qwen3_moe, a dense layer": replace(
         LLAMA, family="qwen3_moe", qk_norm=True, moe=replace(_EXPERTS, normalize=False, dense_layers=(1,))
     ),
+    "gemma3_text": replace(
+        LLAMA,
+        family="gemma3_text",
+        num_layers=7,
+        rope_theta=1_000_000.0,
+        tie_embeddings=True,
+        activation="gelu_tanh",
+        qk_norm=True,
+        norm_weight_offset=1.0,
+        output_norms=True,
+        embedding_scale=LLAMA.hidden_size**0.5,
+        query_scale=LLAMA.head_dim**-0.5,
+        sliding=SlidingWindow(window=5, is_local=(True, True, True, True, True, False, True), rope_theta=10_000.0),
+    ),
 }
-"""Configurations that Megatron-LM supports."""
+"""Examples of every family: those of its tests against transformers, in GGUF files, of shards, of the kernels for GPUs
+and of the fuzzer. The first example of a family has its name.
+"""
+assert {config.family for config in CONFIGS.values()} == set(FAMILIES), "every family has an example"
+FAMILY_EXAMPLES = {family: CONFIGS[family] for family in FAMILIES}
+TORCH_DIST_CONFIGS = {
+    name: config for name, config in CONFIGS.items() if config.family not in ("mistral", "gemma3_text")
+}
+"""Those that Megatron-LM supports."""
+GGUF_PAIRED_ROWS = frozenset(("llama", "mixtral"))
+"""Families for which llama.cpp's converter makes the two rows of q and k adjacent that rotate together."""
+GGUF_METADATA: dict[str, dict[str, Any]] = {"gemma3_text": {"add_sliding_window": 5}}
+"""What the converter adds to the metadata of a family's example: methods of GGUFWriter and their arguments."""
 
 
 def random_tensors(

@@ -66,7 +66,7 @@ class VerifiedCheckpoint(Checkpoint):
     read(), blocks() and panels() raise UnusableWeightsError at the first tensor with a value that is not finite.
     Several threads may read different tensors.
 
-    is_native: blocks are validated by the CPU kernels.
+    uses_kernels: blocks are validated by the CPU kernels.
 
     Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
     """
@@ -74,9 +74,9 @@ class VerifiedCheckpoint(Checkpoint):
     on_read: Callable[[int], None] | None = None
     """Called with the number of values of each read."""
 
-    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None, is_native: bool = False) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None, uses_kernels: bool = False) -> None:
         self._checkpoint = checkpoint
-        self._is_native = is_native
+        self._uses_kernels = uses_kernels
         # The sum of the 8-byte words of each tensor, computed at memory bandwidth, and the bytes after them. A tensor
         # that is read in parts has the same sum if the size of every part but the last is a multiple of 8 bytes.
         self._sums: dict[str, tuple[int, bytes]] = {}
@@ -108,7 +108,7 @@ class VerifiedCheckpoint(Checkpoint):
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         stored = self._checkpoint.blocks(name, part, wanted=wanted)
         if stored is not None:
-            found = sum_and_finiteness(stored) if self._is_native else None
+            found = sum_and_finiteness(stored) if self._uses_kernels else None
             words, is_finite = found if found is not None else (None, stored.is_finite())
             if not is_finite:
                 raise _not_finite(name)

@@ -92,7 +92,7 @@ class AdapterSet:
     def begin(self, name: str) -> Adapter | None:
         """Return the adapter of a new request, which holds it until end(). None if there is none of this name.
 
-        Raises UnsupportedByBackendError: the backend has no adapters.
+        Raises UnsupportedVerbError: the backend has no adapters.
         """
         self._backend.info.require("a request for an adapter", Capability.ADAPTERS)
         adapter = self.current.find(name)

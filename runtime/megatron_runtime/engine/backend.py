@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from prometheus_client import Metric
 
@@ -21,8 +21,11 @@ from megatron_runtime.requests.capabilities import NEEDS
 from megatron_runtime.requests.capabilities import Capability as Capability
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
+if TYPE_CHECKING:
+    from megatron_runtime.tokenization import Detokenizer
 
-class UnsupportedByBackendError(RuntimeError):
+
+class UnsupportedVerbError(RuntimeError):
     """A verb needs a capability that the backend does not declare. The message names verb, backend and remedy."""
 
     reason = "UnsupportedByBackend"
@@ -57,9 +60,9 @@ class BackendInfo:
     remedies: Mapping[Capability, str] = field(default_factory=dict)
 
     def require(self, verb: str, capability: Capability | None) -> None:
-        """Raise UnsupportedByBackendError if the backend does not declare the capability that `verb` needs."""
+        """Raise UnsupportedVerbError if the backend does not declare the capability that `verb` needs."""
         if capability is not None and capability not in self.capabilities:
-            raise UnsupportedByBackendError(verb, capability, self.name, remedy=self.remedies.get(capability))
+            raise UnsupportedVerbError(verb, capability, self.name, remedy=self.remedies.get(capability))
 
     def check_request(self, params: SamplingParams) -> None:
         """Raise InvalidSamplingParamsError for the first parameter whose capability the backend does not declare."""
@@ -140,13 +143,6 @@ class BackendListener(Protocol):
         """Called when a process of the backend got SIGTERM: the engine should drain and leave the coordinator."""
 
 
-class Detokenizer(Protocol):
-    """Incremental decoder of one token sequence. Incomplete characters are held back."""
-
-    def feed(self, ids: Iterable[int]) -> str: ...
-    def finish(self) -> str: ...
-
-
 class EngineBackend(Protocol):
     """An engine implementation.
 
@@ -154,7 +150,7 @@ class EngineBackend(Protocol):
     stop(). A backend starts paused. Verbs are called one at a time; each returns its result for each rank. A failed
     verb leaves the backend unchanged. After a verb the worker calls confirm(); if a rank does not confirm, it calls the
     opposite verb. The worker never calls a verb whose capability is not declared; the defaults raise
-    UnsupportedByBackendError.
+    UnsupportedVerbError.
 
     Outputs are delivered by callback (BackendListener), not by an async iterator, for two reasons: a step costs one
     wake-up of the event loop, and outputs of steps before pause(), release_memory() and stop() are delivered before
@@ -229,19 +225,19 @@ class EngineBackend(Protocol):
 
         tags: subset of "weights" and "kv_cache"; None means both.
         """
-        raise UnsupportedByBackendError("SUSPEND", Capability.SUSPEND, self.info.name)
+        raise UnsupportedVerbError("SUSPEND", Capability.SUSPEND, self.info.name)
 
     async def restore_memory(self) -> RankResults:
         """Reallocate the released memory (RESUME). The engine stays paused."""
-        raise UnsupportedByBackendError("RESUME", Capability.SUSPEND, self.info.name)
+        raise UnsupportedVerbError("RESUME", Capability.SUSPEND, self.info.name)
 
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
         """Read and verify other weights of the same model while steps run (UPDATE_WEIGHTS, phase one)."""
-        raise UnsupportedByBackendError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
+        raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def commit_weights(self) -> RankResults:
         """Use the staged weights and their epoch from the next step on. Requests in flight keep their tokens."""
-        raise UnsupportedByBackendError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
+        raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def discard_weights(self) -> None:
         """Drop staged weights, if there are any."""
@@ -250,7 +246,7 @@ class EngineBackend(Protocol):
         """Use the weights that the coordinator names to a joining engine: now if weights are loaded, else at the next
         load. Raises if they cannot be used.
         """
-        raise UnsupportedByBackendError("joining updated weights", Capability.UPDATE_WEIGHTS, self.info.name)
+        raise UnsupportedVerbError("joining updated weights", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def set_epoch(self, epoch: int) -> None:
         """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV of other epochs is not reused."""
@@ -264,12 +260,12 @@ class EngineBackend(Protocol):
         name:   Adapter.key, as in EngineRequest.adapter. Another source has another name.
         source: "hf:ORG/NAME[@REVISION]" or the path of a directory; see checkpoints.adapters.adapter_directory().
         """
-        raise UnsupportedByBackendError("loading an adapter", Capability.ADAPTERS, self.info.name)
+        raise UnsupportedVerbError("loading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def unload_adapter(self, name: str) -> RankResults:
         """Release an adapter that no open request uses."""
-        raise UnsupportedByBackendError("unloading an adapter", Capability.ADAPTERS, self.info.name)
+        raise UnsupportedVerbError("unloading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def profile(self, active: bool) -> RankResults:
         """Start or stop the range that a CUDA profiler of this process records."""
-        raise UnsupportedByBackendError("profiling", Capability.PROFILER, self.info.name)
+        raise UnsupportedVerbError("profiling", Capability.PROFILER, self.info.name)

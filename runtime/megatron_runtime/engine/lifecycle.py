@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from megatron_runtime.engine.adapters import AdapterSet
-from megatron_runtime.engine.backend import Capability, EngineBackend, RankResults, UnsupportedByBackendError
+from megatron_runtime.engine.backend import Capability, EngineBackend, RankResults, UnsupportedVerbError
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import (
@@ -210,7 +210,7 @@ class Lifecycle:
             ok=error is None,
             state=self.state,
             ranks=self.backend.info.ranks,
-            code=int(ErrorCode.UNSUPPORTED) if isinstance(error, UnsupportedByBackendError) else None,
+            code=int(ErrorCode.UNSUPPORTED) if isinstance(error, UnsupportedVerbError) else None,
             error=None if error is None else str(error),
             adapter_errors=rejected or None,
         )
@@ -221,7 +221,7 @@ class Lifecycle:
                 del self._answers[next(iter(self._answers))]
         return ack
 
-    async def _act(self, control: Control) -> UnsupportedByBackendError | str | None:
+    async def _act(self, control: Control) -> UnsupportedVerbError | str | None:
         """Check `control` and do phase one. Return the error if it failed; the state is then as before."""
         kind = control.kind
         if kind is Header.SET_GENERATION_EPOCH:
@@ -236,7 +236,7 @@ class Lifecycle:
             return None
         try:
             self.backend.info.require(kind.name, work.needs)
-        except UnsupportedByBackendError as error:
+        except UnsupportedVerbError as error:
             return error
         if kind in TRANSITIONS:
             self.events.enter(TRANSITIONS[kind].passing)
@@ -249,14 +249,14 @@ class Lifecycle:
         if cause is not None:
             logger.error("%s failed: %s", kind.name, cause)
             self.events.enter(state)
-            return cause if isinstance(cause, UnsupportedByBackendError) else f"{kind.name} failed: {cause}"
+            return cause if isinstance(cause, UnsupportedVerbError) else f"{kind.name} failed: {cause}"
         return None
 
-    async def _prepare(self, work: Work, control: Control) -> UnsupportedByBackendError | str | None:
+    async def _prepare(self, work: Work, control: Control) -> UnsupportedVerbError | str | None:
         """Do phase one on every rank, or undo it on all. Return the error, if any."""
         try:
             results = await work.prepare(self, control) if work.prepare is not None else None
-        except UnsupportedByBackendError as error:
+        except UnsupportedVerbError as error:
             return error
         except Exception as error:
             return str(error)

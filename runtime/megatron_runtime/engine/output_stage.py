@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from megatron_runtime.engine.backend import Detokenizer
 from megatron_runtime.engine.engine_request import RequestOutput, RequestSummary, TopLogProbs
 from megatron_runtime.process import tracing
 from megatron_runtime.process.fair_lanes import BudgetExceededError
@@ -26,6 +25,9 @@ from megatron_runtime.requests.errors import PERMANENT_CODES, serialize_error
 from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
+if TYPE_CHECKING:
+    from megatron_runtime.tokenization import Detokenizer
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,9 +36,9 @@ LikeliestTokens: TypeAlias = TopLogProbs | dict[str, float]
 
 
 class StopText(NamedTuple):
-    """A stop text that was found at character `end` of the answer's text."""
+    """A stop text that begins at character `start` of the answer's text."""
 
-    end: int
+    start: int
     text: str
 
 
@@ -164,7 +166,7 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class OpenDispatch:
     """A dispatch in progress. `tokens` are all generated tokens, of which the first `sent` have been sent."""
 
     dispatch: Dispatch
@@ -199,7 +201,7 @@ class OutputStage:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.open: dict[int, OpenRequest] = {}
+        self.open: dict[int, OpenDispatch] = {}
         self.idle = asyncio.Event()
         """Set while no request is open."""
         self.idle.set()
@@ -220,7 +222,7 @@ class OutputStage:
             matcher = StopMatcher(params.stop_words, detokenizer, min_tokens=params.min_tokens)
             for token in generated:
                 matcher.append(token)
-        self.open[dispatch.dispatch_id] = OpenRequest(
+        self.open[dispatch.dispatch_id] = OpenDispatch(
             dispatch=dispatch,
             params=params,
             tokens=list(generated),
@@ -264,8 +266,8 @@ class OutputStage:
 
     def step(self, outputs: Iterable[RequestOutput]) -> None:
         """Send the outputs of one engine step: one PARTIAL for each destination, then the finals."""
-        partials: dict[int, list[tuple[OpenRequest, int]]] = {}
-        finals: list[tuple[OpenRequest, RequestOutput, StopText | None]] = []
+        partials: dict[int, list[tuple[OpenDispatch, int]]] = {}
+        finals: list[tuple[OpenDispatch, RequestOutput, StopText | None]] = []
         for output in outputs:
             request = self.open.get(output.request_id)
             if request is None:
@@ -287,7 +289,7 @@ class OutputStage:
             self.forget(output.request_id, output=output)
             self._send_final(request, output, found)
 
-    def _take(self, request: OpenRequest, output: RequestOutput) -> StopText | None:
+    def _take(self, request: OpenDispatch, output: RequestOutput) -> StopText | None:
         if request.details is not None:
             request.details.take(output)
         if request.times is not None and output.new_tokens:
@@ -300,7 +302,7 @@ class OutputStage:
                     return found
         return None
 
-    def _send_partial(self, route: int, ready: list[tuple[OpenRequest, int]]) -> None:
+    def _send_partial(self, route: int, ready: list[tuple[OpenDispatch, int]]) -> None:
         entries: list[PartialEntry] = []
         tokens: list[int] = []
         extras = {}
@@ -313,7 +315,7 @@ class OutputStage:
             request.sent = upto
         self._send(Partial(route, entries, tokens_to_bytes(tokens), pack(extras) if extras else b"").to_frames())
 
-    def _record(self, request: OpenRequest, output: RequestOutput) -> dict[str, Any]:
+    def _record(self, request: OpenDispatch, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of a record: seconds to the first token and from token to token, and the answer's text.
 
         The times are those of this engine: after a failover there is no ttft.
@@ -329,7 +331,7 @@ class OutputStage:
             record["generated_text"] = detokenizer.feed(tokens) + detokenizer.finish()
         return record
 
-    def _send_final(self, request: OpenRequest, output: RequestOutput, found: StopText | None) -> None:
+    def _send_final(self, request: OpenDispatch, output: RequestOutput, found: StopText | None) -> None:
         failed = output.finish_reason == "error"
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(request.dispatch.meta.request_id)
@@ -350,7 +352,7 @@ class OutputStage:
             reply.update(self._record(request, output))
         if found is not None and request.matcher is not None:
             keep = len(found.text) if request.params.detokenize_stop_sequence else 0
-            reply["generated_text"] = request.matcher.text(found.end + keep)
+            reply["generated_text"] = request.matcher.text(found.start + keep)
             reply["stop_reason"] = found.text
         elif output.stop_token is not None:
             reply["stop_reason"] = output.stop_token
@@ -369,7 +371,7 @@ class OutputStage:
             self.reject(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")
 
 
-def _trace(tracer: Tracer, request: OpenRequest, output: RequestOutput | None, *, error: str) -> None:
+def _trace(tracer: Tracer, request: OpenDispatch, output: RequestOutput | None, *, error: str) -> None:
     """Record the span of a request that ended."""
     dispatch, params, now = request.dispatch, request.params, time.time()
     attributes: dict[str, Any] = {

@@ -19,7 +19,7 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.distributed.errors import RankLostError
-from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend, UnsupportedByBackendError
+from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend, UnsupportedVerbError
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
@@ -383,7 +383,7 @@ class EngineWorker:
         if dispatch.meta.adapter:
             try:
                 adapter = self.lifecycle.adapters.begin(dispatch.meta.adapter)
-            except UnsupportedByBackendError as error:
+            except UnsupportedVerbError as error:
                 self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
                 return
             if adapter is None:

@@ -8,6 +8,7 @@ what this rank holds.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -86,8 +87,9 @@ class DecoderWeights:
         return sum(linear.num_bytes for linear in self.linears)
 
 
-class Decoder:
-    """The common base of the decoders of all devices.
+class Decoder(ABC):
+    """The common base of the decoders of all devices: the first and the last part of a step. The C++ kernels have their
+    own last part (Decoder::logits), which computes the same.
 
     shard:       the part of the model in `weights`; None means all of it.
     collectives: exchanges with the other ranks; None for one rank.
@@ -135,6 +137,26 @@ class Decoder:
         # Families that scale round the factor to the type of their activations.
         return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
 
+    def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return hidden states after the last norm, given those after the last layer, in the last pipeline stage."""
+        norm_D = self.weights.norm_D
+        assert norm_D is not None, "this rank is of an earlier pipeline stage"
+        return self._norm(x_ND, norm_D)
+
+    def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return logits_NV of hidden states after the last layer, in the type of the head's products."""
+        head_WD = self.weights.head_WD
+        assert head_WD is not None, "this rank is of an earlier pipeline stage"
+        logits_NW = head_WD(self.finish(x_ND))
+        return self._collectives.gather_logits(logits_NW, self.config.vocab_size).contiguous()
+
+    @abstractmethod
+    def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `x_TD` times `weight_D`. Overwrites nothing."""
+
+    def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
+        return x_TD if weight_D is None else self._norm(x_TD, weight_D)
+
 
 class DecoderModel(Decoder):
     """The decoder in torch operators. A function of weights and cache, without state of any request."""
@@ -180,18 +202,6 @@ class DecoderModel(Decoder):
             added_TD = self._feed_forward(layer.mlp, self._norm(x_TD, layer.mlp_norm_D), routing_TJ)
             x_TD = x_TD + self._output_norm(added_TD, layer.mlp_output_norm_D)
         return x_TD
-
-    def finish(self, x_TD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
-        """Return x_ND, the normalized hidden states of rows, in the last pipeline stage."""
-        norm_D = self.weights.norm_D
-        assert norm_D is not None, "this rank is of an earlier pipeline stage"
-        return self._norm(x_TD.index_select(0, rows_N), norm_D)
-
-    def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits_NV of last hidden states."""
-        head_WD = self.weights.head_WD
-        assert head_WD is not None, "this rank is of an earlier pipeline stage"
-        return self._collectives.gather_logits(head_WD(x_ND), self.config.vocab_size).float()
 
     def _attend(
         self,
@@ -257,6 +267,3 @@ class DecoderModel(Decoder):
 
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, self.config.rms_norm_eps)
-
-    def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
-        return x_TD if weight_D is None else self._norm(x_TD, weight_D)

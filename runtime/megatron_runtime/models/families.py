@@ -1,6 +1,7 @@
 """The supported families of models: names of tensors, and configurations in config.json and GGUF files.
 
-To add a family, add a `Family` with its names and traits to `FAMILIES`.
+To add a family, add a `Family` with its names and traits to `FAMILIES`, and an example to `CONFIGS` of
+tests/support/random_checkpoint.py, from which its tests follow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HTTP connections with deadlines: no client holds one open without making progress, and their number is limited.
 
-uvicorn has only a keep-alive timeout. `Connection` adds the limits that protect a server from hostile clients. A sweep
-over the connections, twice a second, checks all deadlines.
+uvicorn has only a keep-alive timeout. `HttpConnection` adds the limits that protect a server from hostile clients. A
+sweep over the connections, twice a second, checks all deadlines.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ParseQueue:
             self._schedule()
 
 
-class Connection(HttpProtocol):
+class HttpConnection(HttpProtocol):
     """One connection. Deadlines apply to the headers and the body of a request, and to the client's reading.
 
     parse_queue: shared by all connections of a server.
@@ -88,7 +88,7 @@ class Connection(HttpProtocol):
         super().connection_made(transport)
         if len(self.connections) <= self._limits.max_connections:
             return
-        others = (other for other in self.connections if isinstance(other, Connection) and other is not self)
+        others = (other for other in self.connections if isinstance(other, HttpConnection) and other is not self)
         idle = [other for other in others if other.is_evictable]
         if idle:
             min(idle, key=lambda other: other._heard).transport.abort()

@@ -23,7 +23,7 @@ from megatron_runtime.process.tracing import tracer_from_environment
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
-from megatron_runtime.server.connections import Connection, ParseQueue
+from megatron_runtime.server.connections import HttpConnection, ParseQueue
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.settings import BACKLOG, ConnectionLimits, ServerSettings, listen
 from megatron_runtime.server.streaming import cancel
@@ -104,9 +104,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop, parse_queue = asyncio.get_running_loop(), ParseQueue()
 
-        def connection() -> Connection:
+        def connection() -> HttpConnection:
             options = {"server_state": self.server_state, "app_state": self.lifespan.state, "_loop": loop}
-            return Connection(limits=self._limits, parse_queue=parse_queue, config=self.config, **options)
+            return HttpConnection(limits=self._limits, parse_queue=parse_queue, config=self.config, **options)
 
         await self.lifespan.startup()
         tls = self.config.ssl

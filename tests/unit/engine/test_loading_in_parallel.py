@@ -12,7 +12,7 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.models.layers.cpu import NativeLinear, select_numbers
+from megatron_runtime.models.layers.cpu import PackedLinear, select_numbers
 from megatron_runtime.tokenization import load_tokenizer
 
 MODEL = "builtin:smollm2-135m"
@@ -44,15 +44,15 @@ def test_weights_are_the_same_on_every_number_of_threads() -> None:
     ]
     pairs.append((several.weights.head_WD, one.weights.head_WD))
     for ours, theirs in pairs:
-        assert isinstance(ours, NativeLinear)
-        assert isinstance(theirs, NativeLinear)
+        assert isinstance(ours, PackedLinear)
+        assert isinstance(theirs, PackedLinear)
         assert all(torch.equal(a.data, b.data) for a, b in zip(ours.matrices, theirs.matrices, strict=True))
 
 
 def test_a_load_imports_nothing_that_it_does_not_need() -> None:
     program = (
         "import sys, megatron_runtime.backends.native.build, "
-        "megatron_runtime.checkpoints.gguf, megatron_runtime.models.native_decoder; "
+        "megatron_runtime.checkpoints.gguf, megatron_runtime.models.cpp_decoder; "
         "print(sorted({'jinja2', 'pydantic', 'zmq', 'tokenizers', 'rich', 'click'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

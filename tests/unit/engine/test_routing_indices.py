@@ -21,7 +21,7 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.models.native_decoder import NativeDecoder
+from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -126,7 +126,7 @@ KERNELS = partial(CudaExecutor, max_rows=4, max_tokens=24, graph_rows=0, device=
 def test_every_token_of_a_batch_has_the_experts_of_transformers(model, make, page_size) -> None:
     engine = engine_on(model, make=make, page_size=page_size)
     if make is CpuExecutor:
-        assert isinstance(engine.executor.model, NativeDecoder)  # which runs pages of 16 tokens in C++
+        assert isinstance(engine.executor.model, CppDecoder)  # which runs pages of 16 tokens in C++
     for number, prompt in enumerate(PROMPTS):
         add(engine, number, prompt)
     for number, (tokens, _, output) in run(engine).items():

@@ -20,8 +20,8 @@ from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.models.decoder import Decoder
-from megatron_runtime.models.native_decoder import NativeDecoder
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.errors import NotFiniteError
@@ -36,10 +36,10 @@ CONFIG = InferenceConfig(
 
 Engine = DynamicInferenceEngine
 DEVICES: dict[str, tuple[dict[str, Any], type]] = {
-    "float32": ({"dtype": "float32"}, NativeDecoder),
-    "int8": ({"dtype": "int8"}, NativeDecoder),
-    "int4": ({"dtype": "int4"}, NativeDecoder),
-    "torch operators": ({"dtype": "float32", "page_size": 8}, NativeDecoder),
+    "float32": ({"dtype": "float32"}, CppDecoder),
+    "int8": ({"dtype": "int8"}, CppDecoder),
+    "int4": ({"dtype": "int4"}, CppDecoder),
+    "torch operators": ({"dtype": "float32", "page_size": 8}, CppDecoder),
     "GPU": (
         {"dtype": "float32", "max_rows": 4, "max_tokens": 24, "graph_rows": 0, "device": torch.device("cpu")},
         Decoder,

@@ -10,7 +10,7 @@ from megatron_runtime.engine.backend import (
     Capability,
     EngineBackend,
     RankResults,
-    UnsupportedByBackendError,
+    UnsupportedVerbError,
 )
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
@@ -66,7 +66,7 @@ async def test_an_unimplemented_verb_raises_unsupported_by_backend() -> None:
         backend.unload_adapter("tune"),
         backend.profile(True),
     ):
-        with pytest.raises(UnsupportedByBackendError, match=r"backend 'minimal' does not have: .*--backend"):
+        with pytest.raises(UnsupportedVerbError, match=r"backend 'minimal' does not have: .*--backend"):
             await verb
 
 

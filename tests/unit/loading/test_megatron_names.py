@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_checkpoint import CONFIGS, LLAMA
+from random_checkpoint import CONFIGS, LLAMA, TORCH_DIST_CONFIGS
 
 from megatron_runtime.checkpoints.torch_dist.names import Layout, find_layout, layout_for, pieces, stored_tensors
 from megatron_runtime.models.config import ModelConfig, MoEConfig
@@ -23,7 +23,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("config", TORCH_DIST_CONFIGS.values(), ids=TORCH_DIST_CONFIGS.keys())
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_tensor_of_the_model_has_its_rows(config: ModelConfig, layout: Layout) -> None:
     found = {piece.name: piece.shape for piece in pieces(config, layout)}

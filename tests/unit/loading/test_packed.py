@@ -24,7 +24,7 @@ from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.layers.cpu import FORMATS, NativeLinear, NativeLinears, numbers_of
+from megatron_runtime.models.layers.cpu import FORMATS, PackedLinear, PackedLinears, numbers_of
 from megatron_runtime.models.weights import load_weights
 
 _SIZES: dict[str, Any] = {
@@ -64,11 +64,11 @@ def test_quantized_matrices_keep_their_blocks(tmp_path: Path) -> None:
     """The layers of the built-in model have matrices of Q4_1, its embedding is Q8_0."""
     places = BUILTIN, str(packed(BUILTIN, tmp_path / "packed", dtype="int4"))
     ours, theirs = (
-        load_weights(open_checkpoint(resolve(place)), torch.float32, linears=NativeLinears("int4")) for place in places
+        load_weights(open_checkpoint(resolve(place)), torch.float32, linears=PackedLinears("int4")) for place in places
     )
     for mine, other in zip(ours.linears, theirs.linears, strict=True):
-        assert isinstance(mine, NativeLinear)
-        assert isinstance(other, NativeLinear)
+        assert isinstance(mine, PackedLinear)
+        assert isinstance(other, PackedLinear)
         for one, two in zip(mine.matrices, other.matrices, strict=True):
             assert one.format == two.format
             assert torch.equal(one.data, two.data)
@@ -89,11 +89,11 @@ def test_a_load_copies_no_matrix(tmp_path: Path) -> None:
     """Queries, keys and values are one matrix, of three tensors in the file; so are the halves of the feed-forward."""
     checkpoint = PackedCheckpoint(packed(written(tmp_path / "hf", MODELS["llama"]), tmp_path / "packed"))
     name = FAMILIES["llama"].hf_name("head")
-    head = checkpoint.panels(name, wanted=NativeLinears("float32").panel_formats)
+    head = checkpoint.panels(name, wanted=PackedLinears("float32").panel_formats)
     assert head is not None
-    weights = load_weights(checkpoint, torch.float32, linears=NativeLinears("float32"))
+    weights = load_weights(checkpoint, torch.float32, linears=PackedLinears("float32"))
     for linear in weights.linears:
-        assert isinstance(linear, NativeLinear)
+        assert isinstance(linear, PackedLinear)
         (matrix,) = linear.matrices
         assert matrix.data.untyped_storage().data_ptr() == head.data.untyped_storage().data_ptr()
 
@@ -210,10 +210,10 @@ def test_a_file_that_contradicts_itself_is_rejected(damage: str, tmp_path: Path)
 
 def test_tensors_may_begin_at_any_address(tmp_path: Path) -> None:
     directory = packed(written(tmp_path / "hf", MODELS["llama"]), tmp_path / "packed", dtype="bfloat16")
-    expected = load_weights(PackedCheckpoint(directory), torch.float32, linears=NativeLinears("bfloat16"))
+    expected = load_weights(PackedCheckpoint(directory), torch.float32, linears=PackedLinears("bfloat16"))
     for size in range(1, 4):
         rewrite_header(directory / PACKED_FILE, lambda tensors, meta, size=size: meta.update(padding="x" * size))
-        found = load_weights(PackedCheckpoint(directory), torch.float32, linears=NativeLinears("bfloat16"))
+        found = load_weights(PackedCheckpoint(directory), torch.float32, linears=PackedLinears("bfloat16"))
         assert_equal_weights(found, expected)
 
 
@@ -239,8 +239,8 @@ def test_a_matrix_of_another_shape_than_the_configuration_is_rejected(tmp_path: 
 
 def test_only_integer_formats_keep_integers(tmp_path: Path) -> None:
     checkpoint = PackedCheckpoint(packed(written(tmp_path / "hf", MODELS["llama"]), tmp_path / "packed", dtype="int4"))
-    assert checkpoint.panels(Q, wanted=NativeLinears("bfloat16").panel_formats) is None
-    found = checkpoint.panels(Q, wanted=NativeLinears("int8").panel_formats)
+    assert checkpoint.panels(Q, wanted=PackedLinears("bfloat16").panel_formats) is None
+    found = checkpoint.panels(Q, wanted=PackedLinears("int8").panel_formats)
     assert found is not None
     assert found.format in INTEGER_FORMATS
 

@@ -4,13 +4,13 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from random_checkpoint import CONFIGS, random_tensors, write_model
+from random_checkpoint import CONFIGS, TORCH_DIST_CONFIGS, random_tensors, write_model
 
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.convert import convert
@@ -18,7 +18,7 @@ from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.checkpoints.torch_dist.configuration import arguments_of, config_json_of
 from megatron_runtime.distributed.shard import IndivisibleError, ParallelSizes
-from megatron_runtime.models.config import UnsupportedModelError
+from megatron_runtime.models.config import LinearScaling, ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.weights import load_weights
 
@@ -182,7 +182,7 @@ def test_a_missing_iteration_is_rejected(tmp_path: Path) -> None:
         resolve(str(tmp_path))
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", TORCH_DIST_CONFIGS)
 def test_configuration_and_arguments_convert_into_each_other(case: str) -> None:
     """Except for the tokens that begin and end an answer, which the arguments do not have."""
     config = CONFIGS[case]
@@ -210,7 +210,47 @@ def test_unsupported_arguments_are_rejected(name: str, value: object) -> None:
         config_json_of(arguments, where="it")
 
 
-def test_a_model_that_megatron_cannot_describe_is_rejected(tmp_path: Path) -> None:
-    config = replace(CONFIGS["llama"], family="gemma3_text", qk_norm=True, output_norms=True, activation="gelu_tanh")
-    with pytest.raises(UnsupportedModelError, match="convert it to safetensors"):
-        arguments_of(config)
+_OTHER_VALUES = {
+    "family": "mistral",
+    "num_kv_heads": 3,
+    "eos_token_ids": (5,),
+    "rope_scaling": LinearScaling(factor=2.0),
+    "activation": "gelu_tanh",
+    "query_scale": 0.5,
+    "sliding": CONFIGS["mistral"].sliding,
+    "moe": CONFIGS["mixtral"].moe,
+}
+"""Of fields whose other values cannot be derived from their type."""
+
+
+def other_value(name: str) -> Any:
+    """Return a value of a field that the example of a Llama does not have."""
+    value = getattr(CONFIGS["llama"], name)
+    if name in _OTHER_VALUES:
+        return _OTHER_VALUES[name]
+    assert isinstance(value, int | float), f"_OTHER_VALUES lacks {name}"
+    return not value if isinstance(value, bool) else 2 * value + 2
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ModelConfig)])
+def test_each_field_is_written_or_rejected(name: str) -> None:
+    config = replace(CONFIGS["llama"], **{name: other_value(name)})
+    try:
+        arguments = arguments_of(config)
+    except UnsupportedModelError as error:
+        message = str(error)
+    else:
+        found = config_from_hf(config_json_of(vars(arguments), where="it"), ends=config.eos_token_ids, where="it")
+        # The files of the tokenizer have the token, and a Mistral without a window is a Llama.
+        assert getattr(found, name) == getattr(config, name) or name in ("bos_token_id", "family")
+        return
+    assert f"no argument for {name} " in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["embedding_scale", "query_scale", "norm_weight_offset", "output_norms", "activation", "sliding", "rope_scaling"],
+)
+def test_a_model_that_megatron_cannot_describe_is_rejected(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"no argument for {name} .*: convert it to safetensors"):
+        arguments_of(replace(CONFIGS["llama"], **{name: other_value(name)}))

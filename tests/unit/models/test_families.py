@@ -1,74 +1,59 @@
-"""Every family against transformers in float32: greedy tokens and log-probabilities of prompts and answers, through the
-engine: prompts whole and in chunks, many sequences in a step, pages scattered by completed requests."""
+"""Every family against transformers in float32, in torch operators and in the C++ kernels.
+
+Greedy tokens and log-probabilities of prompts and answers, through the engine: prompts whole and in chunks, many
+sequences in a step, pages scattered by completed requests.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_checkpoint import CONFIGS
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, SlidingWindow
+from megatron_runtime.models.cpp_decoder import CppDecoder
+from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
-VOCAB = 160
+VOCAB = 150
 NEW_TOKENS = 32
 LENGTHS = [1, 7, 40, 75]
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
-GEMMA = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 11}
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+SCALED = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+GEMMA = replace(CONFIGS["gemma3_text"], query_scale=11**-0.5)
 CASES = {
-    "llama": {},
-    "llama, rope of version 3, tied": {"rope_parameters": SCALED, "tie_word_embeddings": True},
-    "llama, linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
-    "mistral, short window": {"sliding_window": 5},
-    "qwen2": {},
-    "qwen2, windows from the second layer on": {
-        "use_sliding_window": True,
-        "sliding_window": 20,
-        "max_window_layers": 1,
-    },
-    "qwen3": {},
-    "gemma3_text, window shorter than prompts": {"sliding_window": 6, **GEMMA},
-    "gemma3_text, window of pages": {"sliding_window": 33, **GEMMA},
-    "gemma3_text, window longer than all": {"sliding_window": 200, **GEMMA},
-    "mixtral": EXPERTS,
-    "mixtral, window": {**EXPERTS, "sliding_window": 30},
-    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True},
-    "qwen3_moe, dense layers, shares as they are": {
-        **EXPERTS,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [1],
-    },
+    **CONFIGS,
+    "llama, rope of version 3": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=SCALED),
+    "llama, linear rope": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=LinearScaling(factor=2.0)),
+    "qwen2, windows from the second layer on": replace(
+        CONFIGS["qwen2"], sliding=SlidingWindow(window=20, is_local=(False, True, True))
+    ),
+    "gemma3_text, window of pages": replace(GEMMA, sliding=replace(GEMMA.sliding, window=33)),
+    "gemma3_text, window longer than all": replace(GEMMA, sliding=replace(GEMMA.sliding, window=200)),
+    "mixtral, window": replace(CONFIGS["mixtral"], sliding=SlidingWindow(window=30, is_local=(True, True, True))),
 }
+DECODERS: dict[type[DecoderModel], dict[str, Any]] = {
+    DecoderModel: {"hidden_size": 48},  # no matrix of this size can be packed for the C++ kernels
+    CppDecoder: {"hidden_size": 96, "intermediate_size": 64, "head_dim": 16, "vocab_size": 160},
+}
+"""Decoders on the CPU, and sizes of models that they run."""
+
+
+def sized(config: ModelConfig, decoder: type[DecoderModel]) -> ModelConfig:
+    """Return the example with sizes for a decoder."""
+    config = replace(config, **DECODERS[decoder])
+    if config.moe is not None:
+        config = replace(config, moe=replace(config.moe, intermediate_size=config.intermediate_size))
+    return config
 
 
 @dataclass
@@ -78,13 +63,12 @@ class Answer:
     prompt_log_probs: list[float]
 
 
-def make(case: str) -> nn.Module:
+def make(config: ModelConfig) -> nn.Module:
+    """Return the model in transformers. Nothing is trivial: norms, biases and routers are as random as the rest."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    # Nothing of a model is trivial: norms, biases and routers are as random as the rest.
-    config = AutoConfig.for_model(case.split(",")[0], **{**SIZES, **CASES[case]})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_to_hf(config)), dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith(("bias", "mlp.gate.weight")):
             torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
@@ -136,10 +120,12 @@ def assert_same(reference: torch.nn.Module, prompt: list[int], ours: Answer) -> 
     assert ours.prompt_log_probs + ours.log_probs == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_and_log_probs_equal_transformers(case: str) -> None:
-    reference = make(case)
+def test_tokens_and_log_probs_equal_transformers(case: str, decoder: type[DecoderModel]) -> None:
+    reference = make(sized(CASES[case], decoder))
     executor = executor_of(model_in_memory(reference))
+    assert type(executor.model) is decoder
     random = np.random.default_rng(1)
     prompts = [random.integers(3, VOCAB, length).tolist() for length in LENGTHS]
     whole, in_chunks = answer(executor, prompts), answer(executor, prompts, max_tokens=19)

@@ -8,39 +8,21 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from random_checkpoint import all_tensors
+from random_checkpoint import FAMILY_EXAMPLES, GGUF_METADATA, GGUF_PAIRED_ROWS, all_tensors
 from torch import nn
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError
+from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
 
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
-    "mixtral": gguf.MODEL_ARCH.LLAMA,
-    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
-}
-SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 2**-20,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-    "query_pre_attn_scalar": 8,
-    "sliding_window": 16,
+CONFIGS = {
+    # The number of float32 that the file has; transformers wants a multiple of the heads.
+    family: replace(config, rms_norm_eps=2**-20, hidden_size=24)
+    for family, config in FAMILY_EXAMPLES.items()
+    if FAMILIES[family].gguf_architecture is not None
 }
 
 
@@ -48,10 +30,8 @@ def make(family: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES)
-    if family == "mixtral":
-        config.sliding_window = None
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = config_to_hf(CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return model
@@ -59,16 +39,16 @@ def make(family: str) -> nn.Module:
 
 def as_in_file(family: str, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in the layout of the file, by transformers names; the experts of a layer are one tensor."""
-    stacks: dict[str, list[torch.Tensor]] = {}
+    config, stacks = CONFIGS[family], dict[str, list[torch.Tensor]]()
     held = all_tensors(model_in_memory(model).checkpoint).items()
     for name, tensor in held:
         if ".experts." in name:
             before, _, after = name.partition(".experts.")
             stacks.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(tensor)
-        elif family == "gemma3_text" and name.endswith("norm.weight"):
-            yield name, tensor + 1
-        elif family in ("llama", "mixtral") and name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = SIZES["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        elif name.endswith("norm.weight"):
+            yield name, tensor + config.norm_weight_offset
+        elif family in GGUF_PAIRED_ROWS and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_heads if "q_proj" in name else config.num_kv_heads
             paired = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2)
             yield name, paired.reshape(tensor.shape)
         else:
@@ -87,26 +67,26 @@ def write(
     factors: torch.Tensor | None = None,
     **more: Any,
 ) -> None:
-    architecture = ARCHITECTURES[family]
-    names = gguf.get_tensor_name_map(architecture, SIZES["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_block_count(SIZES["num_hidden_layers"])
-    writer.add_context_length(SIZES["max_position_embeddings"])
-    writer.add_embedding_length(SIZES["hidden_size"])
-    writer.add_feed_forward_length(SIZES["intermediate_size"])
-    writer.add_head_count(SIZES["num_attention_heads"])
-    writer.add_head_count_kv(SIZES["num_key_value_heads"])
-    writer.add_key_length(SIZES["head_dim"])
-    writer.add_layer_norm_rms_eps(SIZES["rms_norm_eps"])
+    config, architecture = CONFIGS[family], FAMILIES[family].gguf_architecture
+    assert architecture is not None
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config.num_layers)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = model.config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if family == "gemma3_text":
-        writer.add_sliding_window(SIZES["sliding_window"])
-    if family in ("mixtral", "qwen3_moe"):
-        writer.add_expert_count(SIZES["num_local_experts"])
-        writer.add_expert_used_count(SIZES["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(SIZES["moe_intermediate_size"])
-    for key, value in more.items():
+    if config.moe is not None:
+        writer.add_expert_count(config.moe.num_experts)
+        writer.add_expert_used_count(config.moe.experts_per_token)
+        writer.add_expert_feed_forward_length(config.moe.intermediate_size)
+    for key, value in {**GGUF_METADATA.get(family, {}), **more}.items():
         getattr(writer, key)(value)
     for name, tensor in as_in_file(family, model):
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -120,7 +100,7 @@ def write(
     writer.close()
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_a_file_reads_back_as_the_model_of_transformers(family: str, tmp_path: Path) -> None:
     model = make(family)
     expected = model_in_memory(model).checkpoint

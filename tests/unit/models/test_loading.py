@@ -19,7 +19,7 @@ from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.checkpoints.source import ModelSourceError, StoredModel, resolve
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.decoder import FeedForward
-from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
+from megatron_runtime.models.layers.cpu import PackedLinear, PackedLinears
 from megatron_runtime.models.layers.linear import Linear, Weight
 from megatron_runtime.models.weights import load_weights
 
@@ -97,12 +97,12 @@ def test_matrices_of_different_types_stay_as_stored_in_one_layer(tmp_path: Path)
     kinds = {"blk.0.attn_v": types.Q8_0, "blk.0.ffn_up": types.Q5_1}
     values = write_gguf(tmp_path / "m.gguf", kind=types.Q4_1, kinds=kinds)
     checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
-    weights = load_weights(checkpoint, torch.float32, linears=NativeLinears("int4"))
+    weights = load_weights(checkpoint, torch.float32, linears=PackedLinears("int4"))
     (layer,) = weights.layers
     assert isinstance(layer.mlp, FeedForward)
     gate_up, qkv = layer.mlp.gate_up_FD, layer.qkv_QD
-    assert isinstance(gate_up, NativeLinear)
-    assert isinstance(qkv, NativeLinear)
+    assert isinstance(gate_up, PackedLinear)
+    assert isinstance(qkv, PackedLinear)
     assert [matrix.format for matrix in gate_up.matrices] == [INT4, INT5]
     assert [matrix.format for matrix in qkv.matrices] == [INT4, INT8]
     assert np.array_equal(gate_up.dense(), np.concatenate([values["blk.0.ffn_gate"], values["blk.0.ffn_up"]]))
@@ -114,7 +114,7 @@ def test_a_factory_gets_dense_matrices_as_they_are_stored_if_it_accepts_that(tmp
     values = write_gguf(tmp_path / "m.gguf", kind=types.F16, kinds={"blk.0.attn_v": types.F32})
     given = []
 
-    class Recording(NativeLinears):
+    class Recording(PackedLinears):
         def linear(self, weight_NK: Weight) -> Linear:
             assert isinstance(weight_NK, torch.Tensor)
             given.append(weight_NK.dtype)
@@ -135,7 +135,7 @@ def test_a_factory_gets_dense_matrices_as_they_are_stored_if_it_accepts_that(tmp
 def test_a_factory_copies_the_weight(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = weight_NK.to(torch.float32, copy=True)
-    linears = NativeLinears("float32")
+    linears = PackedLinears("float32")
     made = linears.linear(weight_NK), linears.embedding(weight_NK)
     weight_NK.zero_()
     for linear in made:

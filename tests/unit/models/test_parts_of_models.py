@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from random_checkpoint import FAMILY_EXAMPLES, random_model
 
-from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.decoder import DecoderModel
@@ -23,27 +23,11 @@ from megatron_runtime.models.weights import load_weights
 
 TOKENS = 12
 PAGE = 16
-SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "query_pre_attn_scalar": 11,
-    "sliding_window": 5,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe"]
-MIXTURES = ["mixtral", "qwen3_moe"]
+MIXTURES = [family for family, config in FAMILY_EXAMPLES.items() if config.moe is not None]
 CASES = [
-    *((family, ParallelSizes(tensor=2)) for family in FAMILIES),
-    *((family, ParallelSizes(tensor=4)) for family in ("qwen2", "gemma3_text")),
+    *((family, ParallelSizes(tensor=2)) for family in FAMILY_EXAMPLES),
+    # Three ranks have each key-value head.
+    *((family, ParallelSizes(tensor=6)) for family in ("qwen2", "gemma3_text")),
     *((family, ParallelSizes(pipeline=2)) for family in ("gemma3_text", "qwen3")),
     *((family, ParallelSizes(expert=2)) for family in MIXTURES),
     *((family, ParallelSizes(tensor=2, expert=2)) for family in MIXTURES),
@@ -89,20 +73,6 @@ class Group(Collectives):
         return total_AD.chunk(self._shard.sizes.expert)[self._shard.expert_rank]
 
 
-def make(family: str) -> Checkpoint:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(SIZES)
-    if family != "gemma3_text":
-        del sizes["layer_types"], sizes["sliding_window"]
-    config = AutoConfig.for_model(family, **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=0.05, std=0.2)
-    return model_in_memory(model).checkpoint
-
-
 def stage(checkpoint: Checkpoint, shard: Shard, collectives: Collectives | None) -> Callable[[torch.Tensor], Any]:
     """What one rank does to what the stage before gave, or to tokens."""
     weights = load_weights(checkpoint, torch.float32, shard=shard)
@@ -122,15 +92,15 @@ def stage(checkpoint: Checkpoint, shard: Shard, collectives: Collectives | None)
     def run(given: torch.Tensor) -> torch.Tensor:
         x_TD = model.embed(given) if shard.has_embedding else given
         x_TD = model.run_layers(x_TD, positions, attention=attention, cache_LPXE=cache)
-        return model.logits(model.finish(x_TD, positions)) if shard.has_head else x_TD
+        return model.logits(x_TD) if shard.has_head else x_TD
 
     return run
 
 
 @pytest.mark.parametrize(("family", "sizes"), CASES, ids=str)
 def test_sharded_model_equals_whole_model(family: str, sizes: ParallelSizes) -> None:
-    checkpoint = make(family)
-    tokens = [torch.arange(start, start + TOKENS) * 7 % SIZES["vocab_size"] for start in range(sizes.expert)]
+    checkpoint = random_model(FAMILY_EXAMPLES[family])
+    tokens = [torch.arange(start, start + TOKENS) * 7 % checkpoint.config.vocab_size for start in range(sizes.expert)]
     whole = stage(checkpoint, Shard(), None)
     expected = [whole(own) for own in tokens]
     given = tokens
@@ -162,7 +132,7 @@ def test_sharded_model_equals_whole_model(family: str, sizes: ParallelSizes) -> 
 def test_a_rank_reads_only_its_part(
     monkeypatch: pytest.MonkeyPatch, sizes: ParallelSizes, held_by_all: tuple[str, ...]
 ) -> None:
-    checkpoint = make("qwen3_moe")
+    checkpoint = random_model(FAMILY_EXAMPLES["qwen3_moe"])
     everything = checkpoint.read
     values: Counter[str] = Counter()
 

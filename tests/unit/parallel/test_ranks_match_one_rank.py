@@ -17,8 +17,8 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.models.config import MoEConfig
+from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.models.decoder import DecoderModel
-from megatron_runtime.models.native_decoder import NativeDecoder
 
 from .conftest import SMALL
 
@@ -116,7 +116,7 @@ def test_experts_of_ranks_in_the_kernels_equal_one_rank(
     model = str(write_model(tmp_path / "model", config, random_tensors(config, seed=3)))
     options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model, "records_routing": True}
     engine = start({**options, "tensor": tensor, "pipeline": pipeline, "expert": expert})
-    expected, found = alone(model, options, decoder=NativeDecoder), engine.next_message()
+    expected, found = alone(model, options, decoder=CppDecoder), engine.next_message()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
     check_equal(found, expected)
     layers, per_token = config.num_layers, 2
@@ -161,7 +161,7 @@ def test_a_row_that_fails_fails_on_every_rank_and_changes_no_other(
     prompts = [[1, 5, 9, 3], [*range(20, 60), OVERFLOW, *range(60, 130)], [2, 3], [8, OVERFLOW], [11, 12]]
     failing = {"prompts": prompts, "sampling": SAMPLING, "failing": [1, 3], "model": model, "records_routing": False}
     engine = start({**failing, "tensor": tensor, "pipeline": pipeline, "expert": expert, "kernels": kernels})
-    expected, found = alone(model, failing, decoder=NativeDecoder), engine.next_message()
+    expected, found = alone(model, failing, decoder=CppDecoder), engine.next_message()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
     for index in (0, 2, 4):
         assert found[index]["tokens"] == expected[index]["tokens"]

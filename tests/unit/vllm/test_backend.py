@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from megatron_runtime.backends.registry import build_backend, check_backend
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.cli import main
-from megatron_runtime.engine.backend import Capability, UnsupportedByBackendError
+from megatron_runtime.engine.backend import Capability, UnsupportedVerbError
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
@@ -429,7 +429,7 @@ async def test_stop_tokens_outside_the_vocabulary_never_end_an_answer(running: R
 
 
 async def test_without_enable_lora_the_remedy_for_adapters_is_named(running: Running) -> None:
-    with pytest.raises(UnsupportedByBackendError, match="set the engine argument enable_lora of vLLM to true"):
+    with pytest.raises(UnsupportedVerbError, match="set the engine argument enable_lora of vLLM to true"):
         running.backend.info.require("SET_ADAPTERS", Capability.ADAPTERS)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # llguidance takes long to import, and most engines never nee
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
+class CoreRequest:
     """A request that an engine works on.
 
     tokens:      int32; prompt and answer; kept here only while the request holds no slot.
@@ -150,7 +150,7 @@ class Admission:
 
     def open(
         self, request: EngineRequest, *, grammar: GrammarState | None, arrival: int, now: float, epoch: int
-    ) -> OpenRequest:
+    ) -> CoreRequest:
         """Return the engine's record of `request`. Raises the errors of EngineCore.add_request()."""
         params, config, vocabulary = request.sampling_params, self.config, self.executor.vocab_size
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
@@ -159,7 +159,7 @@ class Admission:
         if config.enable_prefix_caching:
             salt = (params.cache_salt or "").encode()
             digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=request.adapter)
-        return OpenRequest(
+        return CoreRequest(
             request,
             tokens=tokens,
             max_total_tokens=request.max_total_tokens(self.longest),

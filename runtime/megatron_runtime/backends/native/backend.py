@@ -18,7 +18,6 @@ from megatron_runtime.engine.backend import (
     BackendInfo,
     BackendListener,
     Capability,
-    Detokenizer,
     EngineBackend,
     RankResults,
 )
@@ -31,6 +30,7 @@ from megatron_runtime.requests.errors import RequestOverflowError
 
 if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState
+    from megatron_runtime.tokenization import Detokenizer
 
 logger = logging.getLogger(__name__)
 

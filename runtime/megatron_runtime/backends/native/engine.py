@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.native.admission import Admission, OpenRequest
+from megatron_runtime.backends.native.admission import Admission, CoreRequest
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
@@ -81,7 +81,7 @@ class EngineCore:
         self._steps = self._prompt_tokens = self._generation_tokens = self._failed_rows = 0
         self._last_step: float | None = None
         self._step_sizes = StepSizes()
-        self._continued: list[OpenRequest] = []
+        self._continued: list[CoreRequest] = []
         """Requests that were added with generated tokens since the last step."""
         self._uses_adapters = False
         """Whether a request named an adapter since the start."""
@@ -163,7 +163,7 @@ class EngineCore:
                 grammar.wait(max(0.0, until - time.monotonic()))
 
     def _end(
-        self, request: OpenRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
+        self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
         """Close `request` and return its last output. newest: the last token of prompt and answer."""
         routing = self._routing_of(request)
@@ -180,7 +180,7 @@ class EngineCore:
             routing=routing,
         )
 
-    def _routing_of(self, request: OpenRequest) -> npt.NDArray[Any] | None:
+    def _routing_of(self, request: CoreRequest) -> npt.NDArray[Any] | None:
         """Return the experts of a request's tokens; None if they are not recorded, or if it holds no slot."""
         return self.context.routing_of(request.slot) if request.slot >= 0 else None
 
@@ -301,7 +301,7 @@ class EngineCore:
             outputs.append(output)
         return outputs
 
-    def _fail(self, request: OpenRequest, failure: RowFailure) -> RequestOutput:
+    def _fail(self, request: CoreRequest, failure: RowFailure) -> RequestOutput:
         """Close a request whose row of the step has failed, and return its last output."""
         self._failed_rows += 1
         output = self._end(request, "error", [])
@@ -312,7 +312,7 @@ class EngineCore:
         return output
 
     @staticmethod
-    def _finish_reason(request: OpenRequest, token: int, total_tokens: int) -> FinishReason | None:
+    def _finish_reason(request: CoreRequest, token: int, total_tokens: int) -> FinishReason | None:
         """Return why a request with the newest token `token` ends; None if it continues."""
         if request.grammar is not None and request.grammar.failure is not None:
             return "error"

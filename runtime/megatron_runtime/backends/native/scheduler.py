@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.native.admission import OpenRequest
+from megatron_runtime.backends.native.admission import CoreRequest
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock
 from megatron_runtime.requests.config import InferenceConfig
@@ -44,13 +44,13 @@ class StepRows:
     needs_sample: bool [n]; sample a token after the row's last one.
     """
 
-    requests: list[OpenRequest]
+    requests: list[CoreRequest]
     slots: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int32]
     needs_sample: npt.NDArray[np.bool_]
 
 
-def _rank(request: OpenRequest) -> tuple[int, int, int]:
+def _rank(request: CoreRequest) -> tuple[int, int, int]:
     return request.rank
 
 
@@ -64,9 +64,9 @@ class Scheduler:
     """
 
     def __init__(self, context: DynamicInferenceContext, config: InferenceConfig) -> None:
-        self.open: dict[int, OpenRequest] = {}
-        self.waiting: list[OpenRequest] = []
-        self.running: list[OpenRequest] = []
+        self.open: dict[int, CoreRequest] = {}
+        self.waiting: list[CoreRequest] = []
+        self.running: list[CoreRequest] = []
         self.preemptions = 0
         self.coordination_waits = 0
         self.cache_queries = 0
@@ -83,14 +83,14 @@ class Scheduler:
 
     # --- queues -------------------------------------------------------------------------------------------------
 
-    def add(self, request: OpenRequest) -> None:
+    def add(self, request: CoreRequest) -> None:
         self.open[request.request_id] = request
         self._tenants[request.tenant] += 1
         self._has_changed = True
         insort(self.waiting, request, key=_rank)
         self._next_deadline = min(self._next_deadline, request.deadline)
 
-    def remove(self, request: OpenRequest) -> None:
+    def remove(self, request: CoreRequest) -> None:
         """Remove the request, and free its slot and pages."""
         del self.open[request.request_id]
         self._tenants[request.tenant] -= 1
@@ -102,7 +102,7 @@ class Scheduler:
         else:
             _discard(self.waiting, request)
 
-    def overdue(self, now: float) -> list[OpenRequest]:
+    def overdue(self, now: float) -> list[CoreRequest]:
         """Return the requests whose deadline has passed; the caller must remove them."""
         if now < self._next_deadline:
             return []
@@ -115,14 +115,14 @@ class Scheduler:
         while self.running:
             self._requeue(self.running[-1])
 
-    def _requeue(self, request: OpenRequest) -> None:
+    def _requeue(self, request: CoreRequest) -> None:
         """Move a running request to its rank in the waiting queue, with its tokens."""
         request.tokens = self._context.tokens_of(request.slot).copy()
         request.note(Event.EVICT)
         self._release(request)
         insort(self.waiting, request, key=_rank)
 
-    def _release(self, request: OpenRequest) -> None:
+    def _release(self, request: CoreRequest) -> None:
         self._context.release(request.slot)
         request.slot = -1
         _discard(self.running, request)
@@ -183,7 +183,7 @@ class Scheduler:
             if request.grammar is not None and not request.grammar.is_ready
         }
 
-    def _left(self, requests: list[OpenRequest]) -> npt.NDArray[np.int32]:
+    def _left(self, requests: list[CoreRequest]) -> npt.NDArray[np.int32]:
         return self._context.tokens_left(_slots(requests))
 
     @staticmethod
@@ -196,7 +196,7 @@ class Scheduler:
         shares[prompts] = np.clip(budget - int(shares[~prompts].sum()) - before, 0, wanted)
         return shares
 
-    def _grow(self) -> OpenRequest | None:
+    def _grow(self) -> CoreRequest | None:
         """Add the pages that the newest tokens need, preempting the last requests. Return the first one preempted."""
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
@@ -206,12 +206,12 @@ class Scheduler:
                 self._preempt([victim])
         return victim
 
-    def _preempt(self, victims: list[OpenRequest]) -> None:
+    def _preempt(self, victims: list[CoreRequest]) -> None:
         for victim in reversed(victims):
             self._requeue(victim)
         self.preemptions += len(victims)
 
-    def _admit(self, victim: OpenRequest | None, *, now: float, epoch: int) -> None:
+    def _admit(self, victim: CoreRequest | None, *, now: float, epoch: int) -> None:
         """Admit waiting requests in order, up to `victim`, which this step preempted. A request is overtaken only while
         it waits for a prefix under computation.
 
@@ -242,7 +242,7 @@ class Scheduler:
             slot = context.admit(request, matched)
             self._admitted(request, slot, num_cached=len(matched) * context.block_size, now=now, epoch=epoch)
 
-    def _victims(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> list[OpenRequest] | None:
+    def _victims(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> list[CoreRequest] | None:
         """Return the requests to preempt for `request`: the last of those that give way to it, as few as make room.
         None if preempting all of them would not make room.
         """
@@ -260,7 +260,7 @@ class Scheduler:
         count = next(count for count in range(1, len(lower) + 1) if is_room(count))
         return lower[len(lower) - count :]
 
-    def _tokens_for(self, request: OpenRequest, *, without: Sequence[OpenRequest]) -> int:
+    def _tokens_for(self, request: CoreRequest, *, without: Sequence[CoreRequest]) -> int:
         """Return the tokens of a step that are left for `request` if the requests `without` are preempted: each decode
         gets one, and prompts of lower rank get all they need.
         """
@@ -269,7 +269,7 @@ class Scheduler:
         ahead = bisect_left(staying, request.rank, key=_rank)
         return self._config.step_tokens - int(left[:ahead].sum()) - int((left[ahead:] == 1).sum())
 
-    def _admitted(self, request: OpenRequest, slot: int, *, num_cached: int, now: float, epoch: int) -> None:
+    def _admitted(self, request: CoreRequest, slot: int, *, num_cached: int, now: float, epoch: int) -> None:
         request.slot = slot
         request.tokens = _NO_TOKENS
         request.kv_cache_epoch = [(0, epoch)]
@@ -301,7 +301,7 @@ class Scheduler:
             raise AssertionError("running requests and taken slots differ")
 
 
-def _gives_way(running: OpenRequest, waiting: OpenRequest) -> bool:
+def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
     """Return whether `running` is of lower priority, or further beyond its tenant's share than `waiting` is."""
     if running.priority != waiting.priority:
         return running.priority > waiting.priority
@@ -311,9 +311,9 @@ def _gives_way(running: OpenRequest, waiting: OpenRequest) -> bool:
 _NO_TOKENS = np.empty(0, np.int32)
 
 
-def _slots(requests: list[OpenRequest]) -> npt.NDArray[np.int64]:
+def _slots(requests: list[CoreRequest]) -> npt.NDArray[np.int64]:
     return np.fromiter((request.slot for request in requests), np.int64, len(requests))
 
 
-def _discard(queue: list[OpenRequest], request: OpenRequest) -> None:
+def _discard(queue: list[CoreRequest], request: CoreRequest) -> None:
     del queue[bisect_left(queue, request.rank, key=_rank)]

@@ -43,8 +43,8 @@ class ForwardStep:
     at:           the rows of logits_BV, and of what read_tokens() returns, that belong to them.
     logits_BV:    logits, in the model's type.
     read_tokens:  waits for the device and returns int32 [B], drawn from them; None if the host samples.
-    logits_of:    computes logits_NV of hidden states x_ND.
-    x_TD:         hidden states of prompt tokens.
+    logits_of:    computes logits_NV of hidden states x_ND after the last layer.
+    x_TD:         hidden states of prompt tokens after the last layer.
     hidden_of:    computes x_ND, the hidden states after the last norm, of some of sampled_rows.
     targets:      (row of the plan, rows of x_TD whose logits its prompt targets need).
     routing_GTJ:  int32; the J experts of each token in the model's G layers, by falling share. Undefined for a layer

@@ -20,7 +20,7 @@ from megatron_runtime.checkpoints.checkpoint import (
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
-from megatron_runtime.models.layers.cpu import NativeLinears
+from megatron_runtime.models.layers.cpu import PackedLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import Checkpoint, num_parameters
 from megatron_runtime.models.weights import load_weights
@@ -122,15 +122,15 @@ class WeightStore:
         opened = open_checkpoint(source)
         require_same_model(opened.config, wanted=self.config)
         linears = self._linears()
-        is_native = isinstance(linears, NativeLinears)
+        uses_kernels = isinstance(linears, PackedLinears)
         expected = like.kinds if like is not None else None
-        checkpoint = VerifiedCheckpoint(opened, expected=expected, is_native=is_native)
+        checkpoint = VerifiedCheckpoint(opened, expected=expected, uses_kernels=uses_kernels)
         if not _is_mapped(opened, linears):
             self._require_memory(self.num_bytes, what=what)
-        threads = torch.get_num_threads() if is_native else 1
+        threads = torch.get_num_threads() if uses_kernels else 1
         with _one_thread(), with_progress(checkpoint, what=what) as shown:
             weights = load_weights(shown, self._dtype, shard=self._shard, linears=linears, threads=threads)
-        if isinstance(linears, NativeLinears):
+        if isinstance(linears, PackedLinears):
             linears.settle()
         return weights, checkpoint.signature()
 

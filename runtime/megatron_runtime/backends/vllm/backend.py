@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -26,7 +26,6 @@ from megatron_runtime.engine.backend import (
     BackendListener,
     CacheEvents,
     Capability,
-    Detokenizer,
     EngineBackend,
     RankResults,
 )
@@ -44,6 +43,9 @@ from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
+
+if TYPE_CHECKING:
+    from megatron_runtime.tokenization import Detokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ REMEDIES = {
 
 
 @dataclass(slots=True, eq=False)
-class OpenRequest:
+class VllmRequest:
     """A request of this engine.
 
     tokens:     generated so far, by this or another engine.
@@ -156,7 +158,7 @@ class VllmBackend(EngineBackend):
         self._is_loaded = False
         self._is_asleep = False
         self._running = False
-        self._open: dict[int, OpenRequest] = {}
+        self._open: dict[int, VllmRequest] = {}
         self._held: list[RequestOutput] = []
         """Outputs that wait for unpause()."""
         self._epoch = 0
@@ -268,7 +270,7 @@ class VllmBackend(EngineBackend):
             output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
             self._listener.on_outputs([output])
             return
-        opened = OpenRequest(
+        opened = VllmRequest(
             request,
             tokens=request.generated_tokens.tolist(),
             max_tokens=total - len(request.prompt_tokens),
@@ -288,7 +290,7 @@ class VllmBackend(EngineBackend):
         elif self._running:
             self._attach(opened)
 
-    def _end_reason(self, opened: OpenRequest) -> Literal["stop", "length"] | None:
+    def _end_reason(self, opened: VllmRequest) -> Literal["stop", "length"] | None:
         """Return why a request that came with generated tokens is complete; None if it is not."""
         if not opened.tokens:
             return None
@@ -297,7 +299,7 @@ class VllmBackend(EngineBackend):
             return "stop"
         return "length" if len(opened.tokens) >= opened.max_tokens else None
 
-    async def _check_grammar(self, opened: OpenRequest) -> None:
+    async def _check_grammar(self, opened: VllmRequest) -> None:
         """Reject a grammar that is not valid or too expensive, by a process that may crash; else run the request."""
         try:
             await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.deadline is its timer
@@ -326,7 +328,7 @@ class VllmBackend(EngineBackend):
         done.set_result(None)
         return done
 
-    def _attach(self, opened: OpenRequest) -> None:
+    def _attach(self, opened: VllmRequest) -> None:
         """Run a request in vLLM, or continue it there after the tokens that it has."""
         request = opened.request
         # vLLM rejects ids outside the vocabulary. The model never generates them.
@@ -346,7 +348,7 @@ class VllmBackend(EngineBackend):
             opened.max_tokens,
         )
 
-    def _on_deadline(self, opened: OpenRequest) -> None:
+    def _on_deadline(self, opened: VllmRequest) -> None:
         if self._open.get(opened.request_id) is opened:
             text = f"the deadline of {opened.request.deadline_seconds:g} s passed"
             if opened.is_running and self._process is not None:
@@ -369,7 +371,7 @@ class VllmBackend(EngineBackend):
             case ["metrics", stats, text]:
                 self._stats, self._metrics = stats, text
 
-    def _take(self, opened: OpenRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
+    def _take(self, opened: VllmRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
         """Return the output for an entry of service.py: new tokens, or an error."""
         if isinstance(tokens, str):
             if tokens == "rejected":
@@ -389,19 +391,19 @@ class VllmBackend(EngineBackend):
             return self._ended(opened, output, reason)
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
 
-    def _ended(self, opened: OpenRequest, output: RequestOutput, reason: Any) -> RequestOutput:
+    def _ended(self, opened: VllmRequest, output: RequestOutput, reason: Any) -> RequestOutput:
         del self._open[opened.request_id]
         self._close(opened)
         output.finish_reason = reason
         opened.end(output)
         return output
 
-    def _failed_output(self, opened: OpenRequest, code: ErrorCode, error: Exception | str) -> RequestOutput:
+    def _failed_output(self, opened: VllmRequest, code: ErrorCode, error: Exception | str) -> RequestOutput:
         output = opened.output([])
         output.error, output.error_code = error, code
         return self._ended(opened, output, "error")
 
-    def _close(self, opened: OpenRequest) -> None:
+    def _close(self, opened: VllmRequest) -> None:
         if opened.deadline is not None:
             opened.deadline.cancel()
         if opened.grammar is not None and opened.grammar is not asyncio.current_task():

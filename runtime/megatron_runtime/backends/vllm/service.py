@@ -93,7 +93,7 @@ class Submission:
     max_tokens: int
 
 
-class Service:
+class VllmService:
     """Methods that the engine calls by name, with positional arguments. All run on one event loop.
 
     directory: of the model's files.
@@ -412,7 +412,7 @@ def main() -> None:
         if checks_only:
             check(settings)
         else:
-            service = Service(settings, model_directory(settings.model, wanted_format=settings.model_format))
+            service = VllmService(settings, model_directory(settings.model, wanted_format=settings.model_format))
             started = service.describe()
     except Exception as failure:
         service, error = None, _described(failure)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron's `use_rope_scaling`."""
+
+_NOT_ARGUMENTS = frozenset(("family", "bos_token_id", "eos_token_ids"))
+"""Fields of ModelConfig that change nothing in the computation. The files of the tokenizer have the tokens."""
 
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
 
@@ -135,17 +139,11 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def arguments_of(config: ModelConfig) -> Namespace:
-    """Return the arguments of Megatron-LM for a model. Raises UnsupportedModelError if it cannot describe the model."""
-    if config.output_norms or config.norm_weight_offset or config.sliding is not None or config.activation != "silu":
-        raise UnsupportedModelError(
-            f"a model of family {config.family!r} with a sliding window, norms after its blocks or another activation "
-            "than silu cannot be written as torch_dist: convert it to safetensors"
-        )
+    """Return the arguments of Megatron-LM for a model: those from which read_config() reads the same model.
+
+    Raises UnsupportedModelError naming the field of ModelConfig that the arguments do not describe.
+    """
     scaling = config.rope_scaling
-    if scaling is not None and (
-        not isinstance(scaling, Llama3Scaling) or any(getattr(scaling, name) != _LLAMA31[name] for name in _LLAMA31)
-    ):
-        raise UnsupportedModelError(f"{scaling} has no argument in Megatron-LM: convert the model to safetensors")
     found: dict[str, Any] = {
         **{name: allowed[0] for name, allowed in _ONLY.items()},
         "num_layers": config.num_layers,
@@ -163,7 +161,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
         "norm_epsilon": config.rms_norm_eps,
         "layernorm_epsilon": config.rms_norm_eps,
         "rotary_base": int(config.rope_theta) if config.rope_theta.is_integer() else config.rope_theta,
-        "use_rope_scaling": scaling is not None,
+        "use_rope_scaling": isinstance(scaling, Llama3Scaling),
         "rope_scaling_factor": scaling.factor if scaling is not None else 8.0,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
@@ -182,6 +180,15 @@ def arguments_of(config: ModelConfig) -> Namespace:
             "moe_router_pre_softmax": not config.moe.normalize,
             "moe_grouped_gemm": True,
         }
+    where = f"a model of family {config.family!r}"
+    described = config_from_hf(config_json_of(found, where=where), ends=config.eos_token_ids, where=where)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _NOT_ARGUMENTS and getattr(described, field.name) != value:
+            raise UnsupportedModelError(
+                f"{where} cannot be written as torch_dist: Megatron-LM has no argument for {field.name} "
+                f"{shown(value)}: convert it to safetensors"
+            )
     return Namespace(**found)
 
 

@@ -56,7 +56,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlacedTensor:
     """A tensor of the decoder in a stored tensor.
 
     name:    short name, as in models/tensors.py.
@@ -113,12 +113,12 @@ def find_layout(keys: Collection[str]) -> Layout:
     )
 
 
-def pieces(config: ModelConfig, at: Layout) -> Iterator[Piece]:
+def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
     """Yield the tensors of the model, except those that Megatron does not have, such as norms after a block."""
     keys = {**_LAYER_KEYS, **(_SPLIT_GATE if at.split_gate else {}), **(_SEPARATE_NORMS if at.separate_norms else {})}
     for name, (count, *columns) in tensor_shapes(config).items():
         if name in _GLOBAL_KEYS:
-            yield Piece(name, at.prefix + _GLOBAL_KEYS[name], (), ((0, count),), tuple(columns))
+            yield PlacedTensor(name, at.prefix + _GLOBAL_KEYS[name], (), ((0, count),), tuple(columns))
             continue
         _, layer, own = name.split(".", 2)
         _, expert, own = own.split(".") if own.startswith("experts.") else ("", "", own)
@@ -138,7 +138,7 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[Piece]:
             rows = _qkv_rows(config, own[0])
         elif own == "up" and not at.split_gate:
             rows = ((count, count),)
-        yield Piece(name, at.prefix + _LAYERS + key, index, rows, tuple(columns))
+        yield PlacedTensor(name, at.prefix + _LAYERS + key, index, rows, tuple(columns))
 
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:

@@ -35,7 +35,7 @@ from megatron_runtime.models.tensors import Checkpoint
 Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
-class NativeLinear(Linear):
+class PackedLinear(Linear):
     """A matrix that is packed for the C++ kernels; activations are float32.
 
     matrices: its rows, one after the other. There are several if they have different formats.
@@ -71,7 +71,7 @@ def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
     return y_TN
 
 
-class NativeLinears(LinearFactory):
+class PackedLinears(LinearFactory):
     """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
 
     format: of dense weights. Quantized weights and those in panels keep their blocks if the format is an integer one,
@@ -100,19 +100,19 @@ class NativeLinears(LinearFactory):
     def embedding(self, weight_VD: Weight) -> Linear:
         return self._pack(weight_VD, self._table_format) or super().embedding(weight_VD)
 
-    def _pack(self, weight: Weight, format: str) -> NativeLinear | None:
+    def _pack(self, weight: Weight, format: str) -> PackedLinear | None:
         if isinstance(weight, torch.Tensor):
-            return NativeLinear(pack(weight, format, self._memory)) if fits(*weight.shape) else None
+            return PackedLinear(pack(weight, format, self._memory)) if fits(*weight.shape) else None
         panels = [part for part in weight if isinstance(part, PackedMatrix)]
         if panels:
             by_format = groupby(panels, key=lambda part: part.format)
-            return NativeLinear(*(join(list(parts), self._memory) for _, parts in by_format))
+            return PackedLinear(*(join(list(parts), self._memory) for _, parts in by_format))
         blocks = [part for part in weight if isinstance(part, QuantizedTensor)]
         if not all(fits(*part.shape) for part in blocks):
             return None
         # Parts of different GGML types become several matrices if they keep their blocks.
         groups = groupby(blocks, key=lambda part: packed_format(part, format))
-        return NativeLinear(*(pack(list(parts), format, self._memory) for _, parts in groups))
+        return PackedLinear(*(pack(list(parts), format, self._memory) for _, parts in groups))
 
 
 def table_format(format: Format) -> Format:
@@ -135,7 +135,7 @@ class Numbers:
 
     def linears(self) -> LinearFactory:
         """Return a factory of matrices in this format."""
-        return NativeLinears(self.weights)
+        return PackedLinears(self.weights)
 
 
 FORMATS: dict[str, Numbers] = {

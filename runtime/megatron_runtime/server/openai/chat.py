@@ -65,8 +65,8 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """A conversation, ready to be answered."""
+class PreparedChat:
+    """A request of a chat, ready to be answered."""
 
     prompt: Prompt
     options: Options
@@ -81,7 +81,7 @@ class Conversation:
         return AnswerReader(parser, parallel_calls=self.parallel_calls)
 
 
-async def conversation_of(service: Service, request: Request, body: ChatRequest) -> Conversation:
+async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
     """Tokenize a conversation. Raises ApiError 400, and 429 if too many requests are open."""
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, parser=service.tool_parser)
@@ -103,7 +103,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
         reasoning=reasoning,
     )
     parallel_calls = body.parallel_tool_calls is not False
-    return Conversation(Prompt(prompt, param="messages"), options, tools, reasoning, parallel_calls)
+    return PreparedChat(Prompt(prompt, param="messages"), options, tools, reasoning, parallel_calls)
 
 
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class AnswerReader:
 class _ChatChoice:
     """Turns the pieces of one choice into chunks: `choices` entries of the events of a stream."""
 
-    def __init__(self, body: ChatRequest, conversation: Conversation, tokenizer: Tokenizer) -> None:
+    def __init__(self, body: ChatRequest, conversation: PreparedChat, tokenizer: Tokenizer) -> None:
         self._body = body
         self._tools = conversation.tools
         self._tokenizer = tokenizer

@@ -28,10 +28,10 @@ from megatron_runtime.backends.native.torch_executor import (
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.models.cpp_decoder import CppDecoder, build_decoder
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
 from megatron_runtime.models.layers.cpu import numbers_of
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
-from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
 ForwardPass = Callable[[StepPlan, torch.Tensor], ForwardStep]
 
@@ -90,7 +90,7 @@ class CpuExecutor(TorchExecutor):
             )
         groups.begin(batch.tokens_of_experts)
         rows: StepLayout | LogitRows
-        if _is_native(model, cache_LPXE):
+        if _runs_in_cpp(model, cache_LPXE):
             rows = logit_rows(batch.plan)
             token_ids_T = torch.from_numpy(batch.plan.token_ids)
             run_layers = partial(model.run_rank, batch.plan)
@@ -134,8 +134,8 @@ def forward(
     dtype:       of the model's activations.
     routing_GTJ: memory for the experts of the tokens; None does not record them.
     """
-    if _is_native(model, cache_LPXE):
-        return _forward_native(model, plan, cache_LPXE, routing_GTJ)
+    if _runs_in_cpp(model, cache_LPXE):
+        return _forward_in_cpp(model, plan, cache_LPXE, routing_GTJ)
     clear_new_pages(plan, cache_LPXE)
     layout = lay_out(plan, page_size=cache_LPXE.shape[2], dtype=dtype, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
@@ -150,11 +150,11 @@ def logits_of_step(
 ) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer and the experts of its tokens."""
     sampled = len(rows.sampled_rows)
-    x_ND = model.finish(x_TD, rows.logit_rows_N)
+    x_ND = x_TD.index_select(0, rows.logit_rows_N)
     logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
 
     def hidden_of(which: Int64) -> torch.Tensor:
-        return x_ND[torch.from_numpy(which)]
+        return model.finish(x_ND[torch.from_numpy(which)])
 
     return ForwardStep(
         rows.sampled_rows,
@@ -171,22 +171,22 @@ def logits_of_step(
     )
 
 
-def _is_native(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[NativeDecoder]:
+def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[CppDecoder]:
     """Return whether the kernels run the step. They read PANEL tokens of a page at a time."""
-    return isinstance(model, NativeDecoder) and cache_LPXE.shape[2] % PANEL == 0
+    return isinstance(model, CppDecoder) and cache_LPXE.shape[2] % PANEL == 0
 
 
-def _forward_native(
-    model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None
+def _forward_in_cpp(
+    model: CppDecoder, plan: StepPlan, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None
 ) -> ForwardStep:
     rows = logit_rows(plan)
     sampled = len(rows.sampled_rows)
     x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy(), routing_GTJ)
-    x_ND = model.finish(x_TD, rows.logit_rows_N) if rows.targets else None
+    x_ND = x_TD.index_select(0, rows.logit_rows_N) if rows.targets else None
     logits_NV = torch.from_numpy(sampled_NV)
 
     def hidden_of(which: Int64) -> torch.Tensor:
-        return model.finish(x_TD, rows.logit_rows_N[torch.from_numpy(which)])
+        return model.finish(x_TD.index_select(0, rows.logit_rows_N[torch.from_numpy(which)]))
 
     return ForwardStep(
         rows.sampled_rows,

@@ -132,7 +132,7 @@ class KernelDecoder(Decoder):
         ):
             self._collectives.begin_layer(number)
             cos_TF, sin_TF = local_rotated if is_local else rotated
-            normed_TD = self._norm(added_TD, residual_TD, layer.attention_norm_D)
+            normed_TD = self._add_norm(added_TD, residual_TD, layer.attention_norm_D)
             qkv_TQ = layer.qkv_QD(normed_TD)
             if layer.qkv_bias_Q is not None:
                 qkv_TQ += layer.qkv_bias_Q
@@ -152,23 +152,10 @@ class KernelDecoder(Decoder):
             out_TH = self._attend(q_THC, cache_PXE, step, is_local=is_local).flatten(1)
             added_TD = self._collectives.all_reduce(layer.output_DH(out_TH))
             added_TD = self._output_norm(added_TD, layer.attention_output_norm_D)
-            normed_TD = self._norm(added_TD, residual_TD, layer.mlp_norm_D)
+            normed_TD = self._add_norm(added_TD, residual_TD, layer.mlp_norm_D)
             routing_TJ = None if routing_GTJ is None else routing_GTJ[number]
             added_TD = self._output_norm(self._feed_forward(mlp, normed_TD, routing_TJ), layer.mlp_output_norm_D)
         return residual_TD if added_TD is None else residual_TD + added_TD
-
-    def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return some hidden states of a step after the last norm. Overwrites nothing."""
-        norm_D = self.weights.norm_D
-        assert norm_D is not None, "this rank is of an earlier pipeline stage"
-        return self._norm(None, x_ND, norm_D)
-
-    def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return logits_NV, in the type of the weights, of some hidden states of a step. Overwrites nothing."""
-        head_WD = self.weights.head_WD
-        assert head_WD is not None, "this rank is of an earlier pipeline stage"
-        logits_NW = head_WD(self.finish(x_ND))
-        return self._collectives.gather_logits(logits_NW, self.config.vocab_size).contiguous()
 
     def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> torch.Tensor:
         """Return tokens int32 [B], drawn with the parameters of the step."""
@@ -215,12 +202,14 @@ class KernelDecoder(Decoder):
             routing_TJ.copy_(self._collectives.own_tokens(experts_AJ))
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
-    def _norm(self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+    def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        return self._kernels.add_rms_norm(None, x_TD, weight_D, epsilon=self.config.rms_norm_eps)
+
+    def _add_norm(
+        self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor
+    ) -> torch.Tensor:
         """Add to the residual in place, and return its norm."""
         return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
-
-    def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
-        return x_TD if weight_D is None else self._norm(None, x_TD, weight_D)
 
 
 def _cos_sin(frequencies_F: torch.Tensor, max_length: int) -> torch.Tensor:

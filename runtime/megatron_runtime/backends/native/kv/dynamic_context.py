@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.native.admission import OpenRequest
+from megatron_runtime.backends.native.admission import CoreRequest
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock, PrefixCache
 from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.sampling.batch import SamplingColumns
@@ -120,7 +120,7 @@ class DynamicInferenceContext:
         """Return the experts of the tokens of a slot that are in the KV cache; None if they are not recorded."""
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
-    def admit(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> int:
+    def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
         """Take and return a slot, with pages for all tokens of the request; the first pages are those of `matched`, as
         match() returned them. The caller must have called has_room().
         """
@@ -153,7 +153,7 @@ class DynamicInferenceContext:
         return slot
 
     def has_room(
-        self, request: OpenRequest, matched: Sequence[CachedBlock], *, without: Slots, spare_pages: int
+        self, request: CoreRequest, matched: Sequence[CachedBlock], *, without: Slots, spare_pages: int
     ) -> bool:
         """Return whether admit() can take `request` after a release of the slots `without`.
 
@@ -208,7 +208,7 @@ class DynamicInferenceContext:
 
     # --- prefix cache -------------------------------------------------------------------------------------------
 
-    def match(self, request: OpenRequest) -> tuple[list[CachedBlock], bool]:
+    def match(self, request: CoreRequest) -> tuple[list[CachedBlock], bool]:
         """Return the cached blocks that the request begins with, and whether a slot is computing the block after them,
         so that the request should wait for it. At least two tokens are left to compute.
         """

@@ -28,7 +28,7 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, ExpertWeights, LayerWeights
-from megatron_runtime.models.layers.cpu import NativeLinear
+from megatron_runtime.models.layers.cpu import PackedLinear
 from megatron_runtime.models.layers.linear import Linear
 
 Float32 = npt.NDArray[np.float32]
@@ -53,14 +53,14 @@ class PlannedTokens(Protocol):
     def slot_mapping(self) -> npt.NDArray[np.int64]: ...
 
 
-def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
+def runs_in_cpp(config: ModelConfig, weights: DecoderWeights) -> bool:
     """Return whether every matrix is packed and the kernels support the size of a head."""
-    is_packed = all(isinstance(linear, NativeLinear) for linear in weights.linears)
+    is_packed = all(isinstance(linear, PackedLinear) for linear in weights.linears)
     return is_packed and config.head_dim % PANEL == 0
 
 
-class NativeDecoder(DecoderModel):
-    """The decoder of a rank. Requires runs_natively()."""
+class CppDecoder(DecoderModel):
+    """The decoder of a rank. Requires runs_in_cpp()."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class NativeDecoder(DecoderModel):
         shard: Shard | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        assert runs_natively(config, weights)
+        assert runs_in_cpp(config, weights)
         super().__init__(config, weights, shard=shard, collectives=collectives)
         self._thread_pool = shared_thread_pool()
         self._library = library()
@@ -225,7 +225,7 @@ class NativeDecoder(DecoderModel):
         gate, up, down = (
             matrices(*each) for each in zip(*((*_halves(m.gate_up_FD), _matrix(m.down_DF)) for m in mlps), strict=True)
         )
-        assert isinstance(layer.qkv_QD, NativeLinear)
+        assert isinstance(layer.qkv_QD, PackedLinear)
         qkv = (Matrix * len(layer.qkv_QD.matrices))(*(matrix.record for matrix in layer.qkv_QD.matrices))
         self._kept += [gate, up, down, qkv]
         return Layer(
@@ -256,14 +256,14 @@ class NativeDecoder(DecoderModel):
 
 
 def _matrix(linear: Linear) -> Matrix:
-    assert isinstance(linear, NativeLinear)
+    assert isinstance(linear, PackedLinear)
     (matrix,) = linear.matrices
     return matrix.record
 
 
 def _halves(linear: Linear) -> tuple[Matrix, Matrix]:
     """Return the first and the second half of the outputs: parts of one matrix, or two of different formats."""
-    assert isinstance(linear, NativeLinear)
+    assert isinstance(linear, PackedLinear)
     if len(linear.matrices) == 2:
         first, second = (matrix.record for matrix in linear.matrices)
         assert first.outputs == second.outputs
@@ -288,5 +288,5 @@ def build_decoder(
     collectives: Collectives | None = None,
 ) -> DecoderModel:
     """Return the decoder for `weights` on the CPU: the kernels' if they support the model, else torch operators'."""
-    decoder = NativeDecoder if runs_natively(config, weights) else DecoderModel
+    decoder = CppDecoder if runs_in_cpp(config, weights) else DecoderModel
     return decoder(config, weights, shard=shard, collectives=collectives)

@@ -11,8 +11,8 @@ import torch
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.models.layers.cpu import NativeLinears, select_numbers
-from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
+from megatron_runtime.models.cpp_decoder import CppDecoder, build_decoder
+from megatron_runtime.models.layers.cpu import PackedLinears, select_numbers
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.tokenization import load_tokenizer
 
@@ -32,13 +32,13 @@ def read(format: str, tokens: np.ndarray) -> np.ndarray:
     """Return the logits after each token."""
     checkpoint = open_checkpoint(resolve(MODEL))
     config = checkpoint.config
-    linears = NativeLinears(format)  # type: ignore[arg-type]
+    linears = PackedLinears(format)  # type: ignore[arg-type]
     if format == "int8":
         # Convert the file's 4-bit weights to int8 instead of using them directly.
         linears.quantized_kinds = frozenset()
     weights = load_weights(checkpoint, torch.float32, linears=linears)
     model = build_decoder(config, weights)
-    assert isinstance(model, NativeDecoder)
+    assert isinstance(model, CppDecoder)
     count = len(tokens)
     shape = (config.num_layers, count // PAGE + 1, PAGE, 2 * config.num_kv_heads * config.head_dim)
     cache = torch.zeros(shape, dtype=select_numbers(format).cache)

@@ -7,7 +7,7 @@ import torch
 from megatron_kernels.cpu.packing import pack
 from megatron_kernels.cpu.weight_validation import sum_and_finiteness, sum_and_finiteness_of_panels
 from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
-from megatron_runtime.models.layers.cpu import NativeLinear
+from megatron_runtime.models.layers.cpu import PackedLinear
 
 
 def stored(kind: int, rows: int = 7, seed: int = 0) -> QuantizedTensor:
@@ -76,4 +76,4 @@ def test_several_weights_are_packed_like_their_concatenation(kind: int, format: 
     parts = [stored(kind, rows, seed=rows) for rows in (48, 16, 32)]
     together = pack(parts, format)
     assert (together.outputs, together.inputs) == (96, 96)
-    assert torch.equal(NativeLinear(together).dense(), NativeLinear(pack(concatenate(parts), format)).dense())
+    assert torch.equal(PackedLinear(together).dense(), PackedLinear(pack(concatenate(parts), format)).dense())

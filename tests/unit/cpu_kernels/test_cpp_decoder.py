@@ -12,11 +12,11 @@ from megatron_kernels.cpu.packing import pack
 from megatron_kernels.quantized import Q2_K, Q3_K, Q4_K, Q5_0, Q6_K
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.models.config import ModelConfig, MoEConfig
+from megatron_runtime.models.cpp_decoder import CppDecoder, build_decoder
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, ExpertWeights, FeedForward
-from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
-from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
+from megatron_runtime.models.layers.cpu import PackedLinear, PackedLinears
 
-from .native_models import (
+from .example_steps import (
     EXPERTS,
     PLAIN,
     STEPS,
@@ -24,7 +24,7 @@ from .native_models import (
     Sequences,
     caches,
     expected_logits,
-    native,
+    in_cpp,
     step,
     stored_blocks,
     unpacked,
@@ -40,7 +40,7 @@ CACHE_MARGINS = {torch.bfloat16: 0.02, torch.float16: 0.002}
 def check_steps(config: ModelConfig, weights: DecoderWeights) -> None:
     """Compare steps with those in torch of the same matrices, whose activations are not rounded."""
     ours, reference = build_decoder(config, weights), DecoderModel(config, unpacked(weights))
-    assert isinstance(ours, NativeDecoder)
+    assert isinstance(ours, CppDecoder)
     cache, reference_cache = caches(config)
     sequences = Sequences(config)
     for new in STEPS:
@@ -53,7 +53,7 @@ def check_steps(config: ModelConfig, weights: DecoderWeights) -> None:
 @pytest.mark.parametrize("traits", TRAITS)
 def test_steps_equal_torchs(traits: str, isa: str) -> None:
     config = dataclasses.replace(PLAIN, **TRAITS[traits])
-    ours, reference = native(config, "float32")
+    ours, reference = in_cpp(config, "float32")
     cache, reference_cache = caches(config)
     sequences = Sequences(config)
     for new in STEPS:
@@ -64,10 +64,26 @@ def test_steps_equal_torchs(traits: str, isa: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("traits", TRAITS)
+@pytest.mark.parametrize("format", ["float32", "bfloat16"])
+def test_the_last_part_of_a_step_equals_that_of_torch_and_cuda(traits: str, format: str, isa: str) -> None:
+    """Last norm and head of the same hidden states: Decoder::logits in C++ and Decoder.logits of the others."""
+    config = dataclasses.replace(PLAIN, **TRAITS[traits])
+    ours, _ = in_cpp(config, format)
+    cache, _ = caches(config)
+    sequences = Sequences(config)
+    for new in STEPS:
+        plan = sequences.plan(new)
+        ends_N = plan.query_lengths.cumsum(dtype=np.int64) - 1
+        x_TD, logits_NV = ours.run_plan(plan, cache, ends_N)
+        torch.testing.assert_close(torch.from_numpy(logits_NV), ours.logits(x_TD[ends_N]), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("format", ["bfloat16", "float16", "int8", "int4"])
 def test_steps_in_a_format_differ_by_the_rounding_of_activations(format: str, isa: str) -> None:
     is_exact = format == "float16" or (format == "bfloat16" and isa not in BFLOAT16_INSTRUCTION_SETS)
-    ours, reference = native(PLAIN, format)
+    ours, reference = in_cpp(PLAIN, format)
     cache, reference_cache = caches(PLAIN)
     sequences = Sequences(PLAIN)
     for new in STEPS:
@@ -84,7 +100,7 @@ def test_gates_of_another_format_than_the_other_inputs_compute_as_stored(moe: Mo
     config = dataclasses.replace(PLAIN, hidden_size=hidden, intermediate_size=width, moe=moe)
     if moe is not None:
         config = dataclasses.replace(config, moe=dataclasses.replace(moe, intermediate_size=width))
-    linears, kinds = NativeLinears("int4"), itertools.cycle([(Q4_K, Q6_K), (Q2_K, Q3_K), (Q5_0, Q5_0)])
+    linears, kinds = PackedLinears("int4"), itertools.cycle([(Q4_K, Q6_K), (Q2_K, Q3_K), (Q5_0, Q5_0)])
 
     def mixed(mlp: FeedForward) -> FeedForward:
         parts = [stored_blocks(kind, width, hidden, scale=1e-3) for kind in next(kinds)]
@@ -112,7 +128,7 @@ def test_a_cache_in_16_bits_differs_by_its_rounding(
     cache_type: torch.dtype, traits: str, head_dim: int, isa: str
 ) -> None:
     config = dataclasses.replace(PLAIN, head_dim=head_dim, **TRAITS[traits])
-    ours, reference = native(config, "float32")
+    ours, reference = in_cpp(config, "float32")
     cache, _ = caches(config, cache_type)
     _, reference_cache = caches(config)
     sequences = Sequences(config)
@@ -124,9 +140,9 @@ def test_a_cache_in_16_bits_differs_by_its_rounding(
 
 @torch.inference_mode()
 def test_keys_and_values_beyond_float16_become_its_largest_number(isa: str) -> None:
-    weights = weights_of(PLAIN, NativeLinears("float32"))
+    weights = weights_of(PLAIN, PackedLinears("float32"))
     first = weights.layers[0]
-    large = NativeLinear(pack(first.qkv_QD.dense() * 1e6, "float32"))
+    large = PackedLinear(pack(first.qkv_QD.dense() * 1e6, "float32"))
     layers = (dataclasses.replace(first, qkv_QD=large), *weights.layers[1:])
     ours = build_decoder(PLAIN, dataclasses.replace(weights, layers=layers))
     cache, _ = caches(PLAIN, torch.float16)
@@ -141,7 +157,7 @@ def test_keys_and_values_beyond_float16_become_its_largest_number(isa: str) -> N
 @pytest.mark.parametrize("traits", ["plain", "gemma"])
 def test_keys_of_a_long_context_are_divided_among_threads(traits: str, cache_type: torch.dtype, isa: str) -> None:
     config = dataclasses.replace(PLAIN, head_dim=32, **TRAITS[traits])
-    ours, reference = native(config, "float32")
+    ours, reference = in_cpp(config, "float32")
     cache, reference_cache = caches(config, cache_type, pages=320)
     sequences = Sequences(config, count=2, pages=160)
     for new in ({0: 1500, 1: 3}, {0: 1, 1: 1}, {0: 1}, {0: 40, 1: 600}, {0: 1, 1: 1}):
@@ -166,7 +182,7 @@ def test_a_token_has_the_same_bits_alone_among_others_and_in_a_prompt(
     format: str, cache_type: torch.dtype, isa: str
 ) -> None:
     config = dataclasses.replace(PLAIN, head_dim=32)
-    models = [native(config, format)[0] for _ in range(3)]
+    models = [in_cpp(config, format)[0] for _ in range(3)]
     cached = [caches(config, cache_type, pages=192)[0] for _ in models]
     others, alone, prompts = (Sequences(config, count=4, pages=48) for _ in models)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 701).astype(np.int32)
@@ -189,12 +205,12 @@ def test_a_token_has_the_same_bits_alone_among_others_and_in_a_prompt(
 @torch.inference_mode()
 def test_queries_keys_and_values_in_different_formats(isa: str) -> None:
     config = dataclasses.replace(PLAIN, hidden_size=256)
-    weights = weights_of(config, NativeLinears("int4"))
+    weights = weights_of(config, PackedLinears("int4"))
     layers = []
     for layer in weights.layers:
         rows = layer.qkv_QD.dense()
         queries_and_keys, values = pack(rows[:128], "int8"), pack(rows[128:], "int4")
-        layers.append(dataclasses.replace(layer, qkv_QD=NativeLinear(queries_and_keys, values)))
+        layers.append(dataclasses.replace(layer, qkv_QD=PackedLinear(queries_and_keys, values)))
     weights = dataclasses.replace(weights, layers=tuple(layers))
     check_steps(config, weights)
 
@@ -210,7 +226,7 @@ class Doubled(Collectives):
 @pytest.mark.parametrize("traits", ["plain", "gemma", "experts", "experts, shares not normalized"])
 def test_the_phases_of_a_rank_equal_torchs(traits: str) -> None:
     config = dataclasses.replace(PLAIN, **TRAITS[traits])
-    ours, reference = native(config, "float32", collectives=Doubled())
+    ours, reference = in_cpp(config, "float32", collectives=Doubled())
     cache, reference_cache = caches(config)
     sequences = Sequences(config)
     for new in STEPS:
@@ -218,7 +234,7 @@ def test_the_phases_of_a_rank_equal_torchs(traits: str) -> None:
         x_TD = ours.run_rank(plan, x_TD=ours.embed(torch.from_numpy(plan.token_ids)), cache_LPXE=cache)
         last_N = torch.from_numpy(plan.query_lengths.cumsum(dtype=np.int64) - 1)
         torch.testing.assert_close(
-            ours.logits(ours.finish(x_TD, last_N)),
+            ours.logits(x_TD[last_N]),
             expected_logits(reference, plan, reference_cache),
             rtol=1e-4,
             atol=1e-4,

@@ -14,10 +14,10 @@ from megatron_runtime.backends.native.cpu.executor import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
+from megatron_runtime.models.cpp_decoder import CppDecoder, build_decoder
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
-from megatron_runtime.models.layers.cpu import NativeLinears
+from megatron_runtime.models.layers.cpu import PackedLinears
 from megatron_runtime.models.layers.linear import Linear, LinearFactory
-from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
 PAGE = 16
 PLAIN = ModelConfig(
@@ -193,19 +193,19 @@ def expected_logits(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tenso
     layout = lay_out(plan, page_size=PAGE, dtype=torch.float32, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
     x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
-    logits = model.logits(model.finish(x_TD, layout.logit_rows_N))
+    logits = model.logits(x_TD[layout.logit_rows_N])
     return logits[torch.from_numpy(np.argsort(layout.sampled_rows))]
 
 
-def native(
+def in_cpp(
     config: ModelConfig, format: str, *, collectives: Collectives | None = None
-) -> tuple[NativeDecoder, DecoderModel]:
-    weights = weights_of(config, NativeLinears(format))  # type: ignore[arg-type]
+) -> tuple[CppDecoder, DecoderModel]:
+    weights = weights_of(config, PackedLinears(format))  # type: ignore[arg-type]
     model = build_decoder(config, weights, collectives=collectives)
-    assert isinstance(model, NativeDecoder)
+    assert isinstance(model, CppDecoder)
     return model, DecoderModel(config, unpacked(weights), collectives=collectives)
 
 
-def step(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:
+def step(model: CppDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:
     _, logits_NV = model.run_plan(plan, cache_LPXE, plan.query_lengths.cumsum(dtype=np.int64) - 1)
     return torch.from_numpy(logits_NV.copy())

@@ -28,9 +28,9 @@ from megatron_kernels.quantized import (
     Q6_K,
     Q8_0,
 )
-from megatron_runtime.models.layers.cpu import NativeLinear, NativeLinears
+from megatron_runtime.models.layers.cpu import PackedLinear, PackedLinears
 
-from .native_models import stored_blocks
+from .example_steps import stored_blocks
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 UNPACKED_ROWS = 24
@@ -65,11 +65,11 @@ def block_of(format: str | int) -> int:
     return BLOCK_SIZES[format][0] if isinstance(format, int) else BLOCK
 
 
-def packed(format: str | int, outputs: int, inputs: int) -> NativeLinear:
+def packed(format: str | int, outputs: int, inputs: int) -> PackedLinear:
     """Return a random weight in a format, or in one of a GGUF file."""
     if isinstance(format, int):
-        return NativeLinear(pack(stored_blocks(format, outputs, inputs), "int4"))
-    return NativeLinear(pack(random(outputs, inputs), format))
+        return PackedLinear(pack(stored_blocks(format, outputs, inputs), "int4"))
+    return PackedLinear(pack(random(outputs, inputs), format))
 
 
 def is_unpacked(format: str | int, rows: int, isa: str) -> bool:
@@ -77,7 +77,7 @@ def is_unpacked(format: str | int, rows: int, isa: str) -> bool:
     return isa == "amx" and rows >= UNPACKED_ROWS and (isinstance(format, int) or format.startswith("int"))
 
 
-def assert_is_product(linear: NativeLinear, x_TK: torch.Tensor, format: str | int, isa: str) -> None:
+def assert_is_product(linear: PackedLinear, x_TK: torch.Tensor, format: str | int, isa: str) -> None:
     weight = linear.dense()
     if is_unpacked(format, len(x_TK), isa):
         x_TK, weight = x_TK.bfloat16(), weight.bfloat16()
@@ -161,7 +161,7 @@ def test_integers_have_the_same_bits_in_every_instruction_set_with_fused_multipl
 )
 def test_stored_weights_are_as_accurate_as_the_format_allows(format: str, most: float) -> None:
     weight = random(32, 64)
-    kept = NativeLinear(pack(weight, format)).dense()
+    kept = PackedLinear(pack(weight, format)).dense()
     assert (kept - weight).abs().max() <= most * weight.abs().max()
 
 
@@ -187,22 +187,22 @@ def test_integer_formats_round_to_the_nearest_step(
     weight[0] = 0.0
     weight[1] = 0.75
     weight[2] *= 1e-5
-    assert torch.equal(NativeLinear(pack(weight, format)).dense(), steps(weight.float()))
+    assert torch.equal(PackedLinear(pack(weight, format)).dense(), steps(weight.float()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_a_gguf_file_keep_their_values(kind: int, isa: str) -> None:
     weight = stored_blocks(kind)
-    assert torch.equal(NativeLinear(pack(weight, "int4")).dense(), weight.dequantize())
+    assert torch.equal(PackedLinear(pack(weight, "int4")).dense(), weight.dequantize())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_dequantized_exactly_to_float_formats(kind: int) -> None:
     weight = stored_blocks(kind)
     values = weight.dequantize()
-    assert torch.equal(NativeLinear(pack(weight, "float32")).dense(), values)
-    assert torch.equal(NativeLinear(pack(weight, "bfloat16")).dense(), values.bfloat16().float())
-    assert torch.equal(NativeLinear(pack(weight, "float16")).dense(), values.half().float())
+    assert torch.equal(PackedLinear(pack(weight, "float32")).dense(), values)
+    assert torch.equal(PackedLinear(pack(weight, "bfloat16")).dense(), values.bfloat16().float())
+    assert torch.equal(PackedLinear(pack(weight, "float16")).dense(), values.half().float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,15 +214,15 @@ def test_parts_of_one_kind_are_concatenated(kind: int) -> None:
 
 def test_parts_of_different_kinds_keep_their_values(isa: str) -> None:
     parts = [stored_blocks(Q4_K, 64), stored_blocks(Q4_K), stored_blocks(Q6_K)]
-    linear = NativeLinears("int4").linear(parts)
-    assert isinstance(linear, NativeLinear)
+    linear = PackedLinears("int4").linear(parts)
+    assert isinstance(linear, PackedLinear)
     assert [matrix.outputs for matrix in linear.matrices] == [96, 32]
     assert torch.equal(linear.dense(), torch.cat([part.dequantize() for part in parts]))
     assert_is_product(linear, random(5, 512), "int4", isa)
-    whole = NativeLinears("bfloat16").linear(parts)
-    assert isinstance(whole, NativeLinear)
+    whole = PackedLinears("bfloat16").linear(parts)
+    assert isinstance(whole, PackedLinear)
     (one,) = whole.matrices
-    assert torch.equal(NativeLinear(one).dense(), linear.dense().bfloat16().float())
+    assert torch.equal(PackedLinear(one).dense(), linear.dense().bfloat16().float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -231,14 +231,14 @@ def test_floats_of_every_type_are_packed_exactly(dtype: torch.dtype, shape: tupl
     weight = random(*shape).to(dtype)
     transposed = weight.T.contiguous().T
     for given in (weight, transposed):
-        assert torch.equal(NativeLinear(pack(given, "float32")).dense(), weight.float())
-        assert torch.equal(NativeLinear(pack(given, "bfloat16")).dense(), weight.float().bfloat16().float())
-        assert torch.equal(NativeLinear(pack(given, "float16")).dense(), weight.float().half().float())
+        assert torch.equal(PackedLinear(pack(given, "float32")).dense(), weight.float())
+        assert torch.equal(PackedLinear(pack(given, "bfloat16")).dense(), weight.float().bfloat16().float())
+        assert torch.equal(PackedLinear(pack(given, "float16")).dense(), weight.float().half().float())
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_embedding_returns_the_rows_of_its_tied_head(format: str) -> None:
-    table = NativeLinears(format).embedding(random(96, 64))  # type: ignore[arg-type]
+    table = PackedLinears(format).embedding(random(96, 64))  # type: ignore[arg-type]
     ids = torch.tensor([0, 95, 17, 17])
     assert torch.equal(table.look_up(ids), table.dense()[ids])
 
@@ -246,6 +246,6 @@ def test_an_embedding_returns_the_rows_of_its_tied_head(format: str) -> None:
 def test_sizes_that_cannot_be_packed_stay_dense() -> None:
     weight = random(20, 64)
     assert not fits(*weight.shape)
-    linear = NativeLinears("int4").linear(weight)
+    linear = PackedLinears("int4").linear(weight)
     x_TK = random(3, 64, seed=2)
     torch.testing.assert_close(linear(x_TK), x_TK @ weight.T)
