@@ -12,8 +12,8 @@ from megatron_operator.model.names import COORDINATOR
 from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.text import printable, printable_data, stamp_seconds
 from megatron_operator.plan.incidents import crash_events
-from megatron_operator.plan.losses import forced_deletions, forced_in, lost_in, replacement, replacement_in, unknown_in
-from megatron_operator.plan.policies import POLICIES
+from megatron_operator.plan.losses import forced_deletions, forced_in, replacement, replacement_in
+from megatron_operator.plan.policies import POLICIES, Recorded
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.status import compose, condition
 from megatron_operator.plan.update import BEGUN
@@ -41,16 +41,18 @@ def decide(world: World) -> Decision:
     """Return the decision for a world. Pure: equal worlds give equal decisions."""
     scene = Scene(quotable(world))
     for policy in POLICIES:
-        verdict = policy(scene)
+        verdict = scene.read_by(policy)
         if verdict is not None:
             break
     else:
         raise AssertionError("the last policy always applies")
     if world.resource.deleting:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
-    status = printable_data(compose(scene, verdict), limit=MOST_TEXT)
+    operation = scene.desired.operation if verdict.operation is Recorded.UNCHANGED else verdict.operation
+    status = printable_data(compose(scene, verdict, operation), limit=MOST_TEXT)
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
-    actions: list[Action] = [*(upkeep(scene) if verdict.upkeep else []), *replacement(scene), *forced_deletions(scene)]
+    actions: list[Action] = upkeep(scene) if verdict.upkeep else []
+    actions += [*replacement(scene.world, scene.ctx), *forced_deletions(scene.world)]
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
     coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
@@ -61,18 +63,18 @@ def decide(world: World) -> Decision:
         message=printable(verdict.message),
         status=status,
         actions=_once((*actions, *verdict.actions, *events, *crashes)),
-        attentive=bool(verdict.step) or scene.may_wake,
+        attentive=bool(verdict.step) or scene.desired.may_wake,
         requeue_after=_soonest(
             verdict.requeue_after,
             scene.rendered.rejection_retry_in,
-            scene.events_due_in,
-            DOWNLOAD_SECONDS if scene.downloading else None,
-            lost_in(scene),
-            unknown_in(scene),
-            scene.retry_in,
+            scene.engines.events_due_in,
+            DOWNLOAD_SECONDS if scene.world.downloads else None,
+            scene.losses.lost_in,
+            scene.losses.unknown_in,
+            scene.engines.retry_in,
             scene.adapters.retry_in,
-            replacement_in(scene),
-            forced_in(scene),
+            replacement_in(scene.world),
+            forced_in(scene.world),
             *reports,
         ),
     )

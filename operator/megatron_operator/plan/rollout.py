@@ -19,9 +19,11 @@ Invariants, which a test verifies in every reachable state (tests/unit/operator/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from typing import Any
 
 
 class Canary(StrEnum):
@@ -171,72 +173,165 @@ def kept_extras(
     return tuple(kept)
 
 
-def next_step(
-    engines: Sequence[EngineFacts],
-    *,
-    extras: Sequence[EngineFacts] = (),
-    max_unavailable: int,
-    max_surge: int = 0,
-    running: bool,
-    checked: bool,
-    paused: bool = False,
-) -> Step:
-    """Return the next single step.
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What the rules of a rollout read."""
 
-    Args:
-        engines: every desired engine that has or should have pods, by index.
-        extras: engines beyond `replicas` that `kept_extras` keeps.
-        checked: the desired revision needs no check: it has passed, an engine of it serves or served, or no engine of
-            another revision serves.
-        running: the resource runs, so that engines may be drained and get canaries.
-        paused: engines of another revision are left as they are.
-    """
-    half = [engine for engine in engines if engine.leftover and (engine.current or (paused and not engine.serving))]
-    interrupted = tuple(engine.name for engine in half if not engine.leaving)
-    if interrupted:
-        return Recreate(interrupted)
-    outdated = [engine for engine in engines if not engine.current and not paused]
-    every = [*engines, *extras]
-    room = _room(every, max_unavailable)
-    down = tuple(engine.name for engine in reversed(outdated) if not engine.serving)[:room]
-    if outdated and not checked and (down or running):
-        return Check(outdated[-1].name)
-    if down:
-        return Replace(down)
-    if half:
-        return Await(tuple(engine.name for engine in half), "its old pods to end")
-    if not running:
-        return Finished()
-    failed = next((engine for engine in every if engine.current and engine.canary is Canary.FAILED), None)
-    if failed is not None:
-        return Halt(failed.name, drain=failed.available and not failed.drained)
-    asked = next((engine for engine in every if _to_prove(engine)), None)
-    if asked is not None:
-        return Prove(asked.name)
-    if not outdated:
-        return Finished()
-    serving = [engine for engine in outdated if engine.serving]
-    idle = [engine for engine in serving if engine.drained]
-    if idle and room:
-        return Replace((idle[-1].name,))
-    half_drained = [engine for engine in serving if engine.draining and not engine.drained]
-    if half_drained:
-        return Drain(half_drained[-1].name)
-    if serving and room and len(extras) < min(max_surge, len(outdated)):
-        return Surge(serving[-1].name)
-    absent = tuple(engine.name for engine in every if not engine.serving)
-    unavailable = tuple(engine.name for engine in every if not engine.available)
-    if not serving or len(every) - len(unavailable) <= len(engines) - max_unavailable:
-        return Await(absent or unavailable, "to register before the next engine is taken")
-    return Drain(serving[-1].name)
+    engines: Sequence[EngineFacts]
+    """Every desired engine that has or should have pods, by index."""
+    extras: Sequence[EngineFacts] = ()
+    """Engines beyond `replicas` that `kept_extras` keeps."""
+    max_unavailable: int
+    max_surge: int = 0
+    running: bool
+    """The resource runs, so that engines may be drained and get canaries."""
+    checked: bool
+    """The desired revision needs no check: it has passed, an engine of it serves or served, or no engine of another
+    revision serves."""
+    paused: bool = False
+    """Engines of another revision are left as they are."""
+
+    @cached_property
+    def every(self) -> Sequence[EngineFacts]:
+        return (*self.engines, *self.extras)
+
+    @cached_property
+    def half_replaced(self) -> list[EngineFacts]:
+        """Engines with pods of two revisions."""
+        return [
+            engine
+            for engine in self.engines
+            if engine.leftover and (engine.current or (self.paused and not engine.serving))
+        ]
+
+    @cached_property
+    def interrupted(self) -> tuple[str, ...]:
+        """Engines whose template was applied and whose old pods were not deleted."""
+        return _names(engine for engine in self.half_replaced if not engine.leaving)
+
+    @cached_property
+    def outdated(self) -> list[EngineFacts]:
+        return [engine for engine in self.engines if not engine.current and not self.paused]
+
+    @cached_property
+    def quota(self) -> int:
+        """How many more engines may get the desired revision now."""
+        if any(engine.current and not engine.unproven for engine in self.every):
+            return len(self.every)
+        return max(0, max(1, self.max_unavailable) - sum(engine.unproven for engine in self.every))
+
+    @cached_property
+    def down(self) -> tuple[str, ...]:
+        """Outdated engines that do not serve, within the quota, highest index first."""
+        return _names(engine for engine in reversed(self.outdated) if not engine.serving)[: self.quota]
+
+    @cached_property
+    def wrong(self) -> EngineFacts | None:
+        """An engine of the desired revision that gives a wrong answer."""
+        return next((engine for engine in self.every if engine.current and engine.canary is Canary.FAILED), None)
+
+    @cached_property
+    def unanswered(self) -> EngineFacts | None:
+        """An engine of the desired revision that serves and has not answered its canary."""
+        serving = (engine for engine in self.every if engine.current and engine.serving)
+        return next((engine for engine in serving if engine.canary is Canary.PENDING), None)
+
+    @cached_property
+    def serving(self) -> list[EngineFacts]:
+        """Outdated engines that serve."""
+        return [engine for engine in self.outdated if engine.serving]
+
+    @cached_property
+    def drained(self) -> list[EngineFacts]:
+        return [engine for engine in self.serving if engine.drained]
+
+    @cached_property
+    def half_drained(self) -> list[EngineFacts]:
+        """Engines that get no requests and whose DRAIN is not complete."""
+        return [engine for engine in self.serving if engine.draining and not engine.drained]
+
+    @cached_property
+    def may_surge(self) -> bool:
+        limit = min(self.max_surge, len(self.outdated))
+        return bool(self.serving) and self.quota > 0 and len(self.extras) < limit
+
+    @cached_property
+    def may_drain(self) -> bool:
+        """Whether one more engine may become unavailable."""
+        available = sum(engine.available for engine in self.every)
+        return bool(self.serving) and available > len(self.engines) - self.max_unavailable
+
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """Engines that a rollout waits for: those that do not serve, else those that are not available."""
+        absent = _names(engine for engine in self.every if not engine.serving)
+        return absent or _names(engine for engine in self.every if not engine.available)
 
 
-def _to_prove(engine: EngineFacts) -> bool:
-    return engine.current and engine.serving and engine.canary is Canary.PENDING
+def _names(engines: Iterable[EngineFacts]) -> tuple[str, ...]:
+    return tuple(engine.name for engine in engines)
 
 
-def _room(engines: Sequence[EngineFacts], max_unavailable: int) -> int:
-    """Return how many more engines may get the desired revision now."""
-    if any(engine.current and not engine.unproven for engine in engines):
-        return len(engines)
-    return max(0, max(1, max_unavailable) - sum(engine.unproven for engine in engines))
+def _halt(situation: Situation) -> Step:
+    wrong = situation.wrong
+    assert wrong is not None
+    return Halt(wrong.name, drain=wrong.available and not wrong.drained)
+
+
+def _prove(situation: Situation) -> Step:
+    assert situation.unanswered is not None
+    return Prove(situation.unanswered.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One step of a rollout, and when it is taken."""
+
+    name: str
+    when: Callable[[Situation], object]
+    step: Callable[[Situation], Step]
+
+
+RULES = (
+    Rule("finish an interrupted replacement", lambda now: now.interrupted, lambda now: Recreate(now.interrupted)),
+    Rule(
+        "check the desired revision",
+        lambda now: now.outdated and not now.checked and (now.down or now.running),
+        lambda now: Check(now.outdated[-1].name),
+    ),
+    Rule("replace engines that do not serve", lambda now: now.down, lambda now: Replace(now.down)),
+    Rule(
+        "wait for old pods",
+        lambda now: now.half_replaced,
+        lambda now: Await(_names(now.half_replaced), "its old pods to end"),
+    ),
+    Rule("leave serving engines while not running", lambda now: not now.running, lambda now: Finished()),
+    Rule("halt at a wrong answer", lambda now: now.wrong, _halt),
+    Rule("send a canary", lambda now: now.unanswered, _prove),
+    Rule("finish", lambda now: not now.outdated, lambda now: Finished()),
+    Rule(
+        "replace a drained engine",
+        lambda now: now.drained and now.quota,
+        lambda now: Replace((now.drained[-1].name,)),
+    ),
+    Rule("continue a drain", lambda now: now.half_drained, lambda now: Drain(now.half_drained[-1].name)),
+    Rule("add a surge engine", lambda now: now.may_surge, lambda now: Surge(now.serving[-1].name)),
+    Rule("drain the next engine", lambda now: now.may_drain, lambda now: Drain(now.serving[-1].name)),
+    Rule(
+        "wait for capacity",
+        lambda now: True,
+        lambda now: Await(now.missing, "to register before the next engine is taken"),
+    ),
+)
+"""The rules of a rollout, in their order. The first that applies gives the step."""
+
+
+def rule_for(situation: Situation) -> Rule:
+    """Return the first rule that applies."""
+    return next(rule for rule in RULES if rule.when(situation))
+
+
+def next_step(engines: Sequence[EngineFacts], **options: Any) -> Step:
+    """Return the next single step. engines, options: of `Situation`."""
+    situation = Situation(engines=engines, **options)
+    return rule_for(situation).step(situation)

@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.model.names import COORDINATOR, SERVER, STANDBY
 from megatron_operator.model.states import DesiredState, ResourceState
 from megatron_operator.model.status import FAILED_REQUESTS, HISTORY_LENGTH
 from megatron_operator.model.text import printable, seconds_since, stamp, stamp_seconds
-from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
 from megatron_operator.plan.engine_view import EngineView
-from megatron_operator.plan.losses import is_lost, is_unknown, loss
+from megatron_operator.plan.engines import LOST, UNKNOWN, UNRESPONSIVE
+from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.policies.verdict import Verdict
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.scene import LOST, UNKNOWN, UNRESPONSIVE, Scene
+from megatron_operator.plan.scene import Scene
 from megatron_operator.render.context import manifest_hash, scale_selector
 
 T = ConditionType
@@ -43,33 +44,34 @@ Finding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
 
 
-def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
-    """Return the status."""
+def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict[str, Any]:
+    """Return the status. operation: the one to record."""
     world, ctx = scene.world, scene.ctx
-    state = scene.state_with(verdict.operation)
-    epoch = world.coordinator.epoch if world.coordinator.reachable else scene.status.get("epoch", 0)
-    serving = [engine for engine in (*scene.wanted, *scene.extras) if scene.serves(engine)]
+    state = scene.observed.state_with(operation)
+    epoch = world.coordinator.epoch if world.coordinator.reachable else scene.world.resource.status.get("epoch", 0)
+    serving = [engine for engine in (*scene.engines.wanted, *scene.rollout.extras) if scene.engines.serves(engine)]
     status: dict[str, Any] = {
         "observedGeneration": world.resource.generation,
         "state": state.value,
         "ready": f"{min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
         "revision": _revision(scene),
-        **({"verifiedRevisions": list(scene.verified)} if scene.verified else {}),
+        **({"verifiedRevisions": list(scene.rollout.verified)} if scene.rollout.verified else {}),
         "endpoint": ctx.endpoint,
         "epoch": epoch,
-        "replicas": sum(engine.scaled > 0 for engine in scene.engines),
+        "replicas": sum(engine.scaled > 0 for engine in scene.engines.all),
         "readyReplicas": len(serving),
-        "updatedReplicas": sum(_updated(engine) for engine in scene.wanted),
+        "updatedReplicas": sum(_updated(engine) for engine in scene.engines.wanted),
         "selector": scale_selector(ctx),
         "conditions": _conditions(scene, verdict, state),
-        "lifecycle": _lifecycle(scene, verdict),
+        "lifecycle": _lifecycle(scene, operation),
         "restarts": [restarts.to_status() for restarts in scene.restarts],
-        "attempt": scene.attempt,
-        "engines": [_engine(scene, engine) for engine in scene.engines],
-        "history": _history(scene, verdict, state),
+        "attempt": scene.engines.attempt,
+        "engines": [_engine(scene, engine) for engine in scene.engines.all],
+        "history": _history(scene, operation, state),
     }
-    weights = _weights(scene, serving=[*serving, *(engine for engine in scene.engines if is_unknown(scene, engine))])
+    unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
+    weights = _weights(scene, serving=[*serving, *unknown])
     if weights is not None:
         status["weights"] = weights
     if scene.adapters.entries:
@@ -103,9 +105,9 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 def _revision(scene: Scene) -> str:
     """Return the revision that engines should have; while an update is held, that of the first engine."""
-    if not scene.wanted:
-        return str(scene.status.get("revision", ""))
-    first = scene.wanted[0]
+    if not scene.engines.wanted:
+        return str(scene.world.resource.status.get("revision", ""))
+    first = scene.engines.wanted[0]
     return first.statefulset.revision if first.held and first.statefulset is not None else first.rendered_revision
 
 
@@ -118,14 +120,15 @@ def _has_release(scene: Scene) -> bool:
             continue
         if view is None or view.hash != manifest_hash(manifest) or not view.rolled_out:
             return False
-    due = [engine for engine in scene.wanted if scene.pods_for(engine) > 0 or engine.budget.exhausted is not None]
+    engines = scene.engines
+    due = [engine for engine in engines.wanted if engines.pods_for(engine) > 0 or engine.budget.exhausted is not None]
     return not errors and all(_updated(engine) and engine.responsive for engine in due)
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
     """Merge recorded failed requests with reported ones: records outlive the coordinator. Ordered by time, so that
     equal reports give equal bytes."""
-    found = {entry["id"]: entry for entry in scene.status.get("failedRequests") or ()}
+    found = {entry["id"]: entry for entry in scene.world.resource.status.get("failedRequests") or ()}
     for failed in scene.world.coordinator.failed_requests:
         entry = {"id": failed.id, "engines": list(failed.engines), "time": stamp(failed.time)}
         found.setdefault(failed.id, entry)
@@ -138,16 +141,16 @@ def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | 
     wanted = scene.world.resource.spec.weights
     if wanted is None:
         return None
-    if any(engine in scene.old_model for engine in serving):
-        return scene.status.get("weights")
-    held = scene.weights_held or (wanted.revision if serving else None)
+    if any(engine in scene.engines.old_model for engine in serving):
+        return scene.world.resource.status.get("weights")
+    held = scene.weights.confirmed.revision or (wanted.revision if serving else None)
     if held is None:
         return None
     return {
         "revision": held,
-        "model": scene.model_hash,
-        **({"epoch": scene.weights_epoch} if scene.weights_epoch else {}),
-        **({"differentDigests": list(scene.mixed_after_update)} if scene.mixed_after_update else {}),
+        "model": scene.rendered.model_hash,
+        **({"epoch": scene.weights.confirmed.epoch} if scene.weights.confirmed.epoch else {}),
+        **({"differentDigests": list(scene.weights.mixed_after_update)} if scene.weights.mixed_after_update else {}),
     }
 
 
@@ -155,7 +158,7 @@ def _keys(scene: Scene) -> Mapping[str, Any] | None:
     """Return the keys. They are kept after the Secret is deleted, so that new keys get another generation."""
     found = scene.world.keys
     if found is None:
-        return scene.status.get("keys")
+        return scene.world.resource.status.get("keys")
     return {
         "generation": found.generation,
         "stage": found.stage.value,
@@ -169,25 +172,25 @@ def _updated(engine: EngineView) -> bool:
     return engine.scaled > 0 and not engine.stale and not engine.stale_pods and proven
 
 
-def _lifecycle(scene: Scene, verdict: Verdict) -> dict[str, Any]:
+def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "desired": scene.desired.value,
-        "observed": scene.observed.value,
-        "requestedAt": scene.requested_at or stamp(scene.world.now),
+        "desired": scene.desired.state.value,
+        "observed": scene.observed.state.value,
+        "requestedAt": scene.desired.requested_at or stamp(scene.world.now),
     }
     if scene.world.fence_offset:
         fields["fenceOffset"] = scene.world.fence_offset
-    if scene.woken:
+    if scene.desired.woken:
         fields["woken"] = True
-    if verdict.operation is not None:
-        fields |= verdict.operation.to_status()
+    if operation is not None:
+        fields |= operation.to_status()
     return fields
 
 
 def _plan(scene: Scene, verdict: Verdict) -> dict[str, Any] | None:
     if not verdict.step:
         return None
-    before = scene.status.get("plan") or {}
+    before = scene.world.resource.status.get("plan") or {}
     since = before.get("since") if before.get("step") == verdict.step else None
     return {
         "step": verdict.step,
@@ -203,25 +206,25 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
         if engine.report.suspect:
             return UNRESPONSIVE
         return engine.report.state.value if engine.report.serving else "Loading"
-    if is_lost(scene, engine):
+    if scene.losses.is_lost(engine):
         return LOST
-    if scene.serves(engine):
-        return str(scene.engine_status(engine.name)["state"])
-    if is_unknown(scene, engine):
+    if scene.engines.serves(engine):
+        return str(scene.world.resource.engine_status(engine.name)["state"])
+    if scene.losses.is_unknown(engine):
         return UNKNOWN
-    return "Released" if engine.empty and scene.pods_for(engine) == 0 else "Pending"
+    return "Released" if engine.empty and scene.engines.pods_for(engine) == 0 else "Pending"
 
 
 def _last_revision(scene: Scene, engine: EngineView) -> str:
     """Return the revision of an engine. A deleted StatefulSet is created again with its last revision."""
-    return "" if engine.surplus else str(scene.engine_status(engine.name).get("revision", ""))
+    return "" if engine.surplus else str(scene.world.resource.engine_status(engine.name).get("revision", ""))
 
 
 def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
     report = engine.report
     # A coordinator that restarts does not change what runs.
-    remembered = report is None and (scene.serves(engine) or is_unknown(scene, engine))
-    known = scene.engine_status(engine.name) if remembered else {}
+    remembered = report is None and (scene.engines.serves(engine) or scene.losses.is_unknown(engine))
+    known = scene.world.resource.engine_status(engine.name) if remembered else {}
     digest = report.digest if report else known.get("digest")
     return {
         "name": engine.name,
@@ -230,19 +233,19 @@ def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
         "epoch": report.epoch if report else known.get("epoch", 0),
         "ranks": report.ranks if report else known.get("ranks", 0),
         **({"digest": digest} if digest else {}),
-        **({"weights": weights} if (weights := scene.weights_of(engine)) else {}),
+        **({"weights": weights} if (weights := scene.weights.of(engine)) else {}),
         **({"canary": engine.canary.value} if engine.canary else {}),
         **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
         **engine.budget.to_status(),
     }
 
 
-def _history(scene: Scene, verdict: Verdict, state: ResourceState) -> list[dict[str, Any]]:
-    history = list(scene.status.get("history") or [])
+def _history(scene: Scene, operation: Operation | None, state: ResourceState) -> list[dict[str, Any]]:
+    history = list(scene.world.resource.status.get("history") or [])
     last = history[-1]["to"] if history else ResourceState.PENDING.value
     if state not in STABLE or state.value == last:
         return history
-    since = seconds_since(scene.requested_at, scene.world.now)
+    since = seconds_since(scene.desired.requested_at, scene.world.now)
     entry: dict[str, Any] = {
         "from": last,
         "to": state.value,
@@ -250,14 +253,14 @@ def _history(scene: Scene, verdict: Verdict, state: ResourceState) -> list[dict[
         "at": stamp(scene.world.now),
         "seconds": round(since, 3) if since != float("inf") else 0.0,
     }
-    if verdict.operation is not None:
-        entry["operationId"] = verdict.operation.id
+    if operation is not None:
+        entry["operationId"] = operation.id
     return [*history, entry][-HISTORY_LENGTH:]
 
 
 def _requester(scene: Scene) -> str:
     spec = scene.ctx.spec
-    if scene.woken:
+    if scene.desired.woken:
         return "spec.lifecycle.suspend.wakeOnRequest"
     if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
         return "spec.replicas"
@@ -277,7 +280,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
         T.DEGRADED: _degraded(scene, verdict),
         T.UPDATE_AVAILABLE: scene.update.finding,
     }
-    before = {entry["type"]: entry for entry in scene.status.get("conditions") or ()}
+    before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
     return [
         condition(
             kind,
@@ -307,17 +310,18 @@ def condition(
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
-    running = state is ResourceState.RUNNING and scene.desired is DesiredState.RUNNING
-    serves = running and server_wait(scene) is None and any(engine.responsive for engine in scene.engines)
+    running = state is ResourceState.RUNNING and scene.desired.state is DesiredState.RUNNING
+    serves = running and scene.blockers.server() is None and any(engine.responsive for engine in scene.engines.all)
     # Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
-    quiet = scene.desired is not DesiredState.RUNNING and state is REACHED[scene.desired] and scene.observed is state
+    desired = scene.desired.state
+    quiet = desired is not DesiredState.RUNNING and state is REACHED[desired] and scene.observed.state is state
     return ("True" if serves or quiet else "False"), verdict.reason, verdict.message
 
 
 def _coordinator_ready(scene: Scene) -> Finding:
     coordinator = scene.world.coordinator
     if not coordinator.reachable:
-        reason, on = coordinator_wait(scene)
+        reason, on = scene.blockers.coordinator()
         return "False", reason, f"waiting for {on}"
     if coordinator.state.value == "RECOVERING":
         return "False", Reason.COORDINATOR_RECOVERING, Reason.COORDINATOR_RECOVERING.doc
@@ -325,11 +329,11 @@ def _coordinator_ready(scene: Scene) -> Finding:
 
 
 def _engines_ready(scene: Scene) -> Finding:
-    wanted = len(scene.wanted)
-    serving = min(wanted, sum(engine.responsive for engine in (*scene.wanted, *scene.extras)))
-    if scene.observed is ResourceState.STOPPED:
+    wanted = len(scene.engines.wanted)
+    serving = min(wanted, sum(engine.responsive for engine in (*scene.engines.wanted, *scene.rollout.extras)))
+    if scene.observed.state is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
-    if scene.release and scene.engines_empty:
+    if scene.desired.releases_pods and scene.engines.empty:
         return "False", Reason.SUSPENDED, "the engine pods are removed"
     if not scene.world.coordinator.reachable:
         return "Unknown", Reason.COORDINATOR_UNREACHABLE, "only the coordinator knows which engines serve"
@@ -337,29 +341,49 @@ def _engines_ready(scene: Scene) -> Finding:
         return "Unknown", Reason.COORDINATOR_RECOVERING, Reason.COORDINATOR_RECOVERING.doc
     if serving == wanted:
         return "True", Reason.AVAILABLE, f"{serving} of {wanted} engines are registered"
-    reason, on = engines_wait(scene)
+    reason, on = scene.blockers.desired_engines()
     return "False", reason, f"{serving} of {wanted} engines are registered; waiting for {on}"
 
 
 def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
-    if state is REACHED[scene.desired] and scene.observed is state:
+    if state is REACHED[scene.desired.state] and scene.observed.state is state:
         return "True", Reason.SETTLED, f"{state.value}, as requested"
-    return "False", verdict.reason, f"{scene.desired.value} is requested, {state.value} is observed"
+    return "False", verdict.reason, f"{scene.desired.state.value} is requested, {state.value} is observed"
 
 
 def _progressing(scene: Scene, verdict: Verdict) -> Finding:
     if verdict.step:
         return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
-    if scene.rollout_paused:
-        count = f"{len(scene.outdated)} of {len(scene.wanted)} engines keep their earlier revision"
-        return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.revision} is paused; {count}"
+    if scene.rollout.paused:
+        count = f"{len(scene.rollout.outdated)} of {len(scene.engines.wanted)} engines keep their earlier revision"
+        return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.rollout.revision} is paused; {count}"
     return "False", Reason.SETTLED, "nothing is left to do"
 
 
 def _degraded(scene: Scene, verdict: Verdict) -> Finding:
-    found = degradation(scene) or loss(scene)
+    found = _degradation(scene) or scene.losses.finding
     if found is not None:
         return "True", found[0], found[1]
     if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED, Reason.STALE_FENCE):
         return "True", verdict.reason, verdict.message
     return "False", Reason.ALL_WELL, "nothing is wrong"
+
+
+def _degradation(scene: Scene) -> tuple[Reason, str] | None:
+    """Return any error that waiting alone may not resolve."""
+    blockers = scene.blockers
+    rejection = blockers.rejection()
+    if rejection is not None:
+        return rejection
+    for engine in (*scene.engines.wanted, *scene.rollout.extras):
+        error = blockers.engine(engine)
+        if error is not None:
+            return error
+    return (
+        scene.weights.finding
+        or blockers.component(COORDINATOR)
+        or (blockers.component(STANDBY) if scene.ctx.has_standby else None)
+        or blockers.component(SERVER)
+        or scene.check.finding
+        or scene.adapters.finding
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_operator.model.names import ANNOTATION_MODEL
-from megatron_operator.plan.check import obsolete_checks
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rendered import APPS
@@ -27,6 +26,7 @@ from megatron_operator.plan.world import (
     Manifest,
     RotateKeys,
     VetChild,
+    World,
 )
 from megatron_operator.render.children import engine_service
 from megatron_operator.render.context import InvalidPodTemplate, manifest_hash
@@ -55,12 +55,13 @@ def upkeep(scene: Scene) -> list[Action]:
     actions: list[Action] = []
     actions += _keys(scene)
     # Before the shared policies, which allow no connections within an engine.
-    policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in scene.extras)]
+    extras = scene.rollout.extras
+    policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in extras)]
     actions += [apply(policy) for policy in policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
     actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)
-    for engine in scene.engines:
+    for engine in scene.engines.all:
         actions += _engine_upkeep(scene, engine)
     actions += _try_again(scene)
     actions += _leftover_standby(scene)
@@ -74,7 +75,7 @@ def _keys(scene: Scene) -> list[Action]:
     if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
     if ChildRef("Secret", name) not in scene.world.children:
-        return [CreateKeys(name, scene.next_keys)]
+        return [CreateKeys(name, scene.keys.first_generation)]
     if keys is not None and not keys.admin_admitted:
         return [RotateKeys(name, keys.generation, keys.stage)]
     return []
@@ -83,8 +84,8 @@ def _keys(scene: Scene) -> list[Action]:
 def _try_again(scene: Scene) -> list[Action]:
     """Retry the dry run of a rejected template periodically, because the cause may be gone."""
     rendered = scene.rendered
-    waiting = [rendered.engine_manifest(engine.index) for engine in scene.wanted if engine.stale]
-    if scene.old_model:
+    waiting = [rendered.engine_manifest(engine.index) for engine in scene.engines.wanted if engine.stale]
+    if scene.engines.old_model:
         waiting.append(rendered.server)
     for manifest in waiting:
         if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
@@ -98,7 +99,7 @@ def _record_revision(scene: Scene) -> list[Action]:
         manifest = revision_child(scene.ctx)
     except InvalidPodTemplate:
         return []
-    missing = scene.wanted and child_ref(manifest) not in scene.world.children
+    missing = scene.engines.wanted and child_ref(manifest) not in scene.world.children
     return [apply(manifest)] if missing and scene.rendered.may_offer(manifest) else []
 
 
@@ -118,18 +119,19 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
-    return view is None or view.model_hash == scene.model_hash or not (scene.old_model or scene.keeps_former)
+    former = scene.engines.old_model or scene.rollout.keeps_former
+    return view is None or view.model_hash == scene.rendered.model_hash or not former
 
 
 def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     service = engine_service(scene.ctx, engine.index)
     found = engine.statefulset
     if engine.surplus and engine.empty:
-        return remove_engine(scene, engine, reason=f"engine {engine.name} is beyond spec.replicas")
-    if engine.name in scene.held_back:
+        return remove_engine(scene.world, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+    if engine.name in scene.engines.held_back:
         return []
     actions: list[Action] = [apply(service)] if _due(scene, service) else []
-    pods = scene.pods_for(engine)
+    pods = scene.engines.pods_for(engine)
     if found is not None and (found.deleting or not found.owned):
         return actions
     manifest = _template_of(scene, engine, pods)
@@ -147,10 +149,10 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:
         return scene.rendered.own_manifest(engine, pods=pods)
-    if scene.keeps_former and pods == 0:
+    if scene.rollout.keeps_former and pods == 0:
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
-    if scene.keeps_former and engine.scaled == 0:
-        return scene.rendered.recorded_manifest(engine.index, scene.former, pods=pods)
+    if scene.rollout.keeps_former and engine.scaled == 0:
+        return scene.rendered.recorded_manifest(engine.index, scene.rollout.former, pods=pods)
     if engine.rendered_revision == "":
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     if found is None and pods > 0:
@@ -160,10 +162,10 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
     return scene.rendered.engine_manifest(engine.index, pods=pods)
 
 
-def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Action]:
+def remove_engine(world: World, engine: EngineView, *, reason: str) -> list[Action]:
     """Delete an engine's StatefulSet (its pods go with it), Service and NetworkPolicy."""
     refs = ChildRef("Service", engine.name), ChildRef("NetworkPolicy", engine.name, NETWORKING)
-    return _deletions((engine.statefulset, *(scene.world.children.get(ref) for ref in refs)), reason)
+    return _deletions((engine.statefulset, *(world.children.get(ref) for ref in refs)), reason)
 
 
 def _deletions(views: Iterable[ChildView | None], reason: str) -> list[Action]:
@@ -176,16 +178,16 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
     """Delete records of revisions that no engine has, last had, or will get."""
     if scene.rendered.template_error is not None:
         return []
-    kept = {engine.rendered_revision for engine in scene.engines}
-    kept |= {engine.statefulset.revision for engine in scene.engines if engine.statefulset is not None}
-    kept |= {pod.revision for engine in scene.engines for pod in engine.pods}
-    kept |= {str(entry.get("revision", "")) for entry in scene.status.get("engines") or ()}
-    kept |= {scene.former} if scene.keeps_former else set()
+    kept = {engine.rendered_revision for engine in scene.engines.all}
+    kept |= {engine.statefulset.revision for engine in scene.engines.all if engine.statefulset is not None}
+    kept |= {pod.revision for engine in scene.engines.all for pod in engine.pods}
+    kept |= {str(entry.get("revision", "")) for entry in scene.world.resource.status.get("engines") or ()}
+    kept |= {scene.rollout.former} if scene.rollout.keeps_former else set()
     names = {revision_name(scene.ctx, revision) for revision in kept}
     obsolete = [
         view
         for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
-        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names and scene.wanted
+        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names and scene.engines.wanted
     ]
     return _deletions(obsolete, "no engine is of this revision any more")
 
@@ -220,14 +222,14 @@ def _leftover_front_door(scene: Scene) -> list[Action]:
 
 
 def _leftover_checks(scene: Scene) -> list[Action]:
-    pods = tuple((pod.name, pod.uid) for pod in obsolete_checks(scene) if not pod.deleting)
+    pods = tuple((pod.name, pod.uid) for pod in scene.check.obsolete_pods if not pod.deleting)
     return [DeletePods("", pods, "no rollout waits for its result")] if pods else []
 
 
 def _leftover_config(scene: Scene) -> list[Action]:
     """Delete ConfigMaps with earlier contents that no pod uses."""
-    changing = scene.update.available or scene.keeps_former
-    changing |= any(engine.stale or engine.stale_pods for engine in scene.engines)
+    changing = scene.update.available or scene.rollout.keeps_former
+    changing |= any(engine.stale or engine.stale_pods for engine in scene.engines.all)
     if scene.rendered.template_error is not None or changing:
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}

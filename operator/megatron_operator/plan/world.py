@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_operator.model.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
 from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 from megatron_runtime.protocol.limits import MAX_FENCE
 
 if TYPE_CHECKING:  # explain() runs without pydantic
@@ -62,6 +63,15 @@ class ResourceView:
     """Annotation `inference.megatron.dev/restarted-at`: time of the last `kubectl megatron restart`."""
     update_to: str = ""
     """Annotation `inference.megatron.dev/update-to`: id of the release of the last `kubectl megatron update`."""
+
+    @property
+    def lifecycle(self) -> Mapping[str, Any]:
+        """The persisted `status.lifecycle`."""
+        return self.status.get("lifecycle") or {}
+
+    def engine_status(self, name: str) -> Mapping[str, Any]:
+        """Return the persisted status of an engine, or an empty one."""
+        return next((entry for entry in self.status.get("engines") or () if entry["name"] == name), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +329,14 @@ class CoordinatorSnapshot:
     adapters: tuple[AdapterReport, ...] | None = None
     """The adapters of its engines; None if its release has none."""
 
+    @property
+    def steady(self) -> CoordinatorState | None:
+        """Its state if it is settled and every serving engine has the same, else None."""
+        if not self.reachable or self.state not in STEADY_ENGINE_STATES:
+            return None
+        agreeing = STEADY_ENGINE_STATES[self.state]
+        return self.state if all(engine.state in agreeing for engine in self.engines if engine.serving) else None
+
 
 UNREACHABLE = CoordinatorSnapshot()
 
@@ -369,6 +387,11 @@ class World:
 
     def component_pods(self, *components: str) -> list[PodView]:
         return [pod for pod in self.pods if pod.component in components]
+
+    @property
+    def downloads(self) -> bool:
+        """Whether an init container downloads the model, or waits for another pod that does."""
+        return any(pod.fetching_at and not pod.deleting for pod in self.pods)
 
     @property
     def membership_known(self) -> bool:

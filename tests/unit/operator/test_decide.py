@@ -17,7 +17,8 @@ from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, reject_spec
-from megatron_operator.plan.scene import MAX_STARTING, UNREACHABLE_GRACE_SECONDS
+from megatron_operator.plan.desired import UNREACHABLE_GRACE_SECONDS
+from megatron_operator.plan.engines import MAX_STARTING
 from megatron_operator.plan.status import condition
 from megatron_operator.plan.world import (
     EVENT_SECONDS,

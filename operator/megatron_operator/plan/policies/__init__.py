@@ -16,7 +16,7 @@ from megatron_operator.plan.policies.guards import (
 from megatron_operator.plan.policies.keys import rotate_keys, rotate_keys_meanwhile
 from megatron_operator.plan.policies.lifecycle import operation_underway, pods_leaving, verb_path
 from megatron_operator.plan.policies.rollout import replace_model, rollout
-from megatron_operator.plan.policies.verdict import Policy, Verdict
+from megatron_operator.plan.policies.verdict import Policy, Recorded, Verdict
 from megatron_operator.plan.policies.weights import refresh_weights, set_adapters, wrong_weights
 
 POLICIES: tuple[Policy, ...] = (
@@ -43,4 +43,4 @@ POLICIES: tuple[Policy, ...] = (
     settled,
 )
 
-__all__ = ["POLICIES", "Policy", "Verdict"]
+__all__ = ["POLICIES", "Policy", "Recorded", "Verdict"]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.operation import Operation
-from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import Action
+
+
+class Recorded(Enum):
+    """The operation that a verdict records, if it starts or ends none."""
+
+    UNCHANGED = "unchanged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +24,8 @@ class Verdict:
     reason: Reason
     message: str
     """One sentence: the message of the Ready condition."""
-    operation: Operation | None
-    """The operation to record; usually the scene's own."""
+    operation: Operation | Recorded | None = Recorded.UNCHANGED
+    """The operation to record; None: the recorded one has ended."""
     step: str = ""
     """The current step; empty if nothing is left to do."""
     waiting_on: str = ""
@@ -30,23 +36,24 @@ class Verdict:
     """Whether the upkeep of children continues with this verdict."""
 
 
-Policy = Callable[[Scene], Verdict | None]
+Policy = Callable[..., Verdict | None]
+"""Its parameters name the topics of the scene that it reads. None: it does not apply."""
 
 
 def waiting(
-    scene: Scene,
     reason: Reason,
     step: str,
     waiting_on: str,
     *,
     actions: tuple[Action, ...] = (),
     requeue_after: float | None = None,
+    operation: Operation | Recorded | None = Recorded.UNCHANGED,
 ) -> Verdict:
-    """Return a verdict that waits, with the operation unchanged."""
+    """Return a verdict that waits."""
     return Verdict(
         reason=reason,
         message=f"{step}: waiting for {waiting_on}",
-        operation=scene.operation,
+        operation=operation,
         step=step,
         waiting_on=waiting_on,
         actions=actions,
