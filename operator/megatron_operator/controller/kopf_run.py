@@ -56,10 +56,10 @@ class KopfRun:
         self._told.set()
 
     async def run(self) -> None:
-        """Run until `stop` is set or kopf gets a signal.
+        """Run until end() is called, kopf gets a signal or a watched kind vanishes.
 
         Raises:
-            WatchesEndedError: kopf ended by itself.
+            WatchesEndedError: kopf has failed or does not stop, or the API server no longer serves a watched kind.
         """
         operating = asyncio.create_task(self._operate(), name="kopf")
         told = asyncio.create_task(self._told.wait())
