@@ -180,7 +180,7 @@ def logs(
     output: str | None,
 ) -> None:
     """Show the logs of the pods of NAME, by time, each line with the name of its pod."""
-    from megatron_kubectl.pod_logs import Follower, Selection, merged, selected_pods
+    from megatron_kubectl.pod_logs import LogFollower, Selection, merged, selected_pods
 
     if engine is not None and component not in (None, "engine"):
         raise click.UsageError(f"--engine: not allowed with --component {component}; remove one of the two")
@@ -193,7 +193,7 @@ def logs(
         pods = selected_pods(client, selection)
         width = max(len(pod["metadata"]["name"]) for pod in pods)
         if follow:
-            lines = Follower(client, selection, tail=tail).lines()
+            lines = LogFollower(client, selection, tail=tail).lines()
         else:
             lines = merged(client, pods, tail=tail, previous=previous, errors=errors)
         for line in lines:

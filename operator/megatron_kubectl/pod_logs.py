@@ -116,7 +116,7 @@ def merged(
     yield from heapq.merge(*map(lines, pods), key=lambda line: line.at)
 
 
-class Follower:
+class LogFollower:
     """Follows the logs of a selection, also those of containers that start later."""
 
     def __init__(self, client: ResourceClient, selection: Selection, *, tail: int | None) -> None:

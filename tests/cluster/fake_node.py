@@ -23,7 +23,7 @@ from typing import Any
 from machine import scaled
 from warm_python import PLATFORM, WarmProcess
 
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.kinds import POD, SECRET
 from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.model.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
@@ -122,7 +122,7 @@ class FakeNode:
 
     async def _play(self) -> None:
         while True:
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(KubeApiError):
                 await self._look()
             await asyncio.sleep(LOOK_SECONDS)
 

@@ -17,7 +17,7 @@ from control_link import ControlLink
 from coordinator_tables import check_tables
 from scripted_engine import ScriptedEngine
 
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.kinds import POD
 from megatron_operator.model.names import (
     CHECK,
@@ -103,7 +103,7 @@ class InProcessFleet:
 
     async def _play(self) -> None:
         while True:
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(KubeApiError):
                 await self._look()
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -138,7 +138,7 @@ class InProcessFleet:
         return True, ""
 
     async def _report(self, uid: str, pod: Mapping[str, Any], now: tuple[bool, str]) -> None:
-        with contextlib.suppress(ApiError):
+        with contextlib.suppress(KubeApiError):
             if label_of(pod, LABEL_COMPONENT) == CHECK:
                 await report_end(self._api, pod, code=0)
             else:

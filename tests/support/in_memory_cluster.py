@@ -36,6 +36,7 @@ from megatron_operator.plan.reduce import lost_since, reduce_child, reduce_pod
 from megatron_operator.plan.world import (
     AdapterReport,
     ApplyChild,
+    ApplyRejection,
     AskCanary,
     CanaryReport,
     ChildRef,
@@ -52,8 +53,7 @@ from megatron_operator.plan.world import (
     KeysInUse,
     KeysView,
     OperationReport,
-    Rejection,
-    ResourceView,
+    ResourceSnapshot,
     RotateKeys,
     Signal,
     VetChild,
@@ -247,7 +247,7 @@ class Cluster:
         self.nodes: dict[str, dict[str, Any]] = {}
         """Nodes whose kubelet does not answer, by name; they may be ready. Pods on them are deleted only by force."""
         self.coordinator: FakeCoordinator | None = None
-        self.rejections: dict[ChildRef, Rejection] = {}
+        self.rejections: dict[ChildRef, ApplyRejection] = {}
         self.reject: set[ChildRef] = set()
         self.vetted: dict[ChildRef, str] = {}
         self.failed_creations: dict[str, str] = {}
@@ -286,7 +286,7 @@ class Cluster:
         for ref, obj in self.objects.items():
             views[ref] = reduce_child(obj, owner_uid=OWNER_UID, verified=ref not in self.unverified)
         return World(
-            resource=ResourceView(
+            resource=ResourceSnapshot(
                 name=self.name,
                 namespace="default",
                 uid=OWNER_UID,
@@ -364,7 +364,7 @@ class Cluster:
                 secret["metadata"]["annotations"] |= patch["metadata"]["annotations"]
         elif isinstance(action, ApplyChild | VetChild):
             if action.ref in self.reject:
-                self.rejections[action.ref] = Rejection(action.hash, 422, "spec.template is wrong", self.now)
+                self.rejections[action.ref] = ApplyRejection(action.hash, 422, "spec.template is wrong", self.now)
                 return
             self.rejections.pop(action.ref, None)
             if isinstance(action, VetChild):
@@ -374,7 +374,7 @@ class Cluster:
             self._store(action.manifest)
         elif isinstance(action, CreatePod):
             if action.ref in self.reject:
-                self.rejections[action.ref] = Rejection(action.hash, 403, "exceeded quota: none", self.now)
+                self.rejections[action.ref] = ApplyRejection(action.hash, 403, "exceeded quota: none", self.now)
                 return
             self.rejections.pop(action.ref, None)
             self.create_pod(action.manifest)

@@ -10,7 +10,7 @@ import base64
 import logging
 from collections.abc import Mapping
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.model.names import LABEL_MANAGED_BY, LABEL_NAME
@@ -59,7 +59,7 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
         try:
             secret = await writer.create(body)
             logger.info("admin key created", extra={"secret": f"{namespace}/{name}"})
-        except ApiError as error:
+        except KubeApiError as error:
             if not error.conflict:
                 raise
             secret = await api.get(SECRET, namespace, name)

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Key, ResourceCache
 from megatron_operator.cluster.lease import Elector, LeadershipLostError
 from megatron_operator.cluster.projection import SeenResource
@@ -105,7 +105,7 @@ class ResourceTask:
                     raise
                 except Exception as error:
                     pause, backoff, outcome = backoff, min(2 * backoff, BACKOFF_MAX), "error"
-                    if isinstance(error, ApiError):
+                    if isinstance(error, KubeApiError):
                         asked = error.retry_after
                         pause = max(pause, asked)
                     self._log_failure(error, pause)
@@ -162,7 +162,7 @@ class ResourceTask:
             return True
         try:
             written = await self._parts.writer.apply_status(resource, status)
-        except ApiError as error:
+        except KubeApiError as error:
             if not (error.conflict or error.not_found):
                 raise
             await self._parts.observer.reread_resource()
@@ -205,9 +205,9 @@ class ResourceTask:
 
     def _log_failure(self, error: Exception, pause: float) -> None:
         fields = {"resource": "/".join(self.key), "error": str(error), "retry_seconds": pause}
-        if isinstance(error, ApiError) and error.namespace_ends:
+        if isinstance(error, KubeApiError) and error.namespace_ends:
             logger.info("namespace is being deleted; waiting until the resource is gone", extra=fields)
-        elif isinstance(error, ApiError):
+        elif isinstance(error, KubeApiError):
             logger.warning("pass failed", extra=fields)
         else:
             logger.exception("pass failed", extra=fields)

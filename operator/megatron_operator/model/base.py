@@ -46,13 +46,13 @@ class Matches:
     want: str
     without: str | None = None
 
-    def check(self, value: str) -> str:
+    def validated(self, value: str) -> str:
         if re.fullmatch(self.pattern, value, re.ASCII) is None or (self.without is not None and self.without in value):
             raise ValueError(f"is {value!r}; must be {self.want}")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self.check, handler(source))
+        return no_info_after_validator_function(self.validated, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         rule = cel(

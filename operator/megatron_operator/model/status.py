@@ -32,7 +32,7 @@ class Condition(ApiModel):
     last_transition_time: Time = Field(description="Time of the last change of the status.")
 
 
-class Lifecycle(ApiModel):
+class LifecycleStatus(ApiModel):
     desired: DesiredState = Field(description="The desired state, as last seen.")
     observed: ResourceState = Field(description="The last observed state.")
     requested_at: Time | None = Field(default=None, description="Time when this desired state was first seen.")
@@ -83,7 +83,7 @@ class DownloadStatus(ApiModel):
     seconds_left: int | None = Field(default=None, description="Estimated time to the end at that rate.")
 
 
-class AdapterStatus(ApiModel):
+class AdapterStatusEntry(ApiModel):
     name: str = Field(description="Name in /v1/models.")
     source: str = Field(description="Source, as the engines load it.")
     engines: int = Field(default=0, description="Engines that have loaded it.")
@@ -105,13 +105,13 @@ class UpdateStatus(ApiModel):
     phase: UpdatePhase = Field(description="Progress of the update.")
 
 
-class Plan(ApiModel):
+class StepStatus(ApiModel):
     step: str = Field(description="The current step.")
     waiting_on: str = Field(description="What the step waits for, in one sentence.")
     since: Time = Field(description="Since when.")
 
 
-class EngineStatus(ApiModel):
+class EngineStatusEntry(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
     state: str = Field(
         description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost, "
@@ -150,7 +150,7 @@ class ComponentRestarts(ApiModel):
     reported: bool | None = Field(default=None, description="Whether an Event has reported it.")
 
 
-class Transition(ApiModel):
+class HistoryEntry(ApiModel):
     from_: str = Field(alias="from", description="State before.")
     to: str = Field(description="State after.")
     by: str = Field(description="Author of the request.")
@@ -159,7 +159,7 @@ class Transition(ApiModel):
     seconds: float = Field(description="Time from the request to the confirmation.")
 
 
-class FailedRequest(ApiModel):
+class FailedRequestEntry(ApiModel):
     id: str = Field(description="Id of the request in the error of the OpenAI API and in the coordinator's log.")
     engines: list[str] = Field(description="Engines that it crashed, in order.")
     time: Time = Field(description="Time when the coordinator failed it.")
@@ -189,12 +189,12 @@ class MegatronInferenceStatus(ApiModel):
         description="See docs/reference.",
         json_schema_extra=list_by("type"),
     )
-    lifecycle: Lifecycle | None = Field(default=None, description="The current or last operation.")
+    lifecycle: LifecycleStatus | None = Field(default=None, description="The current or last operation.")
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
     download: DownloadStatus | None = Field(
         default=None, description="The download to spec.model.cache, every 10 s; absent if none is in progress."
     )
-    adapters: list[AdapterStatus] | None = Field(
+    adapters: list[AdapterStatusEntry] | None = Field(
         default=None,
         description="The adapters of spec.model.adapters.",
         json_schema_extra=list_by("name"),
@@ -208,13 +208,13 @@ class MegatronInferenceStatus(ApiModel):
     update: UpdateStatus | None = Field(
         default=None, description="Update to the release of the operator; absent if the resource is up to date."
     )
-    plan: Plan | None = Field(default=None, description="What the operator waits for; absent if nothing.")
+    plan: StepStatus | None = Field(default=None, description="What the operator waits for; absent if nothing.")
     attempt: str | None = Field(
         default=None,
         description="Digest of the inputs of the engines and the last kubectl megatron restart. A new one resets the "
         "restart budgets.",
     )
-    engines: list[EngineStatus] | None = Field(
+    engines: list[EngineStatusEntry] | None = Field(
         default=None,
         description="The engines.",
         json_schema_extra=list_by("name"),
@@ -224,8 +224,8 @@ class MegatronInferenceStatus(ApiModel):
         description="Container restarts, by component; one Event reports each incident.",
         json_schema_extra=list_by("component"),
     )
-    history: list[Transition] | None = Field(default=None, description="The last transitions, oldest first.")
-    failed_requests: list[FailedRequest] | None = Field(
+    history: list[HistoryEntry] | None = Field(default=None, description="The last transitions, oldest first.")
+    failed_requests: list[FailedRequestEntry] | None = Field(
         default=None,
         description="The last requests that were answered with engine_failed because they crash engines, oldest first; "
         f"at most {FAILED_REQUESTS}.",

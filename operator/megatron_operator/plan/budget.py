@@ -43,7 +43,7 @@ NODE_LOST = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class EngineBudget:
     """Incidents of an engine."""
 
     restarts: int = 0
@@ -67,7 +67,7 @@ class Budget:
         return {"restarts": self.restarts, **{key: value for key, value in fields.items() if value is not None}}
 
 
-def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revision: str, attempt: str) -> Budget:
+def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revision: str, attempt: str) -> EngineBudget:
     """Return the budget of engine `name`, from its entry in the status and its current pods.
 
     Args:
@@ -81,24 +81,24 @@ def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revisio
     entries = status.get("engines") or () if status.get("attempt") == attempt else ()
     before = next((entry for entry in entries if entry["name"] == name), None)
     if before is None or spec.desired_state is DesiredState.STOPPED:
-        return Budget(restarts=restarts)
+        return EngineBudget(restarts=restarts)
     if before.get("diagnosis"):
         return _exhausted(world, before, restarts)
-    budget = Budget(restarts, before.get("forgivenAt"), before.get("retries", 0))
+    budget = EngineBudget(restarts, before.get("forgivenAt"), before.get("retries", 0))
     incidents = restarts - int(before.get("restarts", 0))
     return _charged(world, name, pods, budget, incidents) if incidents > 0 else budget
 
 
-def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> Budget:
+def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
     """Return an exhausted budget, or that of an engine that starts again: another incident exhausts it at once."""
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
-        return Budget(restarts, before.get("forgivenAt"), retries, before["diagnosis"], before.get("retryAt"))
+        return EngineBudget(restarts, before.get("forgivenAt"), retries, before["diagnosis"], before.get("retryAt"))
     window = timedelta(seconds=world.resource.spec.lifecycle.restart_budget.window_seconds)
-    return Budget(restarts, stamp(world.now + window), retries + 1)
+    return EngineBudget(restarts, stamp(world.now + window), retries + 1)
 
 
-def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: Budget, incidents: int) -> Budget:
+def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineBudget, incidents: int) -> EngineBudget:
     """Return the budget after further incidents."""
     limit, now = world.resource.spec.lifecycle.restart_budget, world.now
     forgiven_at = parse(budget.forgiven_at)
@@ -107,10 +107,10 @@ def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: Budget,
     forgiven_at = begin + incidents * _forgiving(limit)
     retries = 0 if fresh else budget.retries
     if forgiven_at - now <= limit.restarts * _forgiving(limit):
-        return Budget(budget.restarts, stamp(forgiven_at), retries)
+        return EngineBudget(budget.restarts, stamp(forgiven_at), retries)
     words, by_infrastructure = _cause(pods)
     backoff = timedelta(seconds=min(FIRST_BACKOFF_SECONDS << min(retries, 8), MAX_BACKOFF_SECONDS))
-    return Budget(
+    return EngineBudget(
         restarts=budget.restarts,
         forgiven_at=stamp(forgiven_at),
         retries=retries,

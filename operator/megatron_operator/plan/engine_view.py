@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.plan.budget import Budget
+from megatron_operator.plan.budget import EngineBudget
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.world import ChildView, EngineReport, PodView
 
@@ -23,7 +23,7 @@ class EngineView:
     pods: tuple[PodView, ...]
     report: EngineReport | None
     rendered_revision: str
-    budget: Budget
+    budget: EngineBudget
     canary: Canary = Canary.NONE
     canary_message: str = ""
 

@@ -11,13 +11,14 @@ from megatron_operator.model.names import SERVER, STANDBY
 from megatron_operator.plan.causes import MALFORMED_OBJECT
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.world import ChildRef, Manifest, Rejection, World
+from megatron_operator.plan.world import ApplyRejection, ChildRef, Manifest, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
 from megatron_operator.render.context import (
     InvalidPodTemplate,
     NotAllowed,
     RenderContext,
+    RenderError,
     UnsupportedByBackend,
     manifest_hash,
 )
@@ -57,7 +58,7 @@ class Rendered:
         for name, build in builds.items():
             try:
                 manifests.append(build())
-            except InvalidPodTemplate as error:
+            except RenderError as error:
                 findings[name] = _finding(error)
         return manifests, findings
 
@@ -140,7 +141,7 @@ class Rendered:
     def _render_engine(self, index: int, count: int) -> Manifest | None:
         try:
             manifest = engine_statefulset(self.ctx, index, pods=count)
-        except InvalidPodTemplate:
+        except RenderError:
             manifest = None
         if count == 0 and (manifest is None or self.rejected(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
@@ -165,7 +166,7 @@ class Rendered:
             return None
         try:
             engine_statefulset(self.ctx, 0, pods=0)
-        except InvalidPodTemplate as error:
+        except RenderError as error:
             return _finding(error)
         return None
 
@@ -188,7 +189,7 @@ class Rendered:
         """Return whether it was not rejected, or may be applied again."""
         return self.rejected(manifest) is None or self.just_rejected(child_ref(manifest)) is None
 
-    def just_rejected(self, ref: ChildRef) -> Rejection | None:
+    def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
         """Return the last rejection of a child, until it may be applied again."""
         rejection = self.world.rejections.get(ref)
         if rejection is None or (self.world.now - rejection.at).total_seconds() >= REJECTION_RETRY_SECONDS:
@@ -202,7 +203,7 @@ class Rendered:
         return min((REJECTION_RETRY_SECONDS - age for age in ages if age < REJECTION_RETRY_SECONDS), default=None)
 
 
-def _finding(error: InvalidPodTemplate) -> Finding:
+def _finding(error: RenderError) -> Finding:
     return _REASONS[type(error)], str(error)
 
 

@@ -284,7 +284,7 @@ def _prove(situation: Situation) -> Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RolloutRule:
     """One step of a rollout, and when it is taken."""
 
     name: str
@@ -293,31 +293,33 @@ class Rule:
 
 
 RULES = (
-    Rule("finish an interrupted replacement", lambda now: now.interrupted, lambda now: Recreate(now.interrupted)),
-    Rule(
+    RolloutRule(
+        "finish an interrupted replacement", lambda now: now.interrupted, lambda now: Recreate(now.interrupted)
+    ),
+    RolloutRule(
         "check the desired revision",
         lambda now: now.outdated and not now.checked and (now.down or now.running),
         lambda now: Check(now.outdated[-1].name),
     ),
-    Rule("replace engines that do not serve", lambda now: now.down, lambda now: Replace(now.down)),
-    Rule(
+    RolloutRule("replace engines that do not serve", lambda now: now.down, lambda now: Replace(now.down)),
+    RolloutRule(
         "wait for old pods",
         lambda now: now.half_replaced,
         lambda now: Await(_names(now.half_replaced), "its old pods to end"),
     ),
-    Rule("leave serving engines while not running", lambda now: not now.running, lambda now: Finished()),
-    Rule("halt at a wrong answer", lambda now: now.wrong, _halt),
-    Rule("send a canary", lambda now: now.unanswered, _prove),
-    Rule("finish", lambda now: not now.outdated, lambda now: Finished()),
-    Rule(
+    RolloutRule("leave serving engines while not running", lambda now: not now.running, lambda now: Finished()),
+    RolloutRule("halt at a wrong answer", lambda now: now.wrong, _halt),
+    RolloutRule("send a canary", lambda now: now.unanswered, _prove),
+    RolloutRule("finish", lambda now: not now.outdated, lambda now: Finished()),
+    RolloutRule(
         "replace a drained engine",
         lambda now: now.drained and now.quota,
         lambda now: Replace((now.drained[-1].name,)),
     ),
-    Rule("continue a drain", lambda now: now.half_drained, lambda now: Drain(now.half_drained[-1].name)),
-    Rule("add a surge engine", lambda now: now.may_surge, lambda now: Surge(now.serving[-1].name)),
-    Rule("drain the next engine", lambda now: now.may_drain, lambda now: Drain(now.serving[-1].name)),
-    Rule(
+    RolloutRule("continue a drain", lambda now: now.half_drained, lambda now: Drain(now.half_drained[-1].name)),
+    RolloutRule("add a surge engine", lambda now: now.may_surge, lambda now: Surge(now.serving[-1].name)),
+    RolloutRule("drain the next engine", lambda now: now.may_drain, lambda now: Drain(now.serving[-1].name)),
+    RolloutRule(
         "wait for capacity",
         lambda now: True,
         lambda now: Await(now.missing, "to register before the next engine is taken"),
@@ -326,7 +328,7 @@ RULES = (
 """The rules of a rollout, in their order. The first that applies gives the step."""
 
 
-def rule_for(situation: Situation) -> Rule:
+def rule_for(situation: Situation) -> RolloutRule:
     """Return the first rule that applies."""
     return next(rule for rule in RULES if rule.when(situation))
 

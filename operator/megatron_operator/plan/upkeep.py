@@ -29,7 +29,7 @@ from megatron_operator.plan.world import (
     World,
 )
 from megatron_operator.render.children import engine_service
-from megatron_operator.render.context import InvalidPodTemplate, manifest_hash
+from megatron_operator.render.context import RenderError, manifest_hash
 from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
@@ -97,7 +97,7 @@ def _record_revision(scene: Scene) -> list[Action]:
     """Record the desired revision before any engine gets it. Records never change."""
     try:
         manifest = revision_child(scene.ctx)
-    except InvalidPodTemplate:
+    except RenderError:
         return []
     missing = scene.engines.wanted and child_ref(manifest) not in scene.world.children
     return [apply(manifest)] if missing and scene.rendered.may_offer(manifest) else []

@@ -46,7 +46,7 @@ Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ResourceView:
+class ResourceSnapshot:
     """The custom resource as last read."""
 
     name: str
@@ -342,7 +342,7 @@ UNREACHABLE = CoordinatorSnapshot()
 
 
 @dataclass(frozen=True, slots=True)
-class Rejection:
+class ApplyRejection:
     """The API server's last error for the apply of a child."""
 
     hash: str
@@ -357,7 +357,7 @@ class Rejection:
 class World:
     """The input of a decision."""
 
-    resource: ResourceView
+    resource: ResourceSnapshot
     settings: Settings
     now: datetime
     """Current time in UTC, with a time zone."""
@@ -370,7 +370,7 @@ class World:
     coordinator: CoordinatorSnapshot = UNREACHABLE
     keys: KeysView | None = None
     """None without security, or before the Secret exists."""
-    rejections: Mapping[ChildRef, Rejection] = field(default_factory=dict)
+    rejections: Mapping[ChildRef, ApplyRejection] = field(default_factory=dict)
     vetted: Mapping[ChildRef, str] = field(default_factory=dict)
     """Hash of the manifest of each child that the API server last accepted in a dry run of this process."""
     failed_creations: Mapping[str, str] = field(default_factory=dict)
@@ -457,7 +457,7 @@ class ApplyChild:
 
     manifest: Manifest
     hash: str
-    """The manifest's hash annotation; recorded in a `Rejection` if the API server rejects it."""
+    """The manifest's hash annotation; recorded in an `ApplyRejection` if the API server rejects it."""
     ref: ChildRef
 
 

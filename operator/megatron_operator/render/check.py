@@ -39,7 +39,7 @@ def check_pod(ctx: RenderContext) -> Manifest:
     neither its GPUs nor its rules about other pods: those engines occupy the nodes that the check needs.
 
     Raises:
-        InvalidPodTemplate: the spec cannot be rendered.
+        RenderError: the spec cannot be rendered.
     """
     engine = engine_statefulset(ctx, 0, pods=0)
     template, revision = engine["spec"]["template"], engine_revision(engine)

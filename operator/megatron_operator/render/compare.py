@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_operator.model.names import ANNOTATION_HASH, LABEL_REVISION
 from megatron_operator.render.children import all_children
-from megatron_operator.render.context import InvalidPodTemplate as InvalidPodTemplate
 from megatron_operator.render.context import Manifest, RenderContext
+from megatron_operator.render.context import RenderError as RenderError
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash, weights_revision
 from megatron_operator.render.revision import KIND as REVISION_KIND
@@ -123,7 +123,7 @@ def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     """Return the effect of a change from `old` (None: nothing exists) to `new`, while the resource runs.
 
     Raises:
-        InvalidPodTemplate: of either.
+        RenderError: of either.
     """
     refreshed = (
         old is not None and model_hash(old) == model_hash(new) and weights_revision(old) != weights_revision(new)

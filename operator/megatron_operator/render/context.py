@@ -41,16 +41,20 @@ PORTS_DNS = (53, 5353)
 """Ports of cluster DNS Services, and of OpenShift's DNS pods."""
 
 
-class InvalidPodTemplate(ValueError):
-    """A podTemplate that cannot be merged; the message names the field, the value and the remedy."""
+class RenderError(ValueError):
+    """A spec that cannot be rendered; the message names the field, the value and the remedy."""
 
 
-class NotAllowed(InvalidPodTemplate):
-    """A spec that the operator's pod policy does not allow; the message names the field, the value and the remedy."""
+class InvalidPodTemplate(RenderError):
+    """A podTemplate that cannot be merged."""
 
 
-class UnsupportedByBackend(InvalidPodTemplate):
-    """A spec that the backend of the engines cannot run; the message names the field, the value and the remedy."""
+class NotAllowed(RenderError):
+    """A spec that the operator's pod policy does not allow."""
+
+
+class UnsupportedByBackend(RenderError):
+    """A spec that the backend of the engines cannot run."""
 
 
 @dataclass(frozen=True, slots=True)

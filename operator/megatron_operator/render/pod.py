@@ -24,7 +24,7 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
-from megatron_operator.render.pod_policy import check
+from megatron_operator.render.pod_policy import enforce
 
 USER = 65532
 KEYS_DIR = "/etc/megatron/keys"
@@ -133,7 +133,7 @@ def pod_template(
     }
     merged = merge_template(base, overlay, field=f"spec.{component}.podTemplate")
     names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
-    check(ctx, component, overlay, containers=names)
+    enforce(ctx, component, overlay, containers=names)
     # Selectors match these labels: an overlay may add labels but not remove a pod from its owner.
     metadata = merged.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **identity}

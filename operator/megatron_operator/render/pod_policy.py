@@ -102,7 +102,7 @@ class Request:
 Rule = Callable[[Any, str, Request], Iterator[Violation]]
 
 
-def check(
+def enforce(
     ctx: RenderContext, component: str, overlay: dict[str, Any] | None, *, containers: Mapping[str, Collection[str]]
 ) -> None:
     """Reject a component's podTemplate, and the engines' image, if the policy does not allow it.

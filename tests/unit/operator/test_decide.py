@@ -25,11 +25,11 @@ from megatron_operator.plan.world import (
     LOST_SECONDS,
     UNKNOWN_SECONDS,
     ApplyChild,
+    ApplyRejection,
     ChildRef,
     DeletePods,
     EmitEvent,
     FailedRequestReport,
-    Rejection,
     Signal,
 )
 
@@ -208,7 +208,7 @@ def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: A
     assert decision.reason == "SignalFailed"
     assert decision.requeue_after == pytest.approx(5.0)
     assert "rank 0 of demo-engine-0 said no" in cluster.condition("Degraded")["message"]
-    rejected = Rejection("of-an-older-manifest", 422, "spec is wrong", cluster.now)
+    rejected = ApplyRejection("of-an-older-manifest", 422, "spec is wrong", cluster.now)
     cluster.rejections[ChildRef("Service", "demo")] = rejected
     assert cluster.step().requeue_after == pytest.approx(5.0), "the first of what is due"
     cluster.rejections.clear()

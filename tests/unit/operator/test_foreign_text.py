@@ -27,12 +27,12 @@ from megatron_operator.model.states import OperationOutcome, SignalKind
 from megatron_operator.model.text import printable, printable_data
 from megatron_operator.plan.decide import NOT_QUOTED, decide, reject_spec
 from megatron_operator.plan.world import (
+    ApplyRejection,
     CanaryReport,
     ChildRef,
     CoordinatorSnapshot,
     EmitEvent,
     OperationReport,
-    Rejection,
 )
 from megatron_runtime.process.logs import JsonFormatter, TextFormatter
 
@@ -125,7 +125,7 @@ def rejection_of_the_api_server(cluster: Cluster) -> None:
     cluster.settle()
     ref = ChildRef("Deployment", "demo-server", "apps/v1")
     hashed = cluster.objects[ref]["metadata"]["annotations"]["inference.megatron.dev/hash"]
-    cluster.rejections[ref] = Rejection(hashed, 422, HOSTILE, cluster.now)
+    cluster.rejections[ref] = ApplyRejection(hashed, 422, HOSTILE, cluster.now)
 
 
 def pods_that_cannot_be_made(cluster: Cluster) -> None:
