@@ -24,6 +24,7 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
+from megatron_operator.render.options import Option
 from megatron_operator.render.pod_policy import enforce
 
 USER = 65532
@@ -174,8 +175,7 @@ def bounded_memory(
     return {"requests": requests, "limits": {"memory": limit}}
 
 
-def keys_args(ctx: RenderContext) -> list[str]:
-    return ["--keys-dir", KEYS_DIR] if ctx.settings.security else []
+KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.security else None)
 
 
 def http_probe(path: str, **timing: int) -> dict[str, Any]:
