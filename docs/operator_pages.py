@@ -14,13 +14,13 @@ import click
 
 from megatron_kubectl import cli as plugin
 from megatron_operator import cli
-from megatron_operator.model.conditions import ConditionType, Documented, Reason
-from megatron_operator.model.crd import COLUMNS, custom_resource_definition, structural_schema
-from megatron_operator.model.names import API_VERSION, KIND
-from megatron_operator.model.remedies import REMEDIES, Symptom
-from megatron_operator.model.resource import SHORT_NAME, MegatronInferenceSpec
-from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.causes import CREATION, EXIT_CODES, SCHEDULING, TERMINATION_MESSAGE
+from megatron_operator.decision.causes import CREATION, EXIT_CODES, SCHEDULING, TERMINATION_MESSAGE
+from megatron_operator.resource.conditions import ConditionType, Documented, Reason
+from megatron_operator.resource.crd import COLUMNS, custom_resource_definition, structural_schema
+from megatron_operator.resource.names import API_VERSION, KIND
+from megatron_operator.resource.remedies import REMEDIES, Symptom
+from megatron_operator.resource.spec import SHORT_NAME, MegatronInferenceSpec
+from megatron_operator.resource.status import MegatronInferenceStatus
 from megatron_runtime.protocol import strict_json as json
 
 WIDTH = 100

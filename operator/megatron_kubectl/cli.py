@@ -18,9 +18,9 @@ import click
 from megatron_kubectl.resource_client import ClusterError, ResourceClient, current_context
 from megatron_kubectl.resource_view import age, rollout, summary, table
 from megatron_operator import __version__
-from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
-from megatron_operator.model.states import DesiredState
-from megatron_operator.model.text import stamp
+from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
+from megatron_operator.resource.states import DesiredState
+from megatron_operator.resource.text import stamp
 from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines
 from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.finite_range import FiniteRange

@@ -14,7 +14,7 @@ from megatron_kubectl.proxy import ClusterError, rejection
 from megatron_kubectl.resource_client import WATCH_SECONDS, ResourceClient
 from megatron_kubectl.resource_view import Object, label
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.model.names import (
+from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_COMPONENT,

@@ -18,9 +18,13 @@ import click
 from megatron_operator import __version__
 from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
-from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.pod_policy import PROFILES, RESTRICTED, PodPolicy, Switch
-from megatron_operator.model.settings import (
+from megatron_operator.render.children import all_children
+from megatron_operator.render.compare import preview
+from megatron_operator.render.context import RenderError
+from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
+from megatron_operator.resource.crd import custom_resource_definition
+from megatron_operator.resource.pod_policy import PROFILES, RESTRICTED, PodPolicy, Switch
+from megatron_operator.resource.settings import (
     DEFAULT_COORDINATOR_IMAGE,
     DEFAULT_OPERATOR_IMAGE,
     DEFAULT_RUNTIME_IMAGE,
@@ -28,10 +32,6 @@ from megatron_operator.model.settings import (
     MONITORING_NAMESPACE,
     Settings,
 )
-from megatron_operator.render.children import all_children
-from megatron_operator.render.compare import preview
-from megatron_operator.render.context import RenderError
-from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 from megatron_operator.terminal import ReadableGroup, as_json, as_yaml, document, fail, say, say_lines
 from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.finite_range import FiniteRange

@@ -11,7 +11,7 @@ import aiohttp
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import LoginError, load_configuration, rejects_redirects
-from megatron_operator.model.names import API_VERSION, PLURAL
+from megatron_operator.resource.names import API_VERSION, PLURAL
 from megatron_operator.terminal import say
 
 REQUEST_SECONDS = 30.0

@@ -28,7 +28,7 @@ from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, INFERENCE_POOL, RESOURCE, SECRET, ObjectKind
 from megatron_operator.install import HOME_RULES, NODE_RULES, RESOURCE_RULES, Rule
-from megatron_operator.model.crd import custom_resource_definition
+from megatron_operator.resource.crd import custom_resource_definition
 
 from .api_server_proxy import ApiProxy
 from .fake_node import FakeNode, Ports

@@ -26,7 +26,7 @@ from warm_python import PLATFORM, WarmProcess
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.kinds import POD, SECRET
 from megatron_operator.controller.watches import CHILD_SELECTOR
-from megatron_operator.model.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
+from megatron_operator.resource.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
 from megatron_runtime.cli.processes import free_ports
 
 LOOK_SECONDS = 0.15

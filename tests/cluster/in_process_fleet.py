@@ -19,7 +19,7 @@ from scripted_engine import ScriptedEngine
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.model.names import (
+from megatron_operator.resource.names import (
     CHECK,
     ENGINE,
     LABEL_COMPONENT,

@@ -19,7 +19,7 @@ from kubernetes.aio.client import ApiClient, ApiException, Configuration, CoreV1
 from kubernetes.aio.watch import Watch
 
 from megatron_operator.cluster.api import KubeApi
-from megatron_operator.model.names import CHECK, LABEL_COMPONENT
+from megatron_operator.resource.names import CHECK, LABEL_COMPONENT
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (

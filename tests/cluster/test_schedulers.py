@@ -22,8 +22,8 @@ from soak import SOAK
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.kinds import NODE, POD, ObjectKind
-from megatron_operator.model.names import ENGINE, LABEL_COMPONENT, LABEL_ENGINE
-from megatron_operator.model.text import stamp_seconds
+from megatron_operator.resource.names import ENGINE, LABEL_COMPONENT, LABEL_ENGINE
+from megatron_operator.resource.text import stamp_seconds
 
 from .conftest import condition, wait_until_established
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-PLAN = "operator/megatron_operator/plan"
+DECISION = "operator/megatron_operator/decision"
 COORDINATOR = "runtime/megatron_runtime/coordinator/core"
 NATIVE = "runtime/megatron_runtime/backends/native"
 
-_PLAN_TESTS = ("tests/unit/operator",)
+_DECISION_TESTS = ("tests/unit/operator",)
 _COORDINATOR_TESTS = tuple(
     f"tests/unit/coordinator/test_{name}.py"
     for name in (
@@ -38,7 +38,7 @@ _ENGINE_TESTS = tuple(
     )
 )
 MODULES: dict[str, tuple[str, ...]] = {
-    f"{PLAN}/**/*.py": _PLAN_TESTS,
+    f"{DECISION}/**/*.py": _DECISION_TESTS,
     f"{COORDINATOR}/*.py": _COORDINATOR_TESTS,
     f"{NATIVE}/scheduler.py": _ENGINE_TESTS,
     f"{NATIVE}/kv/*.py": _ENGINE_TESTS,

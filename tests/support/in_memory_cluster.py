@@ -17,23 +17,9 @@ from typing import Any
 import zmq
 
 from megatron_operator.cluster.keys import keys_view, new_resource_keys, rotation_patch
-from megatron_operator.model.names import ANNOTATION_SERVER_KEY
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import (
-    LEGAL_SIGNALS,
-    SIGNAL_TARGET,
-    CoordinatorState,
-    EngineState,
-    OperationOutcome,
-    SignalKind,
-)
-from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.model.text import stamp_seconds
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.reduce import lost_since, reduce_child, reduce_pod
-from megatron_operator.plan.world import (
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.reduce import lost_since, reduce_child, reduce_pod
+from megatron_operator.decision.world import (
     AdapterReport,
     ApplyChild,
     ApplyRejection,
@@ -61,6 +47,20 @@ from megatron_operator.plan.world import (
 )
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
+from megatron_operator.resource.names import ANNOTATION_SERVER_KEY
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.states import (
+    LEGAL_SIGNALS,
+    SIGNAL_TARGET,
+    CoordinatorState,
+    EngineState,
+    OperationOutcome,
+    SignalKind,
+)
+from megatron_operator.resource.status import MegatronInferenceStatus
+from megatron_operator.resource.text import stamp_seconds
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.transport.security import KeyPair
 

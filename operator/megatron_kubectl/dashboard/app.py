@@ -36,11 +36,11 @@ from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import POD, RESOURCE
 from megatron_operator.manifest_file import ResourceFileError, resource_of
-from megatron_operator.model.names import ANNOTATION_RESTARTED
-from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, Settings
-from megatron_operator.model.states import DesiredState
-from megatron_operator.model.text import printable, stamp
 from megatron_operator.render.compare import RenderError, preview
+from megatron_operator.resource.names import ANNOTATION_RESTARTED
+from megatron_operator.resource.settings import DEFAULT_RUNTIME_IMAGE, Settings
+from megatron_operator.resource.states import DesiredState
+from megatron_operator.resource.text import printable, stamp
 from megatron_runtime.process.http_framing import HttpProtocol
 from megatron_runtime.protocol import strict_json as json
 

@@ -31,7 +31,7 @@ from megatron_operator.cluster.kinds import CORE_EVENT, POD, RESOURCE
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.cluster.read import problem_of_operators
 from megatron_operator.explain import causes
-from megatron_operator.model.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
+from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
 from megatron_operator.terminal import as_yaml
 
 WATCH_SECONDS = 50

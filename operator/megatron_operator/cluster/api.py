@@ -21,7 +21,7 @@ from kubernetes.aio.client import ApiClient, ApiException, Configuration
 from megatron_operator.cluster.auth import rejects_redirects
 from megatron_operator.cluster.kinds import ObjectKind
 from megatron_operator.cluster.nesting import decode
-from megatron_operator.plan.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
+from megatron_operator.decision.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
 from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import EVENT, RESOURCE
-from megatron_operator.model.names import FIELD_MANAGER
-from megatron_operator.model.text import printable
-from megatron_operator.plan.world import EmitEvent
+from megatron_operator.decision.world import EmitEvent
+from megatron_operator.resource.names import FIELD_MANAGER
+from megatron_operator.resource.text import printable
 
 logger = logging.getLogger(__name__)
 

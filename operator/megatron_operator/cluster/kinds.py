@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.model.names import GROUP, KIND, PLURAL, VERSION
+from megatron_operator.resource.names import GROUP, KIND, PLURAL, VERSION
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import LEASE
-from megatron_operator.model.names import FIELD_MANAGER, NAMESPACES_ANNOTATION, TERM_ANNOTATION
+from megatron_operator.resource.names import FIELD_MANAGER, NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.auth import SERVICE_ACCOUNT, in_cluster, load_configuration
 from megatron_operator.cluster.kinds import LEASE, POD, RESOURCE
 from megatron_operator.explain import causes
-from megatron_operator.model.names import CRD_NAME, LABEL_INSTANCE
 from megatron_operator.operator_leases import operator_leases, operator_problem
+from megatron_operator.resource.names import CRD_NAME, LABEL_INSTANCE
 
 
 @contextlib.asynccontextmanager

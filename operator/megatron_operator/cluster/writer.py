@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import POD, RESOURCE, ObjectKind, kind_of
 from megatron_operator.cluster.projection import SeenChild, SeenResource, project_child, project_resource
-from megatron_operator.model.names import FIELD_MANAGER
-from megatron_operator.plan.world import ChildRef, Manifest
+from megatron_operator.decision.world import ChildRef, Manifest
+from megatron_operator.resource.names import FIELD_MANAGER
 
 REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
 """Field manager that keeps the number of replicas of a Deployment when this operator ceases to own it."""

@@ -18,12 +18,7 @@ from megatron_operator.cluster.lease import Elector
 from megatron_operator.cluster.projection import SeenPod, SeenResource, project_pod
 from megatron_operator.cluster.writer import NotOwnedError, Writer
 from megatron_operator.controller.observe import Observer
-from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import SignalKind
-from megatron_operator.model.text import stamp_seconds
-from megatron_operator.plan.world import (
+from megatron_operator.decision.world import (
     Action,
     ApplyChild,
     ApplyRejection,
@@ -38,8 +33,13 @@ from megatron_operator.plan.world import (
     Signal,
     VetChild,
 )
+from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.states import SignalKind
+from megatron_operator.resource.text import stamp_seconds
 from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)

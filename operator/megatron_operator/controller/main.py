@@ -34,10 +34,10 @@ from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.supervisor import TaskSupervisor
 from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.decision.decide import decide
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.decide import decide
+from megatron_operator.resource.settings import Settings
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.process.listening import EVERY_ADDRESS
 from megatron_runtime.transport.security import KeyPair

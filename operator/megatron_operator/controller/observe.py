@@ -38,15 +38,9 @@ from megatron_operator.cluster.projection import (
     project_resource,
 )
 from megatron_operator.controller.watches import CHILD_SELECTOR
-from megatron_operator.link.address import Resolver
-from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.model.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import CoordinatorState
-from megatron_operator.plan.losses import NODE_SECONDS
-from megatron_operator.plan.reduce import lost_since
-from megatron_operator.plan.world import (
+from megatron_operator.decision.losses import NODE_SECONDS
+from megatron_operator.decision.reduce import lost_since
+from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
     EVENT_SECONDS,
     POD_EVENTS,
@@ -59,6 +53,12 @@ from megatron_operator.plan.world import (
     ResourceSnapshot,
     World,
 )
+from megatron_operator.link.address import Resolver
+from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.resource.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.states import CoordinatorState
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.security import KeyPair
 

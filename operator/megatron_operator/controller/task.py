@@ -25,9 +25,9 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
 from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.decision.decide import reject_spec
+from megatron_operator.decision.world import Decision, World
 from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.plan.decide import reject_spec
-from megatron_operator.plan.world import Decision, World
 from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)

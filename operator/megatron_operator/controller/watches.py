@@ -25,7 +25,7 @@ from megatron_operator.cluster.projection import (
     project_resource,
 )
 from megatron_operator.cluster.watch_ages import GRACE_SECONDS
-from megatron_operator.model.names import FIELD_MANAGER, LABEL_MANAGED_BY
+from megatron_operator.resource.names import FIELD_MANAGER, LABEL_MANAGED_BY
 
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 

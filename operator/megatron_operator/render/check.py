@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_operator.model.names import CHECK, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS, PREFLIGHT
 from megatron_operator.render.context import Manifest, RenderContext, child, seal
 from megatron_operator.render.engine import KUEUE, engine_revision, engine_statefulset, has_placeholder
 from megatron_operator.render.pod import quantity_bytes
+from megatron_operator.resource.names import CHECK, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS, PREFLIGHT
 
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 _MEMORY_LIMIT = "4Gi"

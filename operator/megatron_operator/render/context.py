@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
-from megatron_operator.model.names import (
+from megatron_operator.resource.names import (
     ANNOTATION_HASH,
     ANNOTATION_INPUTS,
     ANNOTATION_RELEASE,
@@ -25,9 +25,9 @@ from megatron_operator.model.names import (
     LABEL_POD_INDEX,
     STANDBY,
 )
-from megatron_operator.model.release import Release
-from megatron_operator.model.resource import MegatronInferenceSpec
-from megatron_operator.model.settings import Settings
+from megatron_operator.resource.release import Release
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_runtime.protocol import strict_json as json
 
 Manifest = dict[str, Any]

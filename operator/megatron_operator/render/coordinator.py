@@ -2,14 +2,17 @@
 
 With `replicas: 2` there is a second one, `NAME-standby`, with a Service of its own. The two are equal: each is the
 other's standby. When the node of the only coordinator is lost, its pod is replaced on another node (see
-`plan/losses.py`).
+`decision/losses.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import (
+from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
+from megatron_operator.render.options import Option, command_line, of_field
+from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
+from megatron_operator.resource.names import (
     ANNOTATION_SERVER_KEY,
     COORDINATOR,
     LABEL_COMPONENT,
@@ -19,9 +22,6 @@ from megatron_operator.model.names import (
     PORT_HEALTH,
     STANDBY,
 )
-from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
-from megatron_operator.render.options import Option, command_line, of_field
-from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
 
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
 MEMORY_LIMIT = "4Gi"

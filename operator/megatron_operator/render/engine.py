@@ -11,19 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import (
-    ANNOTATION_MODEL,
-    ENGINE,
-    LABEL_ENGINE,
-    LABEL_POD_INDEX,
-    LABEL_REVISION,
-    LABEL_WEIGHTS,
-    PORT_ENGINE,
-    PORT_HEALTH,
-    PORT_RENDEZVOUS,
-    PREFLIGHT,
-)
-from megatron_operator.model.resource import Backend, PrefixEviction
 from megatron_operator.render.context import (
     THREADS_ARGUMENT,
     InvalidPodTemplate,
@@ -51,6 +38,19 @@ from megatron_operator.render.model_source import (
 from megatron_operator.render.options import Option, command_line, of_field
 from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template
 from megatron_operator.render.vllm import VLLM_OPTIONS, engine_image, vllm_env
+from megatron_operator.resource.names import (
+    ANNOTATION_MODEL,
+    ENGINE,
+    LABEL_ENGINE,
+    LABEL_POD_INDEX,
+    LABEL_REVISION,
+    LABEL_WEIGHTS,
+    PORT_ENGINE,
+    PORT_HEALTH,
+    PORT_RENDEZVOUS,
+    PREFLIGHT,
+)
+from megatron_operator.resource.spec import Backend, PrefixEviction
 
 KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2

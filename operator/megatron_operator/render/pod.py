@@ -11,7 +11,6 @@ import math
 import re
 from typing import Any
 
-from megatron_operator.model.names import PORT_HEALTH
 from megatron_operator.render.context import (
     InvalidPodTemplate,
     Manifest,
@@ -26,6 +25,7 @@ from megatron_operator.render.context import (
 )
 from megatron_operator.render.options import Option
 from megatron_operator.render.pod_policy import enforce
+from megatron_operator.resource.names import PORT_HEALTH
 
 USER = 65532
 KEYS_DIR = "/etc/megatron/keys"

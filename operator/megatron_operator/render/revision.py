@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_operator.model.names import REVISION_KIND as KIND
-from megatron_operator.model.resource import Backend, MegatronInferenceSpec, parse_spec
 from megatron_operator.render.context import Manifest, RenderContext, RenderError, child, seal
 from megatron_operator.render.engine import revision_of
+from megatron_operator.resource.names import REVISION_KIND as KIND
+from megatron_operator.resource.spec import Backend, MegatronInferenceSpec, parse_spec
 
 API_VERSION = "apps/v1"
 _SPEC_FIELDS: dict[str, Any] = {

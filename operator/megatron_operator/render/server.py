@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import ANNOTATION_MODEL, LABEL_WEIGHTS, PORT_CLIENT, PORT_HEALTH, PORT_HTTP, SERVER
 from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
 from megatron_operator.render.model_source import (
     model_argument,
@@ -16,6 +15,14 @@ from megatron_operator.render.model_source import (
 )
 from megatron_operator.render.options import Option, command_line, of_field
 from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
+from megatron_operator.resource.names import (
+    ANNOTATION_MODEL,
+    LABEL_WEIGHTS,
+    PORT_CLIENT,
+    PORT_HEALTH,
+    PORT_HTTP,
+    SERVER,
+)
 
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.resource import Backend
-from megatron_operator.model.text import printable
 from megatron_operator.render.context import RenderContext, UnsupportedByBackend
 from megatron_operator.render.options import Option
+from megatron_operator.resource.spec import Backend
+from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE, problem_of
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from fake_hub import FakeHub
 from random_checkpoint import LLAMA, random_tensors, write_model
 
-from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.causes import find_cause
+from megatron_operator.decision.causes import find_cause
+from megatron_operator.resource.conditions import Reason
 from megatron_runtime.checkpoints.hub.client import HubApi, HubError, HubUnavailableError, Reference
 from megatron_runtime.checkpoints.hub.download import (
     MANIFEST_FILE,

@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 from in_memory_cluster import START
 
-from megatron_operator.model.conditions import ConditionType, Reason
-from megatron_operator.model.states import CoordinatorState
-from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.decide import decide, reject_spec
-from megatron_operator.plan.desired import UNREACHABLE_GRACE_SECONDS
-from megatron_operator.plan.engines import MAX_STARTING
-from megatron_operator.plan.status import condition
-from megatron_operator.plan.world import (
+from megatron_operator.decision.decide import decide, reject_spec
+from megatron_operator.decision.desired import UNREACHABLE_GRACE_SECONDS
+from megatron_operator.decision.engines import MAX_STARTING
+from megatron_operator.decision.status import condition
+from megatron_operator.decision.world import (
     EVENT_SECONDS,
     LOST_SECONDS,
     UNKNOWN_SECONDS,
@@ -32,6 +29,9 @@ from megatron_operator.plan.world import (
     FailedRequestReport,
     Signal,
 )
+from megatron_operator.resource.conditions import ConditionType, Reason
+from megatron_operator.resource.states import CoordinatorState
+from megatron_operator.resource.status import MegatronInferenceStatus
 
 STATES = ("Running", "Paused", "Suspended", "Stopped")
 PATHS: dict[tuple[str, str], list[str]] = {

@@ -17,10 +17,10 @@ from docs.operator_pages import resource_page, troubleshooting_page
 from megatron_operator.cli import main
 from megatron_operator.explain import causes, explanation
 from megatron_operator.install import HOME_RULES, install_manifests
-from megatron_operator.model.conditions import Reason
-from megatron_operator.model.remedies import REMEDIES, Symptom
 from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.render.keys import ADMIN_SECRET
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.remedies import REMEDIES, Symptom
 from tools.generate import generated_files
 
 ROOT = Path(__file__).parents[3]

@@ -12,9 +12,9 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.render import coordinator, engine, server
 from megatron_operator.render.options import Option
+from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_runtime.cli import main
 
 OPTIONS: dict[str, Sequence[Option]] = {

@@ -6,9 +6,9 @@ import typing
 
 import pytest
 
-from megatron_operator.plan.policies import POLICIES, Policy
-from megatron_operator.plan.scene import Scene, topics
-from megatron_operator.plan.world import World
+from megatron_operator.decision.policies import POLICIES, Policy
+from megatron_operator.decision.scene import Scene, topics
+from megatron_operator.decision.world import World
 
 TOPICS = {
     name: typing.get_type_hints(topic.func)["return"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from soak import size
 
-from megatron_operator.plan.rollout import (
+from megatron_operator.decision.rollout import (
     RULES,
     Await,
     Canary,

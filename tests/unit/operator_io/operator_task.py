@@ -24,8 +24,8 @@ from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.controller.updates import UpdateLimit
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
 
 Object = dict[str, Any]
 

@@ -11,8 +11,8 @@ import pytest
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
-from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
+from megatron_operator.resource.states import KeyStage
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.backends.registry import build_backend
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing

@@ -15,8 +15,8 @@ from megatron_operator.cluster.kinds import EVENT, ObjectKind
 from megatron_operator.cluster.projection import project_resource
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import ResourceTask
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import EVENT_SECONDS
+from megatron_operator.decision.world import EVENT_SECONDS
+from megatron_operator.resource.settings import Settings
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
