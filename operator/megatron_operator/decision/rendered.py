@@ -13,11 +13,8 @@ from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest,
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
 from megatron_operator.render.context import (
-    InvalidPodTemplate,
-    NotAllowed,
     RenderContext,
     RenderError,
-    UnsupportedByBackend,
     manifest_hash,
 )
 from megatron_operator.render.coordinator import coordinator_deployment
@@ -204,7 +201,7 @@ class Rendered:
 
 
 def _finding(error: RenderError) -> Finding:
-    return _REASONS[type(error)], str(error)
+    return error.reason, str(error)
 
 
 _OPTIONAL = {
@@ -216,8 +213,3 @@ _OPTIONAL = {
     ),
 }
 """Reason, field and origin of kinds that a cluster may not have."""
-_REASONS = {
-    InvalidPodTemplate: Reason.INVALID_POD_TEMPLATE,
-    NotAllowed: Reason.NOT_ALLOWED,
-    UnsupportedByBackend: Reason.UNSUPPORTED_BY_BACKEND,
-}

@@ -17,7 +17,7 @@ from megatron_operator.decision.reduce import child_ref
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.scene import Scene
 from megatron_operator.render.context import manifest_hash, scale_selector
-from megatron_operator.resource.conditions import ConditionType, Reason
+from megatron_operator.resource.conditions import ConditionType, Finding, Reason
 from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
 from megatron_operator.resource.states import DesiredState, ResourceState
 from megatron_operator.resource.status import FAILED_REQUESTS, HISTORY_LENGTH
@@ -40,7 +40,7 @@ REACHED: dict[DesiredState, ResourceState] = {
     DesiredState.STOPPED: ResourceState.STOPPED,
 }
 
-Finding = tuple[str, Reason, str]
+ConditionFinding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
 
 
@@ -294,7 +294,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
 
 
 def condition(
-    kind: ConditionType, finding: Finding, *, generation: int, before: dict[str, Any] | None, now: str
+    kind: ConditionType, finding: ConditionFinding, *, generation: int, before: dict[str, Any] | None, now: str
 ) -> dict[str, Any]:
     """Return a condition; its transition time changes only with its status."""
     status, reason, message = finding
@@ -309,7 +309,7 @@ def condition(
     }
 
 
-def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
+def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:
     running = state is ResourceState.RUNNING and scene.desired.state is DesiredState.RUNNING
     serves = running and scene.blockers.server() is None and any(engine.responsive for engine in scene.engines.all)
     # Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
@@ -318,7 +318,7 @@ def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
     return ("True" if serves or quiet else "False"), verdict.reason, verdict.message
 
 
-def _coordinator_ready(scene: Scene) -> Finding:
+def _coordinator_ready(scene: Scene) -> ConditionFinding:
     coordinator = scene.world.coordinator
     if not coordinator.reachable:
         reason, on = scene.blockers.coordinator()
@@ -328,7 +328,7 @@ def _coordinator_ready(scene: Scene) -> Finding:
     return "True", Reason.AVAILABLE, "the coordinator answers"
 
 
-def _engines_ready(scene: Scene) -> Finding:
+def _engines_ready(scene: Scene) -> ConditionFinding:
     wanted = len(scene.engines.wanted)
     serving = min(wanted, sum(engine.responsive for engine in (*scene.engines.wanted, *scene.rollout.extras)))
     if scene.observed.state is ResourceState.STOPPED:
@@ -345,13 +345,13 @@ def _engines_ready(scene: Scene) -> Finding:
     return "False", reason, f"{serving} of {wanted} engines are registered; waiting for {on}"
 
 
-def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
+def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:
     if state is REACHED[scene.desired.state] and scene.observed.state is state:
         return "True", Reason.SETTLED, f"{state.value}, as requested"
     return "False", verdict.reason, f"{scene.desired.state.value} is requested, {state.value} is observed"
 
 
-def _progressing(scene: Scene, verdict: Verdict) -> Finding:
+def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
     if verdict.step:
         return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
     if scene.rollout.paused:
@@ -360,7 +360,7 @@ def _progressing(scene: Scene, verdict: Verdict) -> Finding:
     return "False", Reason.SETTLED, "nothing is left to do"
 
 
-def _degraded(scene: Scene, verdict: Verdict) -> Finding:
+def _degraded(scene: Scene, verdict: Verdict) -> ConditionFinding:
     found = _degradation(scene) or scene.losses.finding
     if found is not None:
         return "True", found[0], found[1]
@@ -369,7 +369,7 @@ def _degraded(scene: Scene, verdict: Verdict) -> Finding:
     return "False", Reason.ALL_WELL, "nothing is wrong"
 
 
-def _degradation(scene: Scene) -> tuple[Reason, str] | None:
+def _degradation(scene: Scene) -> Finding | None:
     """Return any error that waiting alone may not resolve."""
     blockers = scene.blockers
     rejection = blockers.rejection()

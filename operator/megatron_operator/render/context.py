@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.names import (
     ANNOTATION_HASH,
     ANNOTATION_INPUTS,
@@ -44,17 +45,26 @@ PORTS_DNS = (53, 5353)
 class RenderError(ValueError):
     """A spec that cannot be rendered; the message names the field, the value and the remedy."""
 
+    reason: ClassVar[Reason]
+    """Reason of the conditions of the resource."""
+
 
 class InvalidPodTemplate(RenderError):
     """A podTemplate that cannot be merged."""
+
+    reason = Reason.INVALID_POD_TEMPLATE
 
 
 class NotAllowed(RenderError):
     """A spec that the operator's pod policy does not allow."""
 
+    reason = Reason.NOT_ALLOWED
+
 
 class UnsupportedByBackend(RenderError):
     """A spec that the backend of the engines cannot run."""
+
+    reason = Reason.UNSUPPORTED_BY_BACKEND
 
 
 @dataclass(frozen=True, slots=True)
