@@ -161,13 +161,14 @@ tested: setup ## add the records of test runs in build/test-records to docs/meas
 lint-chart: setup ## helm lint, and kubeconform over what the chart and the operator render; needs Go
 	@PYTHONPATH=. $(PY) tools/check_chart.py
 
-lint: setup ## ruff, mypy, import contracts, wording, generated files current
+lint: setup ## ruff, mypy, import contracts, wording, docstrings, generated files current
 	@$(BEGIN)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) tools/check_prose.py
+	$(PY) tools/check_docstrings.py
 	$(PY) -m tools.generate --check
 	$(PY) docs/generate.py --check
 	$(PY) docs/tested.py --check

@@ -402,7 +402,6 @@ def errors() -> Table:
 _VARIABLE = re.compile(r"MEGATRON_[A-Z0-9_]*[A-Z0-9]")
 _NO_VARIABLES = {"MEGATRON_KERNEL", "MEGATRON_PORTABLE", "MEGATRON_VARIANT"}
 """A prefix, and macros of the C++ kernels."""
-"""Prefixes in messages, and names that only a test uses to show that it is rejected."""
 
 
 def check_environment() -> list[str]:

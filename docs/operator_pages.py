@@ -14,13 +14,13 @@ import click
 
 from megatron_kubectl import cli as plugin
 from megatron_operator import cli
-from megatron_operator.model.conditions import ConditionType, Documented, Reason
-from megatron_operator.model.crd import COLUMNS, structural_schema
-from megatron_operator.model.names import API_VERSION, KIND
-from megatron_operator.model.remedies import REMEDIES, Symptom
-from megatron_operator.model.resource import SHORT_NAME, MegatronInferenceSpec
-from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.causes import CREATION, EXIT_CODES, SCHEDULING, TERMINATION_MESSAGE
+from megatron_operator.decision.causes import CREATION, EXIT_CODES, SCHEDULING, TERMINATION_MESSAGE
+from megatron_operator.resource.conditions import ConditionType, Documented, Reason
+from megatron_operator.resource.crd import COLUMNS, custom_resource_definition, structural_schema
+from megatron_operator.resource.names import API_VERSION, KIND
+from megatron_operator.resource.remedies import REMEDIES, Symptom
+from megatron_operator.resource.spec import SHORT_NAME, MegatronInferenceSpec
+from megatron_operator.resource.status import MegatronInferenceStatus
 from megatron_runtime.protocol import strict_json as json
 
 WIDTH = 100
@@ -78,15 +78,19 @@ def _vocabulary(members: Iterable[Documented]) -> list[str]:
 
 
 def _rules(schema: Schema) -> Iterator[str]:
+    """Yield the lines of every rule of a schema: of the object, of its fields, of the entries of its lists and maps."""
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from textwrap.wrap(f"- {_escape(rule['message'])}", 100, subsequent_indent="  ", break_on_hyphens=False)
-    for field in schema.get("properties", {}).values():
-        yield from _rules(field)
+    entries = (schema.get(name) for name in ("items", "additionalProperties"))
+    for part in (*schema.get("properties", {}).values(), *entries):
+        if isinstance(part, dict):
+            yield from _rules(part)
 
 
 def resource_page() -> str:
     """Return the page in Markdown."""
     spec, status = structural_schema(MegatronInferenceSpec), structural_schema(MegatronInferenceStatus)
+    (version,) = custom_resource_definition()["spec"]["versions"]
     columns = ", ".join(f"{name.upper()}{' (wide)' if priority else ''}" for name, _, _, priority in COLUMNS)
     lines = [
         f"# {KIND}",
@@ -99,9 +103,9 @@ def resource_page() -> str:
         "",
         *_fields(spec, "spec"),
         "",
-        "Rules that span fields, checked by the API server:",
+        "Rules that the API server checks in addition:",
         "",
-        *_rules(spec),
+        *_rules(version["schema"]["openAPIV3Schema"]),
         "",
         "## status",
         "",

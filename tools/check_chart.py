@@ -22,7 +22,7 @@ from localcluster import programs
 from localcluster.progress import Steps
 from localcluster.settings import cache_root
 from localcluster.shell import run
-from megatron_operator.model.crd import custom_resource_definition
+from megatron_operator.resource.crd import custom_resource_definition
 from megatron_runtime.protocol import strict_json as json
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,8 +10,12 @@ import click
 import yaml
 
 from megatron_operator.install import install_manifests, rules_file
-from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.settings import DEFAULT_OPERATOR_IMAGE, DEFAULT_RUNTIME_IMAGE, DEFAULT_VLLM_RUNTIME_IMAGE
+from megatron_operator.resource.crd import custom_resource_definition
+from megatron_operator.resource.settings import (
+    DEFAULT_OPERATOR_IMAGE,
+    DEFAULT_RUNTIME_IMAGE,
+    DEFAULT_VLLM_RUNTIME_IMAGE,
+)
 from megatron_runtime.protocol import strict_json as json
 from tools.monitoring import alert_rules, dashboard
 

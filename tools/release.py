@@ -30,7 +30,7 @@ from localcluster import images, programs
 from localcluster.errors import ClusterError
 from localcluster.progress import Steps
 from localcluster.shell import run
-from megatron_operator.model.settings import IMAGE_REGISTRY
+from megatron_operator.resource.settings import IMAGE_REGISTRY
 from megatron_runtime.protocol import strict_json as json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,8 +90,9 @@ def disagreements(version: str, *, tag: str | None, owner: str | None) -> list[s
             found.append(f"values.yaml: {place}.image.repository is {repository}, must be {wanted}")
     if owner is not None and f"ghcr.io/{owner.lower()}" != IMAGE_REGISTRY:
         found.append(
-            f"the workflow publishes to ghcr.io/{owner.lower()}, IMAGE_REGISTRY in megatron_operator/model/settings.py "
-            f"is {IMAGE_REGISTRY}: change it and values.yaml, and run `make generate`"
+            f"the workflow publishes to ghcr.io/{owner.lower()}, IMAGE_REGISTRY in "
+            f"megatron_operator/resource/settings.py is {IMAGE_REGISTRY}: change it and values.yaml, and run `make "
+            "generate`"
         )
     return found
 

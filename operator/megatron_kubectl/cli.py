@@ -18,9 +18,9 @@ import click
 from megatron_kubectl.resource_client import ClusterError, ResourceClient, current_context
 from megatron_kubectl.resource_view import age, rollout, summary, table
 from megatron_operator import __version__
-from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
-from megatron_operator.model.states import DesiredState
-from megatron_operator.model.text import stamp
+from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
+from megatron_operator.resource.states import DesiredState
+from megatron_operator.resource.text import stamp
 from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines
 from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.options import FiniteRange
@@ -180,7 +180,7 @@ def logs(
     output: str | None,
 ) -> None:
     """Show the logs of the pods of NAME, by time, each line with the name of its pod."""
-    from megatron_kubectl.pod_logs import Follower, Selection, merged, selected_pods
+    from megatron_kubectl.pod_logs import LogFollower, Selection, merged, selected_pods
 
     if engine is not None and component not in (None, "engine"):
         raise click.UsageError(f"--engine: not allowed with --component {component}; remove one of the two")
@@ -193,7 +193,7 @@ def logs(
         pods = selected_pods(client, selection)
         width = max(len(pod["metadata"]["name"]) for pod in pods)
         if follow:
-            lines = Follower(client, selection, tail=tail).lines()
+            lines = LogFollower(client, selection, tail=tail).lines()
         else:
             lines = merged(client, pods, tail=tail, previous=previous, errors=errors)
         for line in lines:

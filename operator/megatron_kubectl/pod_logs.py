@@ -14,7 +14,7 @@ from megatron_kubectl.proxy import ClusterError, rejection
 from megatron_kubectl.resource_client import WATCH_SECONDS, ResourceClient
 from megatron_kubectl.resource_view import Object, label
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.model.names import (
+from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_COMPONENT,
@@ -116,7 +116,7 @@ def merged(
     yield from heapq.merge(*map(lines, pods), key=lambda line: line.at)
 
 
-class Follower:
+class LogFollower:
     """Follows the logs of a selection, also those of containers that start later."""
 
     def __init__(self, client: ResourceClient, selection: Selection, *, tail: int | None) -> None:

@@ -12,8 +12,8 @@ from typing import Any, Self
 from megatron_kubectl.proxy import MERGE_PATCH, ClusterError, ContextQuery, KubectlProxy, rejection
 from megatron_kubectl.resource_view import is_settled
 from megatron_operator.cluster.kinds import LEASE, POD, RESOURCE
-from megatron_operator.model.names import CRD_NAME, LABEL_INSTANCE
 from megatron_operator.operator_leases import operator_leases, operator_problem
+from megatron_operator.resource.names import CRD_NAME, LABEL_INSTANCE
 from megatron_runtime.protocol import strict_json as json
 
 WATCH_SECONDS = 30

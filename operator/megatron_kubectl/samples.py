@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_kubectl.resource_view import label
-from megatron_operator.model.names import (
+from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_COMPONENT,

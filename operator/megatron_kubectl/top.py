@@ -20,7 +20,7 @@ from megatron_kubectl.samples import (
     sample_pods,
 )
 from megatron_operator.cluster.kinds import POD
-from megatron_operator.model.names import PORT_HEALTH
+from megatron_operator.resource.names import PORT_HEALTH
 
 METRICS_SECONDS = 5.0
 MAX_PAGE_BYTES = 4 << 20

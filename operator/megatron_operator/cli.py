@@ -18,9 +18,13 @@ import click
 from megatron_operator import __version__
 from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
-from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.pod_policy import PROFILES, RESTRICTED, PodPolicy, Switch
-from megatron_operator.model.settings import (
+from megatron_operator.render.children import all_children
+from megatron_operator.render.compare import preview
+from megatron_operator.render.context import RenderError
+from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
+from megatron_operator.resource.crd import custom_resource_definition
+from megatron_operator.resource.pod_policy import PROFILES, RESTRICTED, PodPolicy, Switch
+from megatron_operator.resource.settings import (
     DEFAULT_COORDINATOR_IMAGE,
     DEFAULT_OPERATOR_IMAGE,
     DEFAULT_RUNTIME_IMAGE,
@@ -28,10 +32,6 @@ from megatron_operator.model.settings import (
     MONITORING_NAMESPACE,
     Settings,
 )
-from megatron_operator.render.children import all_children
-from megatron_operator.render.compare import preview
-from megatron_operator.render.context import InvalidPodTemplate
-from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 from megatron_operator.terminal import ReadableGroup, as_json, as_yaml, document, fail, say, say_lines
 from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.logs import configure
@@ -360,7 +360,7 @@ def render(path: Path, output: str, **options: Any) -> None:
     """Print the children of a resource, except the keys Secret, which is created in the cluster."""
     try:
         children = all_children(read_resource(path).context(_settings(**options)[0]))
-    except (ResourceFileError, InvalidPodTemplate) as error:
+    except (ResourceFileError, RenderError) as error:
         fail(error, lines=isinstance(error, ResourceFileError))
     document(_dump(children, form=output))
 
@@ -371,13 +371,13 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
         return None
     if against != "cluster":
         return read_resource(Path(against))
-    from megatron_operator.cluster.api import ApiError
+    from megatron_operator.cluster.api import KubeApiError
     from megatron_operator.cluster.auth import LoginError
     from megatron_operator.cluster.read import find_resource
 
     try:
         found = asyncio.run(find_resource(new.name, namespace=new.namespace, context=context))
-    except (LoginError, ApiError) as error:
+    except (LoginError, KubeApiError) as error:
         raise ResourceFileError(str(error)) from error
     return None if found is None else resource_of(found, origin=f"{new.namespace}/{new.name} in the cluster")
 
@@ -398,7 +398,7 @@ def plan(path: Path, against: str | None, context: str | None, **options: Any) -
         # The current resource may be older than the pod policy.
         before = old.present_context(replace(fixed, pod_policy=None)) if old else None
         found = preview(before, new.context(fixed))
-    except (ResourceFileError, InvalidPodTemplate) as error:
+    except (ResourceFileError, RenderError) as error:
         fail(error, lines=isinstance(error, ResourceFileError))
     if not found.changes and not found.steps:
         say("nothing changes")
@@ -439,13 +439,13 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @click.option("--context", help="Context of the kubeconfig.")
 def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
-    from megatron_operator.cluster.api import ApiError
+    from megatron_operator.cluster.api import KubeApiError
     from megatron_operator.cluster.auth import LoginError
     from megatron_operator.cluster.read import explain_resource
 
     try:
         lines = asyncio.run(explain_resource(name, namespace=namespace, context=context))
-    except (LookupError, LoginError, ApiError) as error:
+    except (LookupError, LoginError, KubeApiError) as error:
         fail(error)
     say_lines(lines)
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from megatron_operator.model.conditions import ConditionType, Reason
-from megatron_operator.model.remedies import REMEDIES
-from megatron_operator.plan.diagnosis import diagnose
-from megatron_operator.plan.reduce import reduce_pod
-from megatron_operator.plan.references import References, references
-from megatron_operator.plan.world import PodView
+from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.reduce import reduce_pod
+from megatron_operator.decision.references import References, references
+from megatron_operator.decision.world import PodView
+from megatron_operator.resource.conditions import ConditionType, Reason
+from megatron_operator.resource.remedies import REMEDIES
 
 _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
 """What each reason means, and what to do about it."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.names import GROUP, PLURAL
-from megatron_operator.model.settings import MONITORING_NAMESPACE
 from megatron_operator.render.coordinator import lost_node_tolerations
 from megatron_operator.render.keys import ADMIN_SECRET
+from megatron_operator.resource.crd import custom_resource_definition
+from megatron_operator.resource.names import GROUP, PLURAL
+from megatron_operator.resource.settings import MONITORING_NAMESPACE
 from megatron_runtime.protocol import strict_json as json
 
 Manifest = dict[str, Any]

@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from megatron_operator.model.names import API_VERSION, KIND
-from megatron_operator.model.release import Release
-from megatron_operator.model.resource import MegatronInferenceSpec, check_adapter_names, check_name, parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.text import printable
 from megatron_operator.render.context import RenderContext
+from megatron_operator.resource.names import API_VERSION, KIND
+from megatron_operator.resource.release import Release
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import MegatronInferenceSpec, check_adapter_names, check_name, parse_spec
+from megatron_operator.resource.text import printable
 
 
 class ResourceFileError(ValueError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from megatron_operator.model.names import NAMESPACES_ANNOTATION, TERM_ANNOTATION
+from megatron_operator.resource.names import NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 EXPIRED_DURATIONS = 2
 """A Lease that was not renewed for this many of its durations has no holder that works."""

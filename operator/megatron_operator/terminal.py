@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import click
 
-from megatron_operator.model.text import printable
+from megatron_operator.resource.text import printable
 from megatron_runtime.process.environment import missing_package
 from megatron_runtime.protocol import strict_json as json
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import LoginError, load_configuration, rejects_redirects
-from megatron_operator.model.names import API_VERSION, PLURAL
+from megatron_operator.resource.names import API_VERSION, PLURAL
 from megatron_operator.terminal import say
 
 REQUEST_SECONDS = 30.0
@@ -65,7 +65,7 @@ async def _until(end: float, what: str, remedy: str, check: Callable[[], Awaitab
         try:
             say(f"{what}: {await check()}")
             return
-        except (VerificationError, ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (VerificationError, KubeApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
             if loop.time() + RETRY_SECONDS > end:
                 cause = str(error) or type(error).__name__
                 raise VerificationError(f"check failed that {what}: {cause}; {remedy}") from error

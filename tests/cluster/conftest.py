@@ -26,21 +26,21 @@ from localcluster import LocalCluster
 from localcluster.programs import KUBERNETES_VERSION
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, INFERENCE_POOL, RESOURCE, SECRET, Kind
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, INFERENCE_POOL, RESOURCE, SECRET, ObjectKind
 from megatron_operator.install import HOME_RULES, NODE_RULES, RESOURCE_RULES, Rule
-from megatron_operator.model.crd import custom_resource_definition
+from megatron_operator.resource.crd import custom_resource_definition
 
 from .api_server_proxy import ApiProxy
 from .fake_node import FakeNode, Ports
 from .in_process_fleet import InProcessFleet
 from .operator_process import OperatorProcess
 
-NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
-ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
-ROLE = Kind("Role", "rbac.authorization.k8s.io", "v1", "roles")
-BINDING = Kind("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings")
-CLUSTER_ROLE = Kind("ClusterRole", "rbac.authorization.k8s.io", "v1", "clusterroles")
-CLUSTER_BINDING = Kind("ClusterRoleBinding", "rbac.authorization.k8s.io", "v1", "clusterrolebindings")
+NAMESPACE = ObjectKind("Namespace", "", "v1", "namespaces")
+ACCOUNT = ObjectKind("ServiceAccount", "", "v1", "serviceaccounts")
+ROLE = ObjectKind("Role", "rbac.authorization.k8s.io", "v1", "roles")
+BINDING = ObjectKind("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings")
+CLUSTER_ROLE = ObjectKind("ClusterRole", "rbac.authorization.k8s.io", "v1", "clusterroles")
+CLUSTER_BINDING = ObjectKind("ClusterRoleBinding", "rbac.authorization.k8s.io", "v1", "clusterrolebindings")
 OPTIONAL_CRDS = (
     ("sigs.k8s.io/gateway-api@v1.4.0", "config/crd/standard/gateway.networking.k8s.io_httproutes.yaml", HTTP_ROUTE),
     (
@@ -50,7 +50,7 @@ OPTIONAL_CRDS = (
     ),
 )
 """Go modules, and the files of their CRDs."""
-CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
+CRD = ObjectKind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.kinds import POD
 from megatron_operator.controller.watches import CHILD_SELECTOR
 
@@ -75,7 +75,7 @@ class FakeKubelet(ABC):
         """Keep `_pods` up to date. Lists of many pods again and again would load the API server."""
         path, selector = POD.path(self._namespace), {"labelSelector": CHILD_SELECTOR}
         while True:
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(KubeApiError):
                 page = await self._api.request("GET", path, query=selector)
                 self._pods = {uid_of(pod): pod for pod in page["items"]}
                 version = page["metadata"]["resourceVersion"]
@@ -93,7 +93,7 @@ class FakeKubelet(ABC):
 
     async def _play(self) -> None:
         while True:
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(KubeApiError):
                 pods = dict(self._pods)
                 await self.run_pods(pods)
                 changed = []
@@ -107,7 +107,7 @@ class FakeKubelet(ABC):
 
     async def _report(self, pod: Mapping[str, Any], now: PodState) -> None:
         metadata, uid = pod["metadata"], uid_of(pod)
-        with contextlib.suppress(ApiError):
+        with contextlib.suppress(KubeApiError):
             await self._api.request(
                 "PATCH",
                 POD.path(metadata["namespace"], metadata["name"], subresource="status"),

@@ -24,7 +24,7 @@ from warm_python import PLATFORM, WarmProcess
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import SECRET
-from megatron_operator.model.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
+from megatron_operator.resource.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
 from megatron_runtime.cli.processes import free_ports
 
 from .fake_kubelet import FakeKubelet, PodState, label_of, uid_of

@@ -16,7 +16,7 @@ from coordinator_tables import check_tables
 from scripted_engine import ScriptedEngine
 
 from megatron_operator.cluster.api import KubeApi
-from megatron_operator.model.names import (
+from megatron_operator.resource.names import (
     CHECK,
     ENGINE,
     LABEL_COMPONENT,

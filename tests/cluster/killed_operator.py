@@ -143,7 +143,7 @@ class KillableProcess(controller.OperatorProcess):
         def make() -> ResourceTask:
             life_state = life.task()
             killable = KillableApi(api, life_state)
-            gate = Writer(killable, guard=elector.check, count=self._metrics.count_write)
+            gate = Writer(killable, guard=elector.require_leadership, count=self._metrics.count_write)
             controller.CoordinatorLink = lambda *args, **options: KillableLink(life_state, *args, **options)  # type: ignore
             try:
                 return make_task(uid, key, woken, killable, gate, elector, *rest)

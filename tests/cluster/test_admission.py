@@ -10,7 +10,7 @@ import pytest
 import yaml
 from bad_values import bad_values
 
-from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.kinds import RESOURCE
 
 pytestmark = pytest.mark.cluster
@@ -168,7 +168,7 @@ async def test_every_bad_value_of_the_schema_is_rejected_with_its_field(api: Any
         try:
             await api.request("POST", path, body=body)
             taken.append(bad.field)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.code not in (400, 422) or bad.path[-1] not in error.message:
                 unnamed.append(f"{bad.field}: {error.message}")
     assert (taken, unnamed) == ([], [])

@@ -9,17 +9,17 @@ import pytest
 from eventually import eventually
 from soak import SOAK
 
-from megatron_operator.cluster.api import ApiError
-from megatron_operator.cluster.kinds import RESOURCE, Kind
+from megatron_operator.cluster.api import KubeApiError
+from megatron_operator.cluster.kinds import RESOURCE, ObjectKind
 
 pytestmark = pytest.mark.cluster
 
-NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
-CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
+NAMESPACE = ObjectKind("Namespace", "", "v1", "namespaces")
+CRD = ObjectKind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
 CRD_NAME = f"{RESOURCE.plural}.{RESOURCE.group}"
 
 
-async def gone(api: Any, kind: Kind, name: str, *, seconds: float = 60) -> None:
+async def gone(api: Any, kind: ObjectKind, name: str, *, seconds: float = 60) -> None:
     async def absent() -> bool:
         return await api.get(kind, None, name) is None
 
@@ -95,7 +95,7 @@ async def test_uninstalling_in_any_order_leaves_no_object(
         }[thing]
         try:
             await api.request("DELETE", path)
-        except ApiError as error:
+        except KubeApiError as error:
             if not error.not_found:
                 raise
     await gone(api, CRD, CRD_NAME)

@@ -9,7 +9,7 @@ import pytest
 from eventually import LONG_SECONDS
 
 from megatron_operator.cluster.kinds import SERVICE, kind_of
-from megatron_operator.model.names import FIELD_MANAGER
+from megatron_operator.resource.names import FIELD_MANAGER
 
 pytestmark = pytest.mark.cluster
 

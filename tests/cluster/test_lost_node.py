@@ -12,7 +12,7 @@ from eventually import eventually
 from machine import scaled
 
 from megatron_operator.cluster.kinds import NODE, POD
-from megatron_operator.model.text import stamp_seconds
+from megatron_operator.resource.text import stamp_seconds
 
 from .conftest import condition
 from .lost_node import present, replaced, terminate_on

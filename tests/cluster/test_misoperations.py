@@ -11,7 +11,7 @@ import pytest
 from bad_values import WEDGES
 from soak import size
 
-from megatron_operator.model.names import LABEL_INSTANCE, LABEL_REVISION
+from megatron_operator.resource.names import LABEL_INSTANCE, LABEL_REVISION
 
 from .in_process_fleet import InProcessFleet
 from .operator_process import OperatorProcess

@@ -10,7 +10,7 @@ from eventually import eventually
 from soak import SOAK
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.kinds import CHILD_KINDS, OPTIONAL_KINDS, Kind, kind_of
+from megatron_operator.cluster.kinds import CHILD_KINDS, OPTIONAL_KINDS, ObjectKind, kind_of
 from megatron_operator.install import HOME_RULES, NODE_RULES, RESOURCE_RULES, Rule
 
 from .audit_log import AuditLog, Request
@@ -107,7 +107,7 @@ async def lose_node(resource: Any, api: Any) -> None:
 
 async def forbid_pods(api: Any, namespace: str) -> None:
     quota = {"metadata": {"name": "none", "namespace": namespace}, "spec": {"hard": {"pods": "0"}}}
-    await api.create(Kind("ResourceQuota", "", "v1", "resourcequotas"), quota, manager="test")
+    await api.create(ObjectKind("ResourceQuota", "", "v1", "resourcequotas"), quota, manager="test")
 
 
 async def leave_configuration_of_an_earlier_operator(resource: Any, api: Any) -> None:

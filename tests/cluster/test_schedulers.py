@@ -21,9 +21,9 @@ from go_modules import built_program, module_directory
 from soak import SOAK
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.kinds import NODE, POD, Kind
-from megatron_operator.model.names import ENGINE, LABEL_COMPONENT, LABEL_ENGINE
-from megatron_operator.model.text import stamp_seconds
+from megatron_operator.cluster.kinds import NODE, POD, ObjectKind
+from megatron_operator.resource.names import ENGINE, LABEL_COMPONENT, LABEL_ENGINE
+from megatron_operator.resource.text import stamp_seconds
 
 from .conftest import condition, wait_until_established
 
@@ -35,7 +35,7 @@ pytestmark = [
 
 SCHEDULER_PLUGINS = "sigs.k8s.io/scheduler-plugins@v0.33.5"
 COSCHEDULER = "scheduler-plugins-scheduler"
-POD_GROUP = Kind("PodGroup", "scheduling.x-k8s.io", "v1alpha1", "podgroups")
+POD_GROUP = ObjectKind("PodGroup", "scheduling.x-k8s.io", "v1alpha1", "podgroups")
 POD_GROUP_CRD = f"config/crd/bases/{POD_GROUP.group}_{POD_GROUP.plural}.yaml"
 SLOT, RACK = "example.com/slot", "example.com/rack"
 HEARTBEAT_SECONDS = 5.0

@@ -11,7 +11,7 @@ from machine import scaled
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import POD, RESOURCE
-from megatron_operator.model.names import ANNOTATION_UPDATE
+from megatron_operator.resource.names import ANNOTATION_UPDATE
 
 from .conftest import condition
 from .in_process_fleet import InProcessFleet

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from localcluster import LocalCluster
-from megatron_operator.model.names import CRD_NAME
+from megatron_operator.resource.names import CRD_NAME
 from tools import check_chart
 
 pytestmark = pytest.mark.cluster

@@ -20,7 +20,7 @@ from typing import Any
 from machine import scaled
 
 from localcluster.kubectl import RESOURCE, Kubectl
-from megatron_operator.model.names import (
+from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_COMPONENT,

@@ -12,7 +12,7 @@ from localcluster import installation
 from localcluster.kubectl import RESOURCE, Kubectl
 from localcluster.progress import Steps
 from megatron_operator.install import install_manifests
-from megatron_operator.model.settings import (
+from megatron_operator.resource.settings import (
     DEFAULT_OPERATOR_IMAGE,
     DEFAULT_RUNTIME_IMAGE,
     DEFAULT_VLLM_RUNTIME_IMAGE,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_operator.model.names import COORDINATOR, ENGINE, SERVER
+from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER
 
 from .status_watch import Pod, Probe, false_claims
 

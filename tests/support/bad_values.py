@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.model.crd import structural_schema
-from megatron_operator.model.resource import MegatronInferenceSpec
+from megatron_operator.resource.crd import structural_schema
+from megatron_operator.resource.spec import MegatronInferenceSpec
 
 Schema = dict[str, Any]
 GOOD: dict[str, Any] = {"model": {"source": {"builtin": "smollm2-135m"}}}

@@ -17,25 +17,12 @@ from typing import Any
 import zmq
 
 from megatron_operator.cluster.keys import keys_view, new_resource_keys, rotation_patch
-from megatron_operator.model.names import ANNOTATION_SERVER_KEY
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import (
-    LEGAL_SIGNALS,
-    SIGNAL_TARGET,
-    CoordinatorState,
-    EngineState,
-    OperationOutcome,
-    SignalKind,
-)
-from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.model.text import stamp_seconds
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.reduce import lost_since, reduce_child, reduce_pod
-from megatron_operator.plan.world import (
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.reduce import lost_since, reduce_child, reduce_pod
+from megatron_operator.decision.world import (
     AdapterReport,
     ApplyChild,
+    ApplyRejection,
     AskCanary,
     CanaryReport,
     ChildRef,
@@ -52,8 +39,7 @@ from megatron_operator.plan.world import (
     KeysInUse,
     KeysView,
     OperationReport,
-    Rejection,
-    ResourceView,
+    ResourceSnapshot,
     RotateKeys,
     Signal,
     VetChild,
@@ -61,6 +47,20 @@ from megatron_operator.plan.world import (
 )
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
+from megatron_operator.resource.names import ANNOTATION_SERVER_KEY
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.states import (
+    LEGAL_SIGNALS,
+    SIGNAL_TARGET,
+    CoordinatorState,
+    EngineState,
+    OperationOutcome,
+    SignalKind,
+)
+from megatron_operator.resource.status import MegatronInferenceStatus
+from megatron_operator.resource.text import stamp_seconds
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.transport.security import KeyPair
 
@@ -247,7 +247,7 @@ class Cluster:
         self.nodes: dict[str, dict[str, Any]] = {}
         """Nodes whose kubelet does not answer, by name; they may be ready. Pods on them are deleted only by force."""
         self.coordinator: FakeCoordinator | None = None
-        self.rejections: dict[ChildRef, Rejection] = {}
+        self.rejections: dict[ChildRef, ApplyRejection] = {}
         self.reject: set[ChildRef] = set()
         self.vetted: dict[ChildRef, str] = {}
         self.failed_creations: dict[str, str] = {}
@@ -286,7 +286,7 @@ class Cluster:
         for ref, obj in self.objects.items():
             views[ref] = reduce_child(obj, owner_uid=OWNER_UID, verified=ref not in self.unverified)
         return World(
-            resource=ResourceView(
+            resource=ResourceSnapshot(
                 name=self.name,
                 namespace="default",
                 uid=OWNER_UID,
@@ -364,7 +364,7 @@ class Cluster:
                 secret["metadata"]["annotations"] |= patch["metadata"]["annotations"]
         elif isinstance(action, ApplyChild | VetChild):
             if action.ref in self.reject:
-                self.rejections[action.ref] = Rejection(action.hash, 422, "spec.template is wrong", self.now)
+                self.rejections[action.ref] = ApplyRejection(action.hash, 422, "spec.template is wrong", self.now)
                 return
             self.rejections.pop(action.ref, None)
             if isinstance(action, VetChild):
@@ -374,7 +374,7 @@ class Cluster:
             self._store(action.manifest)
         elif isinstance(action, CreatePod):
             if action.ref in self.reject:
-                self.rejections[action.ref] = Rejection(action.hash, 403, "exceeded quota: none", self.now)
+                self.rejections[action.ref] = ApplyRejection(action.hash, 403, "exceeded quota: none", self.now)
                 return
             self.rejections.pop(action.ref, None)
             self.create_pod(action.manifest)

@@ -32,15 +32,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_kubectl.dashboard.watching import Observers, ResourceObserver, summary, watch
 from megatron_kubectl.samples import INTERVAL_SECONDS
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import POD, RESOURCE
 from megatron_operator.manifest_file import ResourceFileError, resource_of
-from megatron_operator.model.names import ANNOTATION_RESTARTED
-from megatron_operator.model.settings import DEFAULT_RUNTIME_IMAGE, Settings
-from megatron_operator.model.states import DesiredState
-from megatron_operator.model.text import printable, stamp
-from megatron_operator.render.compare import InvalidPodTemplate, preview
+from megatron_operator.render.compare import RenderError, preview
+from megatron_operator.resource.names import ANNOTATION_RESTARTED
+from megatron_operator.resource.settings import DEFAULT_RUNTIME_IMAGE, Settings
+from megatron_operator.resource.states import DesiredState
+from megatron_operator.resource.text import printable, stamp
 from megatron_runtime.process.http_framing import HttpProtocol
 from megatron_runtime.protocol import strict_json as json
 
@@ -133,7 +133,7 @@ def _json(value: Any, status_code: int = 200) -> Response:
     return Response(json.dumps(value), status_code=status_code, media_type="application/json")
 
 
-def _failure(error: RejectedError | ApiError) -> Response:
+def _failure(error: RejectedError | KubeApiError) -> Response:
     """Return the answer of an error. The API server's codes are passed on; without its answer the code is 502."""
     return _json({"error": str(error)}, status_code=error.code or 502)
 
@@ -167,7 +167,7 @@ class Dashboard:
                 Route(f"{one}/plan", self.plan, methods=["POST"]),
                 Mount("/", StaticFiles(directory=str(files), html=True)),
             ],
-            exception_handlers={RejectedError: _on_error, ApiError: _on_error},
+            exception_handlers={RejectedError: _on_error, KubeApiError: _on_error},
             lifespan=self._life,
         )
         app.add_middleware(Guard, settings=self._settings)
@@ -217,7 +217,7 @@ class Dashboard:
                 async with stack:
                     async for chunk in answer.content.iter_any():
                         yield chunk
-            except ApiError as error:
+            except KubeApiError as error:
                 yield f"\nThe log broke off: {printable(str(error))}\n".encode()
 
         return StreamingResponse(self._until_closing(text()), media_type="text/plain; charset=utf-8")
@@ -258,7 +258,7 @@ class Dashboard:
             # The operator applies its pod policy, whose flags are not known here.
             settings = Settings(runtime_image=DEFAULT_RUNTIME_IMAGE, pod_policy=None)
             found = preview(old.present_context(settings), new.present_context(settings))
-        except (ResourceFileError, InvalidPodTemplate) as error:
+        except (ResourceFileError, RenderError) as error:
             raise RejectedError(422, str(error)) from error
         changes = [
             {"verb": each.verb, "child": each.child, "field": each.field, "restarts": each.restarts}
@@ -309,7 +309,7 @@ class Dashboard:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RejectedError | ApiError)
+    assert isinstance(error, RejectedError | KubeApiError)
     return _failure(error)
 
 

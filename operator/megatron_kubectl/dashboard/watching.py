@@ -26,12 +26,12 @@ from megatron_kubectl.samples import (
     parse_page,
     sample_pods,
 )
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import CORE_EVENT, POD, RESOURCE
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.cluster.read import problem_of_operators
 from megatron_operator.explain import causes
-from megatron_operator.model.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
+from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
 from megatron_operator.terminal import as_yaml
 
 WATCH_SECONDS = 50
@@ -47,15 +47,15 @@ _GONE = 410
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class CollectionChange:
     """Change of a collection. `set` has all its objects; `put` and `delete` one; `error` none."""
 
     kind: Literal["set", "put", "delete", "error"]
     objects: list[Object]
-    error: ApiError | None = None
+    error: KubeApiError | None = None
 
 
-async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncIterator[Change]:
+async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncIterator[CollectionChange]:
     """Yield all objects of a collection, then each change, for ever.
 
     A watch that ends is continued at its resource version. After a failure the collection is read again, with backoff.
@@ -64,7 +64,7 @@ async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncItera
     while True:
         try:
             page = await api.request("GET", path, query=query)
-            yield Change("set", page.get("items") or [])
+            yield CollectionChange("set", page.get("items") or [])
             version = page["metadata"]["resourceVersion"]
             while version:
                 options = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
@@ -79,15 +79,17 @@ async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncItera
                             if found.get("code") == _GONE:
                                 version = ""
                                 break
-                            raise ApiError(found.get("code") or 0, found.get("reason", ""), found.get("message", ""))
+                            raise KubeApiError(
+                                found.get("code") or 0, found.get("reason", ""), found.get("message", "")
+                            )
                         version = found["metadata"]["resourceVersion"]
                         if event["type"] != "BOOKMARK":
-                            yield Change("delete" if event["type"] == "DELETED" else "put", [found])
+                            yield CollectionChange("delete" if event["type"] == "DELETED" else "put", [found])
                 if version == begun:
                     # An API server that closes watches at once must not be asked in a loop.
                     await asyncio.sleep(RETRY_SECONDS[0])
-        except ApiError as error:
-            yield Change("error", [], error)
+        except KubeApiError as error:
+            yield CollectionChange("error", [], error)
             await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
             failures += 1
 
@@ -262,7 +264,7 @@ class ResourceObserver:
                     problem = await problem_of_operators(self._api, self.namespace)
                     self.parts["explain"] = causes(resource, list(self._pods.values()), problem)
                     self.errors.pop("explain", None)
-                except ApiError as error:
+                except KubeApiError as error:
                     self.errors["explain"] = str(error)
                 await self._notify()
             await asyncio.sleep(EXPLAIN_SECONDS)
@@ -284,7 +286,7 @@ class ResourceObserver:
         async def read(pod: str) -> None:
             try:
                 pages[pod] = await self._metrics(pod)
-            except ApiError as error:
+            except KubeApiError as error:
                 errors.append(f"{pod}: {error}" + (f"; {UNREACHABLE}" if error.code == 0 or error.code >= 500 else ""))
             except ValueError as error:
                 errors.append(f"{pod}: {error}")

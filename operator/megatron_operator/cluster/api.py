@@ -1,7 +1,7 @@
 """Client of the API server. Objects are plain data.
 
-Every request has a deadline. Errors are `ApiError` with the server's status code, reason and message. `writer` decides
-whether a write is allowed (leadership, ownership).
+Every request has a deadline. Errors are `KubeApiError` with the server's status code, reason and message. `writer`
+decides whether a write is allowed (leadership, ownership).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
 
 from megatron_operator.cluster.auth import rejects_redirects
-from megatron_operator.cluster.kinds import Kind
+from megatron_operator.cluster.kinds import ObjectKind
 from megatron_operator.cluster.nesting import decode
-from megatron_operator.plan.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
+from megatron_operator.decision.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
 from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ LIST_CHUNK = 500
 NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 
-class ApiError(Exception):
+class KubeApiError(Exception):
     """The API server rejected a request or is unreachable. `code` is the HTTP status, or 0 without an answer.
 
     retry_after: seconds of the Retry-After header, or 0.
@@ -93,17 +93,17 @@ class KubeApi:
     async def close(self) -> None:
         await self._client.close()
 
-    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+    async def get(self, kind: ObjectKind, namespace: str | None, name: str) -> Object | None:
         """Return the object, or None if it does not exist."""
         try:
             return await self.request("GET", kind.path(namespace, name))
-        except ApiError as error:
+        except KubeApiError as error:
             if error.not_found:
                 return None
             raise
 
     async def list(
-        self, kind: Kind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
+        self, kind: ObjectKind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[Object]:
         """Return all objects, read from etcd (not the watch cache) in chunks. `fields` is a field selector."""
         items: list[Object] = []
@@ -116,11 +116,11 @@ class KubeApi:
             if not token:
                 return items
 
-    async def create(self, kind: Kind, body: Object, *, manager: str) -> Object:
+    async def create(self, kind: ObjectKind, body: Object, *, manager: str) -> Object:
         path = kind.path(body["metadata"]["namespace"])
         return await self.request("POST", path, body=body, query={"fieldManager": manager})
 
-    async def replace(self, kind: Kind, body: Object, *, manager: str) -> Object:
+    async def replace(self, kind: ObjectKind, body: Object, *, manager: str) -> Object:
         """PUT the object. `metadata.resourceVersion` in the body makes it a compare-and-swap."""
         metadata = body["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
@@ -128,7 +128,7 @@ class KubeApi:
 
     async def apply(
         self,
-        kind: Kind,
+        kind: ObjectKind,
         body: Object,
         *,
         manager: str,
@@ -150,7 +150,7 @@ class KubeApi:
             content_type="application/apply-patch+yaml",
         )
 
-    async def merge_patch(self, kind: Kind, namespace: str, name: str, body: Object, *, manager: str) -> Object:
+    async def merge_patch(self, kind: ObjectKind, namespace: str, name: str, body: Object, *, manager: str) -> Object:
         return await self.request(
             "PATCH",
             kind.path(namespace, name),
@@ -160,13 +160,13 @@ class KubeApi:
         )
 
     async def delete(
-        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+        self, kind: ObjectKind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> None:
         """Delete the object with this UID in the background. grace_seconds: of a pod, if not its own; with 0 the API
         server does not wait for its kubelet.
 
         Raises:
-            ApiError: 404 if it does not exist, 409 if another object has the name now.
+            KubeApiError: 404 if it does not exist, 409 if another object has the name now.
         """
         body = {
             "apiVersion": "v1",
@@ -186,29 +186,29 @@ class KubeApi:
         query: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
     ) -> Object:
-        """Send one request. Raises ApiError for every failure, including the timeout."""
+        """Send one request. Raises KubeApiError for every failure, including the timeout."""
         try:
             async with asyncio.timeout(self._timeout):
                 status, text, headers = await self._exchange(method, path, body, query or {}, content_type)
         except ApiException as error:
-            raise ApiError(error.status or 0, "Error", str(error.reason)) from error
+            raise KubeApiError(error.status or 0, "Error", str(error.reason)) from error
         except TimeoutError:
-            raise ApiError(0, "Timeout", f"{method} {path}: no answer within {self._timeout:g} s") from None
+            raise KubeApiError(0, "Timeout", f"{method} {path}: no answer within {self._timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
+            raise KubeApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
         if not 200 <= status <= 299:
             raise _rejection(status, text, headers)
         try:
             answer: Object = decode(text)
             return answer
         except ValueError as error:
-            raise ApiError(0, "Unreachable", f"{method} {path}: the answer is not JSON: {error}") from error
+            raise KubeApiError(0, "Unreachable", f"{method} {path}: the answer is not JSON: {error}") from error
 
     @contextlib.asynccontextmanager
     async def stream(
         self, path: str, *, query: Mapping[str, Any], silence_seconds: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """GET an answer that is read as it arrives, such as a watch or a log. Its errors are ApiError.
+        """GET an answer that is read as it arrives, such as a watch or a log. Its errors are KubeApiError.
 
         silence_seconds: time without a byte after which the connection counts as broken.
         """
@@ -221,7 +221,7 @@ class KubeApi:
                 yield response
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # The timeouts of aiohttp are OSErrors, too.
-            raise ApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from error
+            raise KubeApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from error
 
     async def _exchange(
         self, method: str, path: str, body: Object | None, query: Mapping[str, Any], content_type: str
@@ -249,7 +249,7 @@ class KubeApi:
         return response
 
 
-def _rejection(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:
+def _rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
     """Return the error of the API server's Status, or of a proxy's answer."""
     said = headers.get("Retry-After", "")
     retry_after = min(float(said), MAX_RETRY_AFTER_SECONDS) if said.isdigit() else 0.0
@@ -257,6 +257,6 @@ def _rejection(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:
         status = json.loads(text)
         causes = {cause.get("reason") for cause in (status.get("details") or {}).get("causes") or ()}
         reason = NAMESPACE_TERMINATING if NAMESPACE_TERMINATING in causes else status.get("reason", "")
-        return ApiError(code, reason, status.get("message", ""), retry_after=retry_after)
+        return KubeApiError(code, reason, status.get("message", ""), retry_after=retry_after)
     except (ValueError, AttributeError):
-        return ApiError(code, "Error", text[:500].decode(errors="replace"), retry_after=retry_after)
+        return KubeApiError(code, "Error", text[:500].decode(errors="replace"), retry_after=retry_after)

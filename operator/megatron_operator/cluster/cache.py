@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_operator.cluster.kinds import OPTIONAL_KINDS
 from megatron_operator.cluster.projection import SeenChild, SeenPod, SeenResource
-from megatron_operator.plan.world import ChildRef, ChildView, PodView
+from megatron_operator.decision.world import ChildRef, ChildView, PodView
 
 Key = tuple[str, str]
 """Namespace and name of a resource."""

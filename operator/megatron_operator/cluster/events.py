@@ -6,11 +6,11 @@ import hashlib
 import logging
 from datetime import UTC, datetime
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import EVENT, RESOURCE
-from megatron_operator.model.names import FIELD_MANAGER
-from megatron_operator.model.text import printable
-from megatron_operator.plan.world import EmitEvent
+from megatron_operator.decision.world import EmitEvent
+from megatron_operator.resource.names import FIELD_MANAGER
+from megatron_operator.resource.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Recorder:
         body = self._body(event, name=name, namespace=namespace, uid=uid)
         try:
             await self._api.create(EVENT, body, manager=FIELD_MANAGER)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
                 await self._count_again(body)
             elif not error.namespace_ends:
@@ -43,7 +43,7 @@ class Recorder:
                 count = int((stored.get("series") or {}).get("count") or 1) + 1
                 series = {"series": {"count": count, "lastObservedTime": body["eventTime"]}}
                 await self._api.merge_patch(EVENT, namespace, name, series, manager=FIELD_MANAGER)
-        except ApiError as error:
+        except KubeApiError as error:
             logger.warning("event not counted", extra={"reason": body["reason"], "error": str(error)})
 
     def _body(self, event: EmitEvent, *, name: str, namespace: str, uid: str) -> Object:

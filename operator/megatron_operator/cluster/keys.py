@@ -10,12 +10,10 @@ import base64
 import logging
 from collections.abc import Mapping
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.writer import Writer
-from megatron_operator.model.names import LABEL_MANAGED_BY, LABEL_NAME
-from megatron_operator.model.states import KeyStage
-from megatron_operator.plan.world import KeysView, RotateKeys
+from megatron_operator.decision.world import KeysView, RotateKeys
 from megatron_operator.render.keys import (
     ADMIN_SECRET,
     AFTER,
@@ -29,6 +27,8 @@ from megatron_operator.render.keys import (
     next_files,
     stage_annotations,
 )
+from megatron_operator.resource.names import LABEL_MANAGED_BY, LABEL_NAME
+from megatron_operator.resource.states import KeyStage
 from megatron_runtime.transport.security import KeyPair, PeerKeys, generate_key_files
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
         try:
             secret = await writer.create(body)
             logger.info("admin key created", extra={"secret": f"{namespace}/{name}"})
-        except ApiError as error:
+        except KubeApiError as error:
             if not error.conflict:
                 raise
             secret = await api.get(SECRET, namespace, name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.model.names import GROUP, KIND, PLURAL, VERSION
+from megatron_operator.resource.names import GROUP, KIND, PLURAL, VERSION
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ObjectKind:
     """One resource of the API server."""
 
     kind: str
@@ -33,30 +33,30 @@ class Kind:
         return "/" + "/".join(parts)
 
 
-RESOURCE = Kind(KIND, GROUP, VERSION, PLURAL)
-SECRET = Kind("Secret", "", "v1", "secrets")
-POD = Kind("Pod", "", "v1", "pods")
-NODE = Kind("Node", "", "v1", "nodes")
-SERVICE = Kind("Service", "", "v1", "services")
-LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
-EVENT = Kind("Event", "events.k8s.io", "v1", "events")
-CORE_EVENT = Kind("Event", "", "v1", "events")
+RESOURCE = ObjectKind(KIND, GROUP, VERSION, PLURAL)
+SECRET = ObjectKind("Secret", "", "v1", "secrets")
+POD = ObjectKind("Pod", "", "v1", "pods")
+NODE = ObjectKind("Node", "", "v1", "nodes")
+SERVICE = ObjectKind("Service", "", "v1", "services")
+LEASE = ObjectKind("Lease", "coordination.k8s.io", "v1", "leases")
+EVENT = ObjectKind("Event", "events.k8s.io", "v1", "events")
+CORE_EVENT = ObjectKind("Event", "", "v1", "events")
 """The same objects as EVENT. The ClusterRoles view, edit and admin of Kubernetes allow to read this API only."""
-HTTP_ROUTE = Kind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
-INFERENCE_POOL = Kind("InferencePool", "inference.networking.k8s.io", "v1", "inferencepools")
+HTTP_ROUTE = ObjectKind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
+INFERENCE_POOL = ObjectKind("InferencePool", "inference.networking.k8s.io", "v1", "inferencepools")
 OPTIONAL_KINDS = (HTTP_ROUTE, INFERENCE_POOL)
 """Children that are read by name and not watched, because a cluster may not have their kind."""
 
-CHILD_KINDS: tuple[Kind, ...] = (
-    Kind("Deployment", "apps", "v1", "deployments"),
-    Kind("StatefulSet", "apps", "v1", "statefulsets"),
-    Kind("ControllerRevision", "apps", "v1", "controllerrevisions"),
+CHILD_KINDS: tuple[ObjectKind, ...] = (
+    ObjectKind("Deployment", "apps", "v1", "deployments"),
+    ObjectKind("StatefulSet", "apps", "v1", "statefulsets"),
+    ObjectKind("ControllerRevision", "apps", "v1", "controllerrevisions"),
     SERVICE,
-    Kind("ConfigMap", "", "v1", "configmaps"),
-    Kind("ServiceAccount", "", "v1", "serviceaccounts"),
-    Kind("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
-    Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
-    Kind("Ingress", "networking.k8s.io", "v1", "ingresses"),
+    ObjectKind("ConfigMap", "", "v1", "configmaps"),
+    ObjectKind("ServiceAccount", "", "v1", "serviceaccounts"),
+    ObjectKind("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
+    ObjectKind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
+    ObjectKind("Ingress", "networking.k8s.io", "v1", "ingresses"),
 )
 """Kinds that the operator applies, watches (by label) and deletes. Secrets and OPTIONAL_KINDS are only read by
 name."""
@@ -65,7 +65,7 @@ _ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
-def kind_of(api_version: str, kind: str) -> Kind:
+def kind_of(api_version: str, kind: str) -> ObjectKind:
     """Return the entry of a kind. Raises ValueError for a kind that is not in the table."""
     try:
         return _BY_NAME[api_version, kind]

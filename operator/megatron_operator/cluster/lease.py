@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import LEASE
-from megatron_operator.model.names import FIELD_MANAGER, NAMESPACES_ANNOTATION, TERM_ANNOTATION
+from megatron_operator.resource.names import FIELD_MANAGER, NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Elector:
         """Remaining validity of the last renewal; negative if it has expired."""
         return self._trusted_until - self._clock()
 
-    def check(self) -> None:
+    def require_leadership(self) -> None:
         """Check leadership. Call before every write and signal.
 
         Raises:
@@ -95,7 +95,7 @@ class Elector:
         Raises:
             LeadershipLostError: the last renewal has expired.
         """
-        self.check()
+        self.require_leadership()
         return self.seconds_left + self._settings.duration - self._settings.renew_deadline
 
     async def acquire(self) -> int:
@@ -105,7 +105,7 @@ class Elector:
                 if await self._try_acquire():
                     logger.info("leading", extra={"term": self.term, "identity": self._settings.identity})
                     return self.term
-            except ApiError as error:
+            except KubeApiError as error:
                 logger.warning("lease not acquired", extra={"error": str(error)})
             await asyncio.sleep(self._settings.renew_interval)
 
@@ -115,9 +115,9 @@ class Elector:
             await asyncio.sleep(self._settings.renew_interval)
             try:
                 await self._renew()
-            except ApiError as error:
+            except KubeApiError as error:
                 logger.warning("lease not renewed", extra={"error": str(error), "seconds_left": self.seconds_left})
-            self.check()
+            self.require_leadership()
 
     async def release(self) -> None:
         """Release the lease, so that a successor need not wait for it to expire. Best effort."""
@@ -128,7 +128,7 @@ class Elector:
         try:
             async with asyncio.timeout(self._settings.request_timeout):
                 await self._api.replace(LEASE, body, manager=FIELD_MANAGER)
-        except (ApiError, TimeoutError) as error:
+        except (KubeApiError, TimeoutError) as error:
             logger.warning("lease not released; it expires by itself", extra={"error": str(error)})
 
     async def _try_acquire(self) -> bool:
@@ -142,7 +142,7 @@ class Elector:
         self._lease = lease
         try:
             await self._write(term=_term(lease) + 1)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.conflict:
                 return False
             raise
@@ -164,7 +164,7 @@ class Elector:
         async with self._swap:
             try:
                 await self._write(term=self.term)
-            except ApiError as error:
+            except KubeApiError as error:
                 if not (error.conflict or error.not_found):
                     raise
                 await self._reread()
@@ -183,7 +183,7 @@ class Elector:
             async with asyncio.timeout(self._settings.request_timeout):
                 return await self._api.get(LEASE, self._settings.namespace, self._settings.name)
         except TimeoutError:
-            raise ApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
+            raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
 
     async def _write(self, *, term: int) -> None:
         """Write this holder by compare-and-swap. The renewal counts from when the request was sent."""
@@ -196,7 +196,7 @@ class Elector:
             async with asyncio.timeout(self._settings.request_timeout):
                 self._lease = await write(LEASE, body, manager=FIELD_MANAGER)
         except TimeoutError:
-            raise ApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
+            raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
         self.term = term
         self._trusted_until = began + self._settings.renew_deadline
 

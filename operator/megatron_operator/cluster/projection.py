@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.model.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
-from megatron_operator.plan.reduce import owner_uid, reduce_child, reduce_pod
-from megatron_operator.plan.world import ChildRef, ChildView, PodView
+from megatron_operator.decision.reduce import owner_uid, reduce_child, reduce_pod
+from megatron_operator.decision.world import ChildRef, ChildView, PodView
+from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
 from megatron_runtime.protocol import strict_json as json
 
 Object = Mapping[str, Any]

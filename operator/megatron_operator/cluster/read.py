@@ -9,12 +9,12 @@ from pathlib import Path
 
 from kubernetes.aio.config import list_kube_config_contexts
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.auth import SERVICE_ACCOUNT, in_cluster, load_configuration
 from megatron_operator.cluster.kinds import LEASE, POD, RESOURCE
 from megatron_operator.explain import causes
-from megatron_operator.model.names import CRD_NAME, LABEL_INSTANCE
 from megatron_operator.operator_leases import operator_leases, operator_problem
+from megatron_operator.resource.names import CRD_NAME, LABEL_INSTANCE
 
 
 @contextlib.asynccontextmanager
@@ -39,7 +39,7 @@ async def find_resource(name: str, *, namespace: str, context: str | None) -> Ob
     context: of the kubeconfig; None means the current one.
 
     Raises:
-        LoginError, ApiError
+        LoginError, KubeApiError
     """
     async with _login(context) as api:
         return await api.get(RESOURCE, namespace, name)
@@ -52,7 +52,7 @@ async def explain_resource(name: str, *, namespace: str | None, context: str | N
 
     Raises:
         LookupError: there is no such resource.
-        LoginError, ApiError
+        LoginError, KubeApiError
     """
     async with _login(context) as api:
         where = namespace or _default_namespace(context)
@@ -67,11 +67,11 @@ async def problem_of_operators(api: KubeApi, namespace: str) -> str | None:
     """Return what is wrong with the operators of a namespace: none runs, or several do. None if one runs.
 
     Raises:
-        ApiError: the Leases could not be read, for another reason than missing permission.
+        KubeApiError: the Leases could not be read, for another reason than missing permission.
     """
     try:
         leases = operator_leases(await api.list(LEASE, None))
-    except ApiError as error:
+    except KubeApiError as error:
         if error.code not in (401, 403):
             raise
         leases = None

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
-from megatron_operator.cluster.kinds import POD, RESOURCE, Kind, kind_of
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
+from megatron_operator.cluster.kinds import POD, RESOURCE, ObjectKind, kind_of
 from megatron_operator.cluster.projection import SeenChild, SeenResource, project_child, project_resource
-from megatron_operator.model.names import FIELD_MANAGER
-from megatron_operator.plan.world import ChildRef, Manifest
+from megatron_operator.decision.world import ChildRef, Manifest
+from megatron_operator.resource.names import FIELD_MANAGER
 
 REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
 """Field manager that keeps the number of replicas of a Deployment when this operator ceases to own it."""
@@ -18,7 +18,7 @@ NO_VERSION = "1"
 """A resource version that no object has. A write with it succeeds only if the object does not exist."""
 
 
-class NotOwnedError(ApiError):
+class NotOwnedError(KubeApiError):
     """An object of that name exists and has another owner. It is not changed."""
 
     def __init__(self, ref: ChildRef, *, namespace: str) -> None:
@@ -44,13 +44,13 @@ class Writer:
         self._count = count
 
     @asynccontextmanager
-    async def _leading(self, kind: Kind) -> AsyncIterator[None]:
+    async def _leading(self, kind: ObjectKind) -> AsyncIterator[None]:
         """Cancel the request when another process may lead."""
         try:
             async with asyncio.timeout(self._guard()):
                 yield
         except TimeoutError:
-            raise ApiError(0, "Timeout", f"write of a {kind.kind}: no answer before the Lease may expire") from None
+            raise KubeApiError(0, "Timeout", f"write of a {kind.kind}: no answer before the Lease may expire") from None
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
         """Server-side apply, forced only on the object `known`, which the resource must own. Without a known object the
@@ -58,13 +58,13 @@ class Writer:
 
         Raises:
             NotOwnedError: an object with another owner has the name.
-            ApiError: the server rejected the request.
+            KubeApiError: the server rejected the request.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         if known is None:
             try:
                 return await self._apply(kind, _onto_nothing(manifest), force=False)
-            except ApiError as error:
+            except KubeApiError as error:
                 if not error.conflict:
                     raise
                 metadata = manifest["metadata"]
@@ -78,7 +78,7 @@ class Writer:
             await self._hand_over_replicas(kind, manifest, known)
         return await self._apply(kind, _onto(manifest, known), force=True)
 
-    async def _hand_over_replicas(self, kind: Kind, manifest: Manifest, known: SeenChild) -> None:
+    async def _hand_over_replicas(self, kind: ObjectKind, manifest: Manifest, known: SeenChild) -> None:
         """Let another manager own the present number of replicas. Without an owner it would become the default, 1."""
         metadata = {name: manifest["metadata"][name] for name in ("name", "namespace")}
         metadata["resourceVersion"] = str(known.version)
@@ -90,7 +90,7 @@ class Writer:
         }
         await self._apply(kind, _onto(body, known), force=True, manager=REPLICAS_MANAGER)
 
-    async def _apply(self, kind: Kind, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> SeenChild:
+    async def _apply(self, kind: ObjectKind, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> SeenChild:
         async with self._leading(kind):
             answer = await self._api.apply(kind, body, manager=manager, force=force)
         self._count("apply", kind.kind)
@@ -100,7 +100,7 @@ class Writer:
         """Apply in a dry run to an existing child.
 
         Raises:
-            ApiError: the server would reject it.
+            KubeApiError: the server would reject it.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         async with self._leading(kind):
@@ -110,7 +110,7 @@ class Writer:
         """Replace `.status`, only on the version that the decision was based on.
 
         Raises:
-            ApiError: conflict if the resource has changed or was replaced; 404 if it does not exist.
+            KubeApiError: conflict if the resource has changed or was replaced; 404 if it does not exist.
         """
         body = {
             "apiVersion": RESOURCE.api_version,
@@ -129,29 +129,33 @@ class Writer:
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
-        """Create an object. Raises ApiError; conflict if it exists."""
+        """Create an object. Raises KubeApiError; conflict if it exists."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         async with self._leading(kind):
             answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
         self._count("create", kind.kind)
         return answer
 
-    async def patch(self, kind: Kind, name: str, *, namespace: str, body: Object) -> Object:
-        """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions. Raises ApiError."""
+    async def patch(self, kind: ObjectKind, name: str, *, namespace: str, body: Object) -> Object:
+        """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions.
+
+        Raises:
+            KubeApiError: the API server rejects it.
+        """
         async with self._leading(kind):
             answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
         self._count("patch", kind.kind)
         return answer
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
-        """Delete a child. Raises ApiError: 404 if it does not exist, conflict if another object has the name."""
+        """Delete a child. Raises KubeApiError: 404 if it does not exist, conflict if another object has the name."""
         kind = kind_of(ref.api_version, ref.kind)
         async with self._leading(kind):
             await self._api.delete(kind, namespace, ref.name, uid=uid)
         self._count("delete", kind.kind)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str, force: bool = False) -> None:
-        """Delete a pod. force: without waiting for its kubelet. Raises ApiError like delete_child()."""
+        """Delete a pod. force: without waiting for its kubelet. Raises KubeApiError like delete_child()."""
         async with self._leading(POD):
             await self._api.delete(POD, namespace, name, uid=uid, grace_seconds=0 if force else None)
         self._count("delete", POD.kind)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
-from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import new_resource_keys, rotation_patch
@@ -18,14 +18,10 @@ from megatron_operator.cluster.lease import Elector
 from megatron_operator.cluster.projection import SeenPod, SeenResource, project_pod
 from megatron_operator.cluster.writer import NotOwnedError, Writer
 from megatron_operator.controller.observe import Observer
-from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import SignalKind
-from megatron_operator.model.text import stamp_seconds
-from megatron_operator.plan.world import (
+from megatron_operator.decision.world import (
     Action,
     ApplyChild,
+    ApplyRejection,
     AskCanary,
     ChildRef,
     CreateKeys,
@@ -33,13 +29,17 @@ from megatron_operator.plan.world import (
     DeleteChild,
     DeletePods,
     EmitEvent,
-    Rejection,
     RotateKeys,
     Signal,
     VetChild,
 )
+from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.states import SignalKind
+from megatron_operator.resource.text import stamp_seconds
 from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
@@ -94,14 +94,14 @@ class Actor:
         self._settings = settings
         self._admin = admin
         self._count_signal = count_signal
-        self.rejections: dict[ChildRef, Rejection] = {}
+        self.rejections: dict[ChildRef, ApplyRejection] = {}
         self.vetted: dict[ChildRef, str] = {}
 
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
         """Execute the actions in order. Return whether the next pass should follow at once, because something changed.
 
         Raises:
-            ApiError: a possibly transient failure; repeat the pass after a backoff.
+            KubeApiError: a possibly transient failure; repeat the pass after a backoff.
             LeadershipLostError: this process must end.
         """
         changed = False
@@ -140,10 +140,10 @@ class Actor:
                 case Signal():
                     self._signal(action, resource)
                 case AskCanary():
-                    self._elector.check()
+                    self._elector.require_leadership()
                     self._link.ask_canary(action)
                 case EmitEvent():
-                    self._elector.check()
+                    self._elector.require_leadership()
                     await self._recorder.emit(
                         action, name=resource.name, namespace=resource.namespace, uid=resource.uid
                     )
@@ -165,7 +165,7 @@ class Actor:
             seen = await self._writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
         except NotOwnedError as error:
             return self._rejected(action.ref, action.hash, error)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.conflict:
                 # The object was replaced or has another owner: read it, then decide again.
                 await self._observer.reread_child(action.ref, namespace=resource.namespace)
@@ -182,7 +182,7 @@ class Actor:
             return False
         try:
             await self._writer.vet_child(action.manifest, known=known)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.conflict or error.not_found:
                 await self._observer.reread_child(action.ref, namespace=resource.namespace)
                 return False
@@ -196,7 +196,7 @@ class Actor:
     async def _create_pod(self, action: CreatePod, resource: SeenResource) -> bool:
         try:
             pod: SeenPod | None = project_pod(await self._writer.create(action.manifest))
-        except ApiError as error:
+        except KubeApiError as error:
             if error.reason != "AlreadyExists":
                 if error.permanent:
                     return self._rejected(action.ref, action.hash, error)
@@ -220,7 +220,7 @@ class Actor:
             files = new_resource_keys(self._admin)
             manifest = keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(datetime.now(UTC)))
             created = await self._writer.create(manifest)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
                 return self._rejected(ref, "", NotOwnedError(ref, namespace=resource.namespace))
             if error.permanent:
@@ -242,7 +242,7 @@ class Actor:
         logger.info("rotating keys", extra={"secret": action.name, "stage": action.stage.value})
         try:
             written = await self._writer.patch(SECRET, action.name, namespace=resource.namespace, body=patch)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.conflict or error.not_found:
                 await self._observer.reread_keys(resource)
                 return False
@@ -254,9 +254,9 @@ class Actor:
         self.rejections.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
         return True
 
-    def _rejected(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:
+    def _rejected(self, ref: ChildRef, manifest_hash: str, error: KubeApiError) -> bool:
         logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
-        self.rejections[ref] = Rejection(
+        self.rejections[ref] = ApplyRejection(
             hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
         )
         return False
@@ -265,7 +265,7 @@ class Actor:
         logger.info("deleting", extra={"child": str(action.ref), "why": action.reason})
         try:
             await self._writer.delete_child(action.ref, namespace=resource.namespace, uid=action.uid)
-        except ApiError as error:
+        except KubeApiError as error:
             if not (error.not_found or error.conflict):
                 raise
             self._cache.gone(action.uid)
@@ -278,7 +278,7 @@ class Actor:
         for name, uid in action.pods:
             try:
                 await self._writer.delete_pod(name, namespace=resource.namespace, uid=uid, force=action.force)
-            except ApiError as error:
+            except KubeApiError as error:
                 if not (error.not_found or error.conflict):
                     raise
                 self._cache.gone(uid)
@@ -286,7 +286,7 @@ class Actor:
                 self._cache.deleted(uid)
 
     def _signal(self, action: Signal, resource: SeenResource) -> None:
-        self._elector.check()
+        self._elector.require_leadership()
         if self._link.awaits(action.operation_id):
             return
         sent = self._link.signal(action)

@@ -18,7 +18,7 @@ from kubernetes.aio.client import Configuration
 from megatron_operator.cluster.auth import kopf_session
 from megatron_operator.cluster.cache import Index
 from megatron_operator.cluster.watch_ages import WatchAges
-from megatron_operator.controller.supervisor import Supervisor
+from megatron_operator.controller.supervisor import TaskSupervisor
 from megatron_operator.controller.watches import build_registry, kopf_settings
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class KopfRun:
     def __init__(
         self,
         configuration: Configuration,
-        supervisor: Supervisor,
+        supervisor: TaskSupervisor,
         *,
         namespaces: tuple[str, ...],
         watch_seconds: float,
@@ -56,10 +56,10 @@ class KopfRun:
         self._told.set()
 
     async def run(self) -> None:
-        """Run until `stop` is set or kopf gets a signal.
+        """Run until end() is called, kopf gets a signal or a watched kind vanishes.
 
         Raises:
-            WatchesEndedError: kopf ended by itself.
+            WatchesEndedError: kopf has failed or does not stop, or the API server no longer serves a watched kind.
         """
         operating = asyncio.create_task(self._operate(), name="kopf")
         told = asyncio.create_task(self._told.wait())

@@ -19,7 +19,7 @@ from typing import Any
 from kubernetes.aio.client import Configuration
 from prometheus_client import CollectorRegistry
 
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import LoginError, load_configuration
 from megatron_operator.cluster.cache import Index, Key, ResourceCache
 from megatron_operator.cluster.events import Recorder
@@ -31,13 +31,13 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
-from megatron_operator.controller.supervisor import Supervisor
+from megatron_operator.controller.supervisor import TaskSupervisor
 from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.decision.decide import decide
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.decide import decide
+from megatron_operator.resource.settings import Settings
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.process.listening import EVERY_ADDRESS
 from megatron_runtime.transport.security import KeyPair
@@ -89,7 +89,7 @@ RESTART_SECONDS = 1.0
 AUDITS_AT_ONCE = 2
 
 
-class BindError(RuntimeError):
+class MetricsBindError(RuntimeError):
     """The address is in use. The message names it."""
 
 
@@ -105,7 +105,7 @@ def run(options: RunOptions) -> int:
     """
     try:
         return asyncio.run(OperatorProcess(options).run())
-    except (LoginError, AddressTemplateError, BindError, KeyFormatError) as error:
+    except (LoginError, AddressTemplateError, MetricsBindError, KeyFormatError) as error:
         raise OperatorStartError(str(error)) from error
 
 
@@ -117,7 +117,7 @@ async def serve_probes(
     host: str | None,
     port: int,
 ) -> HealthServer:
-    """Start to answer on one listening socket. Raises BindError.
+    """Start to answer on one listening socket. Raises MetricsBindError.
 
     GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
     GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing
@@ -138,7 +138,7 @@ async def serve_probes(
     try:
         await server.start()
     except OSError as error:
-        raise BindError(error.strerror) from error
+        raise MetricsBindError(error.strerror) from error
     return server
 
 
@@ -150,7 +150,7 @@ class OperatorProcess:
         self._metrics = Metrics()
         self._stop = asyncio.Event()
         self._phase = "logging in"
-        self._supervisor: Supervisor | None = None
+        self._supervisor: TaskSupervisor | None = None
         self._metrics.show(lambda: self._supervisor.readings() if self._supervisor else [])
         self._index: Index | None = None
         self._run: KopfRun | None = None
@@ -225,7 +225,7 @@ class OperatorProcess:
         if options.settings.security:
             admin = await ensure_admin_keys(api, writer, namespace=options.settings.operator_namespace)
         while True:
-            supervisor = self._supervisor = Supervisor(
+            supervisor = self._supervisor = TaskSupervisor(
                 lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, admin)
             )
             try:
@@ -238,7 +238,7 @@ class OperatorProcess:
             if not await self._unless_stopped(self._await_crd(api)):
                 return 0
 
-    async def _serve(self, configuration: Configuration, supervisor: Supervisor, hold: asyncio.Task[None]) -> None:
+    async def _serve(self, configuration: Configuration, supervisor: TaskSupervisor, hold: asyncio.Task[None]) -> None:
         """Watch and run tasks until the process is stopped.
 
         Raises:
@@ -329,7 +329,7 @@ class OperatorProcess:
             try:
                 await api.request("GET", RESOURCE.path(namespace), query={"limit": 1})
                 return
-            except ApiError as error:
+            except KubeApiError as error:
                 if not said:
                     logger.warning(
                         "resource kind not served yet; install the CRD (megatron-operator crd | kubectl apply -f -)",

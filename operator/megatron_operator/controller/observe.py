@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPConnection, HTTPException
 
-from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
 from megatron_operator.cluster.kinds import (
@@ -26,7 +26,7 @@ from megatron_operator.cluster.kinds import (
     RESOURCE,
     SECRET,
     SERVICE,
-    Kind,
+    ObjectKind,
     kind_of,
 )
 from megatron_operator.cluster.projection import (
@@ -38,27 +38,27 @@ from megatron_operator.cluster.projection import (
     project_resource,
 )
 from megatron_operator.controller.watches import CHILD_SELECTOR
-from megatron_operator.link.address import Resolver
-from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.model.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import CoordinatorState
-from megatron_operator.plan.losses import NODE_SECONDS
-from megatron_operator.plan.reduce import lost_since
-from megatron_operator.plan.world import (
+from megatron_operator.decision.losses import NODE_SECONDS
+from megatron_operator.decision.reduce import lost_since
+from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
     EVENT_SECONDS,
     POD_EVENTS,
+    ApplyRejection,
     ChildRef,
     CoordinatorSnapshot,
     Download,
     KeysView,
     PodView,
-    Rejection,
-    ResourceView,
+    ResourceSnapshot,
     World,
 )
+from megatron_operator.link.address import Resolver
+from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.resource.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.states import CoordinatorState
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.security import KeyPair
 
@@ -189,7 +189,7 @@ class Observer:
         resource: SeenResource,
         *,
         term: int,
-        rejections: Mapping[ChildRef, Rejection],
+        rejections: Mapping[ChildRef, ApplyRejection],
         vetted: Mapping[ChildRef, str],
     ) -> World:
         """Return a snapshot.
@@ -202,7 +202,7 @@ class Observer:
         coordinator = await self._coordinator(resource, secret)
         await self._read_optional(resource)
         return World(
-            resource=ResourceView(
+            resource=ResourceSnapshot(
                 name=resource.name,
                 namespace=resource.namespace,
                 uid=resource.uid,
@@ -359,7 +359,7 @@ class Observer:
         for name in sorted(names - self._nodes_due.keys()):
             try:
                 node = await self._api.get(NODE, None, name)
-            except ApiError as error:
+            except KubeApiError as error:
                 if error.code != 403:
                     raise
                 logger.warning("node cannot be read", extra={"node": name, "error": error.message})
@@ -395,13 +395,13 @@ class Observer:
         await asyncio.gather(*(self._read_optional_child(kind, resource) for kind in OPTIONAL_KINDS))
         self._optional_known = True
 
-    async def _read_optional_child(self, kind: Kind, resource: SeenResource) -> None:
+    async def _read_optional_child(self, kind: ObjectKind, resource: SeenResource) -> None:
         """Read one of them. One that the resource does not own, or that the operator may not read, counts as absent:
         then its apply has the error."""
         ref = ChildRef(kind.kind, resource.name, kind.api_version)
         try:
             obj = await self._api.get(kind, resource.namespace, ref.name)
-        except ApiError as error:
+        except KubeApiError as error:
             if error.code != 403:
                 raise
             obj = None

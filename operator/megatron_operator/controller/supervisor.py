@@ -14,7 +14,7 @@ from megatron_operator.controller.task import ResourceTask
 logger = logging.getLogger(__name__)
 
 
-class Supervisor:
+class TaskSupervisor:
     """make_task: creates a task; its argument is the event that wakes the task."""
 
     def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Key, ResourceCache
 from megatron_operator.cluster.lease import Elector, LeadershipLostError
 from megatron_operator.cluster.projection import SeenResource
@@ -25,9 +25,9 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
 from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.decision.decide import reject_spec
+from megatron_operator.decision.world import Decision, World
 from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.plan.decide import reject_spec
-from megatron_operator.plan.world import Decision, World
 from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class ResourceTask:
                     raise
                 except Exception as error:
                     pause, backoff, outcome = backoff, min(2 * backoff, BACKOFF_MAX), "error"
-                    if isinstance(error, ApiError):
+                    if isinstance(error, KubeApiError):
                         asked = error.retry_after
                         pause = max(pause, asked)
                     self._log_failure(error, pause)
@@ -162,7 +162,7 @@ class ResourceTask:
             return True
         try:
             written = await self._parts.writer.apply_status(resource, status)
-        except ApiError as error:
+        except KubeApiError as error:
             if not (error.conflict or error.not_found):
                 raise
             await self._parts.observer.reread_resource()
@@ -205,9 +205,9 @@ class ResourceTask:
 
     def _log_failure(self, error: Exception, pause: float) -> None:
         fields = {"resource": "/".join(self.key), "error": str(error), "retry_seconds": pause}
-        if isinstance(error, ApiError) and error.namespace_ends:
+        if isinstance(error, KubeApiError) and error.namespace_ends:
             logger.info("namespace is being deleted; waiting until the resource is gone", extra=fields)
-        elif isinstance(error, ApiError):
+        elif isinstance(error, KubeApiError):
             logger.warning("pass failed", extra=fields)
         else:
             logger.exception("pass failed", extra=fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from megatron_operator.cluster.projection import SeenResource
-from megatron_operator.model.states import UpdatePhase
+from megatron_operator.resource.states import UpdatePhase
 
 
 class UpdateLimit:

@@ -14,7 +14,7 @@ from typing import Any
 import kopf
 
 from megatron_operator.cluster.cache import Index, Key
-from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, Kind
+from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, ObjectKind
 from megatron_operator.cluster.projection import (
     SeenChild,
     SeenPod,
@@ -25,7 +25,7 @@ from megatron_operator.cluster.projection import (
     project_resource,
 )
 from megatron_operator.cluster.watch_ages import GRACE_SECONDS
-from megatron_operator.model.names import FIELD_MANAGER, LABEL_MANAGED_BY
+from megatron_operator.resource.names import FIELD_MANAGER, LABEL_MANAGED_BY
 
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 
@@ -75,7 +75,7 @@ def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]
     async def event(body: kopf.Body, namespace: str | None, **_: Any) -> None:
         wake((namespace or "", instance_of(dict(body))))
 
-    def index_of(kind: Kind) -> Callable[..., Any]:
+    def index_of(kind: ObjectKind) -> Callable[..., Any]:
         async def index(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, SeenChild]:
             obj = {**body, "apiVersion": kind.api_version, "kind": kind.kind}
             return {(namespace or "", instance_of(obj)): project_child(obj)}

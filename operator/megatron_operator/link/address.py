@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_operator.model.names import PORT_ADMIN
+from megatron_operator.resource.names import PORT_ADMIN
 from megatron_runtime.transport.zmtp.dealer import AddressError, parse_address
 
 Resolver = Callable[[str, str, str], str | None]

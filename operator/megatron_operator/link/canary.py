@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_operator.decision.world import AskCanary, CanaryReport
 from megatron_operator.link.snapshot import printable
-from megatron_operator.plan.world import AskCanary, CanaryReport
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import Error, Final, MalformedMessageError, RequestMeta, Submit, pack, unpack
 
@@ -48,7 +48,7 @@ KNOWN: dict[str, Expectation] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Canary:
+class SentCanary:
     """A canary that was sent."""
 
     uid: bytes
@@ -57,11 +57,11 @@ class Canary:
     """Deadline of the answer, on the sender's clock."""
 
 
-def new_canary(asked: AskCanary, *, now: float) -> Canary:
-    return Canary(secrets.token_bytes(16), asked, now + DEADLINE_SECONDS + 5.0)
+def new_canary(asked: AskCanary, *, now: float) -> SentCanary:
+    return SentCanary(secrets.token_bytes(16), asked, now + DEADLINE_SECONDS + 5.0)
 
 
-def frames_of(canary: Canary) -> list[bytes]:
+def frames_of(canary: SentCanary) -> list[bytes]:
     """Return SUBMIT, pinned to the engine."""
     known = KNOWN.get(canary.asked.model)
     prompt = np.asarray(known.prompt if known else ANY_PROMPT, dtype="<i4").tobytes()
@@ -70,7 +70,7 @@ def frames_of(canary: Canary) -> list[bytes]:
     return list(Submit(canary.uid, meta, prompt, b"", pack(params)).to_frames())
 
 
-def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
+def judge(canary: SentCanary, answer: Final | Error) -> CanaryReport | None:
     """Return the verdict on the engine; None if the answer allows none."""
     revision = canary.asked.revision
     if isinstance(answer, Error):
@@ -93,7 +93,7 @@ def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
     return CanaryReport(revision, ok=fault is None, message=fault or "")
 
 
-def _fault(canary: Canary, answer: Final, reply: dict[str, Any], *, said: object) -> str | None:
+def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, said: object) -> str | None:
     if reply.get("status") != "COMPLETED":
         return f"the completion failed: {printable(str(said), 400)}"
     tokens = np.frombuffer(answer.tokens, dtype="<i4")
@@ -120,7 +120,7 @@ class CanaryBook:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._waiting: dict[str, Canary] = {}
+        self._waiting: dict[str, SentCanary] = {}
         self.reports: dict[str, CanaryReport] = {}
 
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:

@@ -16,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megatron_operator.decision.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
 from megatron_operator.link.snapshot import printable, rejection_of, snapshot_of, without_traffic
-from megatron_operator.model.states import CoordinatorState, SignalKind
-from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
+from megatron_operator.resource.states import CoordinatorState, SignalKind
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role

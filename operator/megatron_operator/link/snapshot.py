@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
-from megatron_operator.plan.world import (
+from megatron_operator.decision.world import (
     AdapterReport,
     CanaryReport,
     CoordinatorSnapshot,
@@ -20,6 +19,7 @@ from megatron_operator.plan.world import (
     KeysInUse,
     OperationReport,
 )
+from megatron_operator.resource.states import CoordinatorState, OperationOutcome, SignalKind
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import AdapterStatus, ControlAck, FailedRequest, Operation, StatusReply
 from megatron_runtime.protocol.text import printable as escaped

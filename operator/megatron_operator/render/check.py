@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_operator.model.names import CHECK, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS, PREFLIGHT
 from megatron_operator.render.context import Manifest, RenderContext, child, seal
 from megatron_operator.render.engine import KUEUE, engine_revision, engine_statefulset, has_placeholder
 from megatron_operator.render.pod import quantity_bytes
+from megatron_operator.resource.names import CHECK, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS, PREFLIGHT
 
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 _MEMORY_LIMIT = "4Gi"
@@ -39,7 +39,7 @@ def check_pod(ctx: RenderContext) -> Manifest:
     neither its GPUs nor its rules about other pods: those engines occupy the nodes that the check needs.
 
     Raises:
-        InvalidPodTemplate: the spec cannot be rendered.
+        RenderError: the spec cannot be rendered.
     """
     engine = engine_statefulset(ctx, 0, pods=0)
     template, revision = engine["spec"]["template"], engine_revision(engine)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_operator.model.names import (
+from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
+from megatron_operator.render.coordinator import coordinator_deployment
+from megatron_operator.render.engine import engine_statefulset
+from megatron_operator.render.front_door import front_door
+from megatron_operator.render.guards import disruption_budgets, engine_policy, network_policies, service_account
+from megatron_operator.render.pod import config_map
+from megatron_operator.render.revision import revision_child
+from megatron_operator.render.server import server_deployment
+from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_ENGINE,
@@ -13,14 +21,6 @@ from megatron_operator.model.names import (
     PORT_RENDEZVOUS,
     STANDBY,
 )
-from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
-from megatron_operator.render.coordinator import coordinator_deployment
-from megatron_operator.render.engine import engine_statefulset
-from megatron_operator.render.front_door import front_door
-from megatron_operator.render.guards import disruption_budgets, engine_policy, network_policies, service_account
-from megatron_operator.render.pod import config_map
-from megatron_operator.render.revision import revision_child
-from megatron_operator.render.server import server_deployment
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_operator.model.names import ANNOTATION_HASH, LABEL_REVISION
 from megatron_operator.render.children import all_children
-from megatron_operator.render.context import InvalidPodTemplate as InvalidPodTemplate
 from megatron_operator.render.context import Manifest, RenderContext
+from megatron_operator.render.context import RenderError as RenderError
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash, weights_revision
 from megatron_operator.render.revision import KIND as REVISION_KIND
+from megatron_operator.resource.names import ANNOTATION_HASH, LABEL_REVISION
 
 _DERIVED = (ANNOTATION_HASH, LABEL_REVISION)
 """Hashes of other fields, which are never the cause of a difference."""
@@ -123,7 +123,7 @@ def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     """Return the effect of a change from `old` (None: nothing exists) to `new`, while the resource runs.
 
     Raises:
-        InvalidPodTemplate: of either.
+        RenderError: of either.
     """
     refreshed = (
         old is not None and model_hash(old) == model_hash(new) and weights_revision(old) != weights_revision(new)

@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from megatron_operator.model.names import (
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.names import (
     ANNOTATION_HASH,
     ANNOTATION_INPUTS,
     ANNOTATION_RELEASE,
@@ -25,9 +26,9 @@ from megatron_operator.model.names import (
     LABEL_POD_INDEX,
     STANDBY,
 )
-from megatron_operator.model.release import Release
-from megatron_operator.model.resource import MegatronInferenceSpec
-from megatron_operator.model.settings import Settings
+from megatron_operator.resource.release import Release
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_runtime.protocol import strict_json as json
 
 Manifest = dict[str, Any]
@@ -41,16 +42,29 @@ PORTS_DNS = (53, 5353)
 """Ports of cluster DNS Services, and of OpenShift's DNS pods."""
 
 
-class InvalidPodTemplate(ValueError):
-    """A podTemplate that cannot be merged; the message names the field, the value and the remedy."""
+class RenderError(ValueError):
+    """A spec that cannot be rendered; the message names the field, the value and the remedy."""
+
+    reason: ClassVar[Reason]
+    """Reason of the conditions of the resource."""
 
 
-class NotAllowed(InvalidPodTemplate):
-    """A spec that the operator's pod policy does not allow; the message names the field, the value and the remedy."""
+class InvalidPodTemplate(RenderError):
+    """A podTemplate that cannot be merged."""
+
+    reason = Reason.INVALID_POD_TEMPLATE
 
 
-class UnsupportedByBackend(InvalidPodTemplate):
-    """A spec that the backend of the engines cannot run; the message names the field, the value and the remedy."""
+class NotAllowed(RenderError):
+    """A spec that the operator's pod policy does not allow."""
+
+    reason = Reason.NOT_ALLOWED
+
+
+class UnsupportedByBackend(RenderError):
+    """A spec that the backend of the engines cannot run."""
+
+    reason = Reason.UNSUPPORTED_BY_BACKEND
 
 
 @dataclass(frozen=True, slots=True)

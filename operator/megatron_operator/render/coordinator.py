@@ -2,14 +2,17 @@
 
 With `replicas: 2` there is a second one, `NAME-standby`, with a Service of its own. The two are equal: each is the
 other's standby. When the node of the only coordinator is lost, its pod is replaced on another node (see
-`plan/losses.py`).
+`decision/losses.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import (
+from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
+from megatron_operator.render.options import Option, command_line, of_field
+from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
+from megatron_operator.resource.names import (
     ANNOTATION_SERVER_KEY,
     COORDINATOR,
     LABEL_COMPONENT,
@@ -19,8 +22,6 @@ from megatron_operator.model.names import (
     PORT_HEALTH,
     STANDBY,
 )
-from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
-from megatron_operator.render.pod import anti_affinity, bounded_memory, http_probe, keys_args, pod_template
 
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
 MEMORY_LIMIT = "4Gi"
@@ -32,24 +33,32 @@ TOLERATION_SECONDS = 5
 NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
-def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
+def _other_host(ctx: RenderContext, component: str) -> str | None:
+    """Return the host of the other coordinator of a pair."""
     other = ctx.standby_name if component == COORDINATOR else ctx.coordinator_name
-    routing, pause = ctx.spec.coordinator.routing, ctx.spec.lifecycle.pause
-    return [
-        "coordinator",
-        *("--listen", "::"),
-        *("--client-port", str(PORT_CLIENT)),
-        *("--engine-port", str(PORT_ENGINE)),
-        *("--admin-port", str(PORT_ADMIN)),
-        *("--health-port", str(PORT_HEALTH)),
-        *(("--other-host", f"{other}.{ctx.namespace}.svc") if ctx.has_standby else ()),
-        *keys_args(ctx),
-        *("--routing-policy", routing.policy.value),
-        *("--alpha", routing.alpha),
-        *("--pause-mode", pause.mode.value),
-        *("--max-queued", str(pause.max_queued)),
-        *("--max-wait-seconds", str(pause.max_wait_seconds)),
-    ]
+    return f"{other}.{ctx.namespace}.svc" if ctx.has_standby else None
+
+
+OPTIONS = (
+    Option("--listen", lambda ctx, _: "::"),
+    Option("--client-port", lambda ctx, _: PORT_CLIENT),
+    Option("--engine-port", lambda ctx, _: PORT_ENGINE),
+    Option("--admin-port", lambda ctx, _: PORT_ADMIN),
+    Option("--health-port", lambda ctx, _: PORT_HEALTH),
+    Option("--other-host", _other_host),
+    KEYS_DIR_OPTION,
+    of_field("--routing-policy", "coordinator.routing.policy"),
+    of_field("--alpha", "coordinator.routing.alpha"),
+    of_field("--pause-mode", "lifecycle.pause.mode"),
+    of_field("--max-queued", "lifecycle.pause.max_queued"),
+    of_field("--max-wait-seconds", "lifecycle.pause.max_wait_seconds"),
+)
+"""Options of `megatron coordinator`."""
+
+
+def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
+    """Return the arguments of a coordinator: of component COORDINATOR or STANDBY."""
+    return command_line("coordinator", OPTIONS, ctx, component)
 
 
 def lost_node_tolerations(given: list[Any]) -> list[Any]:

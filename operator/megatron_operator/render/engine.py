@@ -11,19 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import (
-    ANNOTATION_MODEL,
-    ENGINE,
-    LABEL_ENGINE,
-    LABEL_POD_INDEX,
-    LABEL_REVISION,
-    LABEL_WEIGHTS,
-    PORT_ENGINE,
-    PORT_HEALTH,
-    PORT_RENDEZVOUS,
-    PREFLIGHT,
-)
-from megatron_operator.model.resource import Backend, NativeSpec
 from megatron_operator.render.context import (
     THREADS_ARGUMENT,
     InvalidPodTemplate,
@@ -48,8 +35,22 @@ from megatron_operator.render.model_source import (
     weights_revision,
     without_weights,
 )
-from megatron_operator.render.pod import http_probe, keys_args, pod_template
-from megatron_operator.render.vllm import engine_image, vllm_env, vllm_options
+from megatron_operator.render.options import Option, command_line, of_field
+from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template
+from megatron_operator.render.vllm import VLLM_OPTIONS, engine_image, vllm_env
+from megatron_operator.resource.names import (
+    ANNOTATION_MODEL,
+    ENGINE,
+    LABEL_ENGINE,
+    LABEL_POD_INDEX,
+    LABEL_REVISION,
+    LABEL_WEIGHTS,
+    PORT_ENGINE,
+    PORT_HEALTH,
+    PORT_RENDEZVOUS,
+    PREFLIGHT,
+)
+from megatron_operator.resource.spec import Backend, PrefixEviction
 
 KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2
@@ -58,6 +59,7 @@ _REVISION_FLAG = "--revision"
 KUEUE = "kueue.x-k8s.io/"
 LABEL_QUEUE = f"{KUEUE}queue-name"
 """Kueue groups the pods of a StatefulSet that has this label itself."""
+_EVICTION = {PrefixEviction.LRU: "lru", PrefixEviction.REF_ZERO: "ref_zero"}
 INDEX_PLACEHOLDER, NAME_PLACEHOLDER = "$(ENGINE_INDEX)", "$(ENGINE_NAME)"
 _PER_ENGINE_FIELDS = frozenset(
     {"affinity", "nodeSelector", "resourceClaims", "schedulingGates", "topologySpreadConstraints"}
@@ -67,55 +69,45 @@ _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 """NCCL logs failures, and uses any interface to other pods."""
 
 
+def _device(ctx: RenderContext, _name: str) -> str | None:
+    """Return the device of engines on GPUs: without a working driver the engine must end, not run on the CPU."""
+    return "cuda" if ctx.spec.engine.gpus_per_pod else None
+
+
+OPTIONS = (
+    Option("--coordinator", lambda ctx, _: ctx.coordinator_address(PORT_ENGINE)),
+    Option("--name", lambda _, name: name),
+    Option("--model", lambda ctx, _: model_argument(ctx)),
+    Option("--model-hash", lambda ctx, _: model_hash(ctx)),
+    of_field("--dtype", "model.dtype", write=str.lower),
+    of_field("--max-sequence-length", "model.max_sequence_length"),
+    of_field("--kv-cache-memory", "engine.batching.kv_cache_memory"),
+    of_field("--block-size-tokens", "engine.batching.block_size_tokens"),
+    Option("--health-port", lambda ctx, _: PORT_HEALTH),
+    of_field("--drain-seconds", "lifecycle.drain_seconds"),
+    Option("--threads", lambda ctx, _: THREADS_ARGUMENT),
+    KEYS_DIR_OPTION,
+    Option("--device", _device),
+    of_field("--max-requests", "engine.batching.max_requests"),
+    of_field("--max-tokens", "engine.batching.max_tokens"),
+    of_field("--no-prefix-caching", "engine.batching.prefix_caching"),
+    of_field("--no-chunked-prefill", "engine.batching.chunked_prefill"),
+    of_field("--format", "model.format", unless_default=True),
+    of_field("--kv-cache-mode", "engine.native.kv_cache_mode", write=str.lower, unless_default=True),
+    of_field("--prefix-eviction", "engine.native.prefix_eviction", write=_EVICTION.__getitem__, unless_default=True),
+    of_field("--step-timeout-seconds", "engine.native.step_timeout_seconds", unless_default=True),
+    *VLLM_OPTIONS,
+)
+"""Options of `megatron engine`, without its revision, which is a hash over them."""
+
+
 def engine_args(ctx: RenderContext, index: int) -> list[str]:
-    """Return the command line without its revision, which is a hash over it.
+    """Return the command line without its revision.
 
     Raises:
         UnsupportedByBackend: the backend does not accept an argument of the spec.
     """
-    spec, batching = ctx.spec, ctx.spec.engine.batching
-    args = [
-        "engine",
-        *("--coordinator", ctx.coordinator_address(PORT_ENGINE)),
-        *("--name", ctx.engine_name(index)),
-        *("--model", model_argument(ctx)),
-        *("--model-hash", model_hash(ctx)),
-        *("--dtype", spec.model.dtype.value.lower()),
-        *("--max-sequence-length", str(spec.model.max_sequence_length)),
-        *("--kv-cache-memory", batching.kv_cache_memory),
-        *("--block-size-tokens", str(batching.block_size_tokens)),
-        *("--health-port", str(PORT_HEALTH)),
-        *("--drain-seconds", str(spec.lifecycle.drain_seconds)),
-        *("--threads", THREADS_ARGUMENT),
-        *keys_args(ctx),
-    ]
-    if spec.engine.gpus_per_pod:
-        # Without a working driver the engine must end, not run on the CPU.
-        args += ["--device", "cuda"]
-    if batching.max_requests is not None:
-        args += ["--max-requests", str(batching.max_requests)]
-    if batching.max_tokens is not None:
-        args += ["--max-tokens", str(batching.max_tokens)]
-    if not batching.prefix_caching:
-        args.append("--no-prefix-caching")
-    if not batching.chunked_prefill:
-        args.append("--no-chunked-prefill")
-    if spec.model.format.value != "Auto":
-        args += ["--format", spec.model.format.value]
-    return args + _native_options(spec.engine.native or NativeSpec()) + vllm_options(ctx)
-
-
-def _native_options(native: NativeSpec) -> list[str]:
-    """Return the options that differ from their defaults, so that a new field changes no engine."""
-    defaults = NativeSpec()
-    options: list[str] = []
-    if native.kv_cache_mode is not defaults.kv_cache_mode:
-        options += ["--kv-cache-mode", native.kv_cache_mode.value.lower()]
-    if native.prefix_eviction is not defaults.prefix_eviction:
-        options += ["--prefix-eviction", "ref_zero"]
-    if native.step_timeout_seconds != defaults.step_timeout_seconds:
-        options += ["--step-timeout-seconds", str(native.step_timeout_seconds)]
-    return options
+    return command_line("engine", OPTIONS, ctx, ctx.engine_name(index))
 
 
 def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:

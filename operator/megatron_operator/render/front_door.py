@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_operator.model.names import PORT_HTTP, SERVER
-from megatron_operator.model.server import ServiceType
 from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
 from megatron_operator.render.pod_policy import check_annotations, check_hosts, check_tls_secret
+from megatron_operator.resource.names import PORT_HTTP, SERVER
+from megatron_operator.resource.server import ServiceType
 
 NETWORKING = "networking.k8s.io/v1"
 GATEWAY = "gateway.networking.k8s.io/v1"

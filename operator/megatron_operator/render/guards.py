@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import (
+from megatron_operator.render.context import (
+    PORT_HUB,
+    PORTS_DNS,
+    Manifest,
+    RenderContext,
+    child,
+    coordinator_pods,
+    seal,
+    selector,
+)
+from megatron_operator.resource.names import (
     CHECK,
     COORDINATOR,
     ENGINE,
@@ -16,16 +26,6 @@ from megatron_operator.model.names import (
     PORT_HEALTH,
     PORT_HTTP,
     SERVER,
-)
-from megatron_operator.render.context import (
-    PORT_HUB,
-    PORTS_DNS,
-    Manifest,
-    RenderContext,
-    child,
-    coordinator_pods,
-    seal,
-    selector,
 )
 
 

@@ -2,7 +2,7 @@
 
 A file has one key per line. A port accepts every key of its `.pub` file; a process uses the first line of its own
 `.key`, and tries the lines of `server.pub` in order. So a rotation writes the Secret in stages, each of which is
-compatible with processes that still have the previous one (see `model.states.KeyStage`):
+compatible with processes that still have the previous one (see `resource.states.KeyStage`):
 
     stage        engine.key, client.key   their .pub   server.key   server.pub
     Settled      A                        A            A            A
@@ -17,9 +17,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 
-from megatron_operator.model.names import GROUP
-from megatron_operator.model.states import KeyStage
 from megatron_operator.render.context import Manifest, RenderContext, child
+from megatron_operator.resource.names import GROUP
+from megatron_operator.resource.states import KeyStage
 
 KEY_NAMES = ("server.key", "server.pub", "engine.key", "engine.pub", "client.key", "client.pub", "admin.pub")
 PEERS = ("engine", "client")

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from megatron_operator.model.names import FETCH, PORT_HEALTH
-from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.render.context import MODEL_CACHE, RenderContext, digest, once
 from megatron_operator.render.pod import MODEL_CACHE_DIR, MODEL_DIR
 from megatron_operator.render.vllm import vllm_arguments
+from megatron_operator.resource.names import FETCH, PORT_HEALTH
+from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_runtime.protocol.adapters import Adapter
 
 OBJECT_STORE_VARIABLES = {

@@ -11,7 +11,6 @@ import math
 import re
 from typing import Any
 
-from megatron_operator.model.names import PORT_HEALTH
 from megatron_operator.render.context import (
     InvalidPodTemplate,
     Manifest,
@@ -24,7 +23,9 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
-from megatron_operator.render.pod_policy import check
+from megatron_operator.render.options import Option
+from megatron_operator.render.pod_policy import enforce
+from megatron_operator.resource.names import PORT_HEALTH
 
 USER = 65532
 KEYS_DIR = "/etc/megatron/keys"
@@ -133,7 +134,7 @@ def pod_template(
     }
     merged = merge_template(base, overlay, field=f"spec.{component}.podTemplate")
     names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
-    check(ctx, component, overlay, containers=names)
+    enforce(ctx, component, overlay, containers=names)
     # Selectors match these labels: an overlay may add labels but not remove a pod from its owner.
     metadata = merged.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **identity}
@@ -174,8 +175,7 @@ def bounded_memory(
     return {"requests": requests, "limits": {"memory": limit}}
 
 
-def keys_args(ctx: RenderContext) -> list[str]:
-    return ["--keys-dir", KEYS_DIR] if ctx.settings.security else []
+KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.security else None)
 
 
 def http_probe(path: str, **timing: int) -> dict[str, Any]:

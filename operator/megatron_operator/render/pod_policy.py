@@ -2,8 +2,8 @@
 
 `restricted` is an allow list: tables from the path of a field to its rule, and tables of names of variables, labels and
 annotations. What is not in the tables is rejected, whatever its value. One value of the operator's chart allows a
-further class (`model.pod_policy.Switch`). `trusted` rejects only what the operator itself renders and depends on. Host
-names and TLS Secrets of the front door are limited in both.
+further class (`resource.pod_policy.Switch`). `trusted` rejects only what the operator itself renders and depends on.
+Host names and TLS Secrets of the front door are limited in both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.model.names import (
+from megatron_operator.render.allowed_names import ANNOTATIONS, ENVIRONMENT, LABELS, PROTECTED, SECRETS, Group
+from megatron_operator.render.context import MODEL_CACHE, NotAllowed, RenderContext
+from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     GROUP,
@@ -25,12 +27,10 @@ from megatron_operator.model.names import (
     LABEL_POD_INDEX,
     SERVER,
 )
-from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories
-from megatron_operator.model.resource import Backend, EngineSpec
-from megatron_operator.model.source import CacheSpec
-from megatron_operator.model.text import printable
-from megatron_operator.render.allowed_names import ANNOTATIONS, ENVIRONMENT, LABELS, PROTECTED, SECRETS, Group
-from megatron_operator.render.context import MODEL_CACHE, NotAllowed, RenderContext
+from megatron_operator.resource.pod_policy import PodPolicy, Switch, in_repositories
+from megatron_operator.resource.source import CacheSpec
+from megatron_operator.resource.spec import Backend, EngineSpec
+from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
 
@@ -102,7 +102,7 @@ class Request:
 Rule = Callable[[Any, str, Request], Iterator[Violation]]
 
 
-def check(
+def enforce(
     ctx: RenderContext, component: str, overlay: dict[str, Any] | None, *, containers: Mapping[str, Collection[str]]
 ) -> None:
     """Reject a component's podTemplate, and the engines' image, if the policy does not allow it.

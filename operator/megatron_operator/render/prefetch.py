@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import APP_NAME, LABEL_INSTANCE, LABEL_NAME
 from megatron_operator.render.context import Manifest, RenderContext, digest, literal_args
 from megatron_operator.render.guards import dns_egress, hub_egress
 from megatron_operator.render.model_source import model_env
 from megatron_operator.render.pod import MODEL_DIR, USER
+from megatron_operator.resource.names import APP_NAME, LABEL_INSTANCE, LABEL_NAME
 
 FETCH = "prefetch"
 _TRIES = 10

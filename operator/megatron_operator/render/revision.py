@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_operator.model.names import REVISION_KIND as KIND
-from megatron_operator.model.resource import Backend, MegatronInferenceSpec, parse_spec
-from megatron_operator.render.context import InvalidPodTemplate, Manifest, RenderContext, child, seal
+from megatron_operator.render.context import Manifest, RenderContext, RenderError, child, seal
 from megatron_operator.render.engine import revision_of
+from megatron_operator.resource.names import REVISION_KIND as KIND
+from megatron_operator.resource.spec import Backend, MegatronInferenceSpec, parse_spec
 
 API_VERSION = "apps/v1"
 _SPEC_FIELDS: dict[str, Any] = {
@@ -39,7 +39,7 @@ def revision_child(ctx: RenderContext) -> Manifest:
     """Return the record of the spec's revision.
 
     Raises:
-        InvalidPodTemplate: the spec cannot be rendered.
+        RenderError: the spec cannot be rendered.
     """
     data = {
         "spec": _inputs(ctx.spec),
@@ -78,5 +78,5 @@ def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) ->
         )
         found = replace(ctx, spec=stored, settings=settings)
         return found if revision_of(found) == revision else None
-    except (KeyError, TypeError, ValidationError, InvalidPodTemplate):
+    except (KeyError, TypeError, ValidationError, RenderError):
         return None

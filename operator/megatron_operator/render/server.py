@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.names import ANNOTATION_MODEL, LABEL_WEIGHTS, PORT_CLIENT, PORT_HEALTH, PORT_HTTP, SERVER
 from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
 from megatron_operator.render.model_source import (
     model_argument,
@@ -14,7 +13,16 @@ from megatron_operator.render.model_source import (
     model_volumes,
     weights_revision,
 )
-from megatron_operator.render.pod import anti_affinity, bounded_memory, http_probe, keys_args, pod_template
+from megatron_operator.render.options import Option, command_line, of_field
+from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
+from megatron_operator.resource.names import (
+    ANNOTATION_MODEL,
+    LABEL_WEIGHTS,
+    PORT_CLIENT,
+    PORT_HEALTH,
+    PORT_HTTP,
+    SERVER,
+)
 
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
@@ -27,36 +35,32 @@ _INPUTS: dict[str, Any] = {"model": True, "weights": True, "server": True, "life
 _NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters", "cache"}}
 
 
+OPTIONS = (
+    Option("--coordinator", lambda ctx, _: ctx.coordinator_address(PORT_CLIENT)),
+    Option("--model", lambda ctx, _: model_argument(ctx)),
+    Option("--model-name", lambda ctx, _: ctx.model_name),
+    Option("--model-hash", lambda ctx, _: model_hash(ctx)),
+    of_field("--max-sequence-length", "model.max_sequence_length"),
+    Option("--host", lambda ctx, _: "::"),
+    Option("--port", lambda ctx, _: PORT_HTTP),
+    Option("--health-port", lambda ctx, _: PORT_HEALTH),
+    KEYS_DIR_OPTION,
+    of_field("--drain-seconds", "lifecycle.drain_seconds"),
+    of_field("--api-keys-file", "server.api_keys_secret_ref", write=lambda _: f"{API_KEYS_DIR}/keys"),
+    of_field("--tls-certificate-file", "server.tls", write=lambda _: f"{TLS_DIR}/tls.crt"),
+    of_field("--tls-key-file", "server.tls", write=lambda _: f"{TLS_DIR}/tls.key"),
+    of_field("--share-prefix-cache", "server.share_prefix_cache"),
+    of_field("--allow-priority", "server.allow_priority"),
+    of_field("--reserve-tokens", "server.reserve_tokens"),
+    of_field("--tool-call-parser", "server.tool_call_parser"),
+    of_field("--reasoning-parser", "server.reasoning_parser"),
+)
+"""Options of `megatron server`."""
+
+
 def server_args(ctx: RenderContext) -> list[str]:
-    server = ctx.spec.server
-    args = [
-        "server",
-        *("--coordinator", ctx.coordinator_address(PORT_CLIENT)),
-        *("--model", model_argument(ctx)),
-        *("--model-name", ctx.model_name),
-        *("--model-hash", model_hash(ctx)),
-        *("--max-sequence-length", str(ctx.spec.model.max_sequence_length)),
-        *("--host", "::"),
-        *("--port", str(PORT_HTTP)),
-        *("--health-port", str(PORT_HEALTH)),
-        *keys_args(ctx),
-        *("--drain-seconds", str(ctx.spec.lifecycle.drain_seconds)),
-    ]
-    if server.api_keys_secret_ref is not None:
-        args += ["--api-keys-file", f"{API_KEYS_DIR}/keys"]
-    if server.tls is not None:
-        args += ["--tls-certificate-file", f"{TLS_DIR}/tls.crt", "--tls-key-file", f"{TLS_DIR}/tls.key"]
-    if server.share_prefix_cache:
-        args.append("--share-prefix-cache")
-    if server.allow_priority:
-        args.append("--allow-priority")
-    if server.reserve_tokens is not None:
-        args += ["--reserve-tokens", str(server.reserve_tokens)]
-    if server.tool_call_parser is not None:
-        args += ["--tool-call-parser", server.tool_call_parser.value]
-    if server.reasoning_parser is not None:
-        args += ["--reasoning-parser", server.reasoning_parser.value]
-    return args
+    """Return the arguments of the OpenAI servers."""
+    return command_line("server", OPTIONS, ctx, SERVER)
 
 
 def server_deployment(ctx: RenderContext) -> Manifest:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_operator.model.resource import Backend
-from megatron_operator.model.text import printable
 from megatron_operator.render.context import RenderContext, UnsupportedByBackend
+from megatron_operator.render.options import Option
+from megatron_operator.resource.spec import Backend
+from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import LOADS_CODE, problem_of
 
@@ -30,14 +31,18 @@ def engine_image(ctx: RenderContext) -> str | None:
     return (engine.vllm.image if engine.vllm else None) or ctx.settings.vllm_runtime_image
 
 
-def vllm_options(ctx: RenderContext) -> list[str]:
-    """Return the options of `megatron engine` that choose vLLM; none for native engines.
+def _backend(ctx: RenderContext, _name: str) -> str | None:
+    return None if ctx.spec.engine.backend is Backend.NATIVE else "vllm"
+
+
+def _arguments(ctx: RenderContext, _name: str) -> str | None:
+    """Return the engine arguments as JSON; None for native engines.
 
     Raises:
         UnsupportedByBackend: with the first argument that vLLM engines do not accept.
     """
     if ctx.spec.engine.backend is Backend.NATIVE:
-        return []
+        return None
     arguments = vllm_arguments(ctx)
     canonical = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     if len(canonical) > MAX_CHARACTERS or _levels(arguments) > MAX_LEVELS:
@@ -48,8 +53,19 @@ def vllm_options(ctx: RenderContext) -> list[str]:
     problem = problem_of(arguments, allow_code=True)  # the pod policy decides on code
     if problem is not None:
         raise UnsupportedByBackend(f"spec.engine.vllm.args.{printable(problem)}")
-    options = ["--backend", "vllm", "--vllm-arguments", canonical.replace("$", "\\u0024")]
-    return [*options, "--vllm-allow-code"] if arguments.keys() & LOADS_CODE.keys() else options
+    return canonical.replace("$", "\\u0024")
+
+
+def _loads_code(ctx: RenderContext, _name: str) -> bool:
+    return ctx.spec.engine.backend is not Backend.NATIVE and not vllm_arguments(ctx).keys().isdisjoint(LOADS_CODE)
+
+
+VLLM_OPTIONS = (
+    Option("--backend", _backend),
+    Option("--vllm-arguments", _arguments),
+    Option("--vllm-allow-code", _loads_code),
+)
+"""Options of `megatron engine` that choose vLLM."""
 
 
 def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS
 
+from megatron_operator.decision.world import AskCanary, CanaryReport
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
-from megatron_operator.plan.world import AskCanary, CanaryReport
 from megatron_runtime.protocol.headers import Role
 
 FAST = LinkTimings(hello_retry=0.05, status_interval=0.1, status_interval_busy=0.05)

@@ -30,8 +30,8 @@ import pytest
 import yaml
 from eventually import LONG_SECONDS
 
-from megatron_operator.model.names import KIND
-from megatron_operator.model.resource import parse_spec
+from megatron_operator.resource.names import KIND
+from megatron_operator.resource.spec import parse_spec
 from megatron_runtime.cli.processes import free_ports
 
 ROOT = Path(__file__).parents[3]

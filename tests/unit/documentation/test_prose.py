@@ -1,18 +1,27 @@
-"""The wording check (tools/check_prose.py) finds what its glossary rejects, and nothing inside an exception."""
+"""The checks of wording (tools/check_prose.py) and of docstrings (tools/check_docstrings.py) find what they reject."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-_spec = importlib.util.spec_from_file_location("check_prose", ROOT / "tools" / "check_prose.py")
-assert _spec is not None
-assert _spec.loader is not None
-check_prose = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(check_prose)
+
+
+def _tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_prose, check_docstrings = _tool("check_prose"), _tool("check_docstrings")
 
 
 @pytest.mark.parametrize(
@@ -35,3 +44,20 @@ def test_only_prose_of_markdown_is_limited_to_100_columns() -> None:
     code = f"```sh\n{long}\n```"
     page = f"{long}\n\n| {long} |\n\n{code}\n\n[{'x' * 120}](https://example.com)\n"
     assert [line for line, _ in check_prose.long_lines(page)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("code", "orphans"),
+    [
+        ('"""Module."""\nLIMIT = 1\n"""Its meaning."""\n', []),
+        ('class Value:\n    """Class."""\n\n    name: str\n    """Field."""\n', []),
+        ('async def run() -> None:\n    """Function."""\n', []),
+        ('LIMIT = 1\n"""Its meaning."""\n"""A second one."""\n', [3]),
+        ('import os\n"""Of an import."""\n', [2]),
+        ('def run() -> None:\n    return\n    """After the end."""\n', [3]),
+        ('if True:\n    """Of a branch."""\nelse:\n    """Of another."""\n', [2, 4]),
+        ("try:\n    pass\nexcept OSError:\n    'Of a handler.'\n", [4]),
+    ],
+)
+def test_a_string_that_documents_nothing_is_found(code: str, orphans: list[int]) -> None:
+    assert sorted(check_docstrings.orphaned(ast.parse(code))) == orphans

@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 from in_memory_cluster import Cluster
 
-from megatron_operator.model.names import ANNOTATION_RESTARTED, API_VERSION, GROUP, KIND, PLURAL, VERSION
+from megatron_operator.resource.names import ANNOTATION_RESTARTED, API_VERSION, GROUP, KIND, PLURAL, VERSION
 
 PASS_SECONDS = 0.15
 RESOURCES = f"/apis/{GROUP}/{VERSION}"

@@ -20,8 +20,8 @@ from in_memory_cluster import MINIMAL, Cluster
 from megatron_kubectl import cli as kubectl
 from megatron_operator import cli
 from megatron_operator.cluster.projection import project_resource
-from megatron_operator.model.names import API_VERSION, KIND
-from megatron_operator.model.text import parse
+from megatron_operator.resource.names import API_VERSION, KIND
+from megatron_operator.resource.text import parse
 
 RESOURCES = "/apis/inference.megatron.dev/v1beta1/namespaces/default/megatroninferences"
 

@@ -24,9 +24,9 @@ from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressRep
 from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_operator.controller.observe import read_progress
-from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.causes import find_cause
-from megatron_operator.plan.world import PodView
+from megatron_operator.decision.causes import find_cause
+from megatron_operator.decision.world import PodView
+from megatron_operator.resource.conditions import Reason
 from megatron_runtime.checkpoints.model_files import UnsafeNameError
 from megatron_runtime.checkpoints.remote import hub_cache
 from megatron_runtime.checkpoints.remote.download import cached_directory, connect, fetch

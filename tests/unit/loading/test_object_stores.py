@@ -33,9 +33,9 @@ from random_checkpoint import LLAMA, random_tensors, write_model
 from soak import SOAK
 
 from megatron_operator.controller.observe import read_progress
-from megatron_operator.model.conditions import Reason
-from megatron_operator.plan.causes import find_cause
-from megatron_operator.plan.world import PodView
+from megatron_operator.decision.causes import find_cause
+from megatron_operator.decision.world import PodView
+from megatron_operator.resource.conditions import Reason
 from megatron_runtime.checkpoints.remote.download import connect, fetch, parse_reference
 from megatron_runtime.checkpoints.remote.files import (
     MANIFEST_FILE,

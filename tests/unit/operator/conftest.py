@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.plan.world import World
+from megatron_operator.decision.world import World
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import pytest
 from in_memory_cluster import START, Cluster
 from pydantic import ValidationError
 
+from megatron_operator.decision.decide import NOT_QUOTED, decide
+from megatron_operator.decision.world import Signal
 from megatron_operator.explain import causes, explanation
-from megatron_operator.model.resource import check_adapter_names, parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.decide import NOT_QUOTED, decide
-from megatron_operator.plan.world import Signal
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.guards import hub_egress
 from megatron_operator.render.model_source import model_adapters
 from megatron_operator.render.revision import revision_child
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import check_adapter_names, parse_spec
 from megatron_runtime.protocol.adapters import Adapter
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "models", "path": "/base"}}

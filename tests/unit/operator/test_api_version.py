@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from megatron_operator.manifest_file import ResourceFileError, read_resource, resource_of
-from megatron_operator.model.crd import custom_resource_definition
-from megatron_operator.model.names import API_VERSION
+from megatron_operator.resource.crd import custom_resource_definition
+from megatron_operator.resource.names import API_VERSION
 
 ROOT = Path(__file__).parents[3]
 MANIFESTS = sorted(

@@ -10,8 +10,8 @@ from bad_values import GOOD, WEDGES, BadValue, bad_values
 from pydantic import ValidationError
 
 from megatron_operator.manifest_file import describe
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import parse_spec
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.spec import parse_spec
 
 ALL = bad_values()
 

@@ -13,24 +13,25 @@ from typing import Any
 import pytest
 from in_memory_cluster import START
 
-from megatron_operator.model.conditions import ConditionType, Reason
-from megatron_operator.model.states import CoordinatorState
-from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.decide import decide, reject_spec
-from megatron_operator.plan.scene import MAX_STARTING, UNREACHABLE_GRACE_SECONDS
-from megatron_operator.plan.status import condition
-from megatron_operator.plan.world import (
+from megatron_operator.decision.decide import decide, reject_spec
+from megatron_operator.decision.desired import UNREACHABLE_GRACE_SECONDS
+from megatron_operator.decision.engines import MAX_STARTING
+from megatron_operator.decision.status import condition
+from megatron_operator.decision.world import (
     EVENT_SECONDS,
     LOST_SECONDS,
     UNKNOWN_SECONDS,
     ApplyChild,
+    ApplyRejection,
     ChildRef,
     DeletePods,
     EmitEvent,
     FailedRequestReport,
-    Rejection,
     Signal,
 )
+from megatron_operator.resource.conditions import ConditionType, Reason
+from megatron_operator.resource.states import CoordinatorState
+from megatron_operator.resource.status import MegatronInferenceStatus
 
 STATES = ("Running", "Paused", "Suspended", "Stopped")
 PATHS: dict[tuple[str, str], list[str]] = {
@@ -207,7 +208,7 @@ def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: A
     assert decision.reason == "SignalFailed"
     assert decision.requeue_after == pytest.approx(5.0)
     assert "rank 0 of demo-engine-0 said no" in cluster.condition("Degraded")["message"]
-    rejected = Rejection("of-an-older-manifest", 422, "spec is wrong", cluster.now)
+    rejected = ApplyRejection("of-an-older-manifest", 422, "spec is wrong", cluster.now)
     cluster.rejections[ChildRef("Service", "demo")] = rejected
     assert cluster.step().requeue_after == pytest.approx(5.0), "the first of what is due"
     cluster.rejections.clear()

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.plan.diagnosis import diagnose
-from megatron_operator.plan.reduce import reduce_pod
-from megatron_operator.plan.references import references
-from megatron_operator.plan.world import PodView
+from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.reduce import reduce_pod
+from megatron_operator.decision.references import references
+from megatron_operator.decision.world import PodView
+from megatron_operator.resource.spec import parse_spec
 
 
 def crashed(message: str, exit_code: int = 1, **fields: Any) -> PodView:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.decide import decide
+from megatron_operator.decision.decide import decide
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.context import InvalidPodTemplate, RenderContext
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.revision import context_of, revision_child
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
 
 COSCHEDULING = {
     "metadata": {"labels": {"scheduling.x-k8s.io/pod-group": "$(ENGINE_NAME)", "team": "a"}},

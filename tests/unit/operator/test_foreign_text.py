@@ -22,18 +22,18 @@ import megatron_operator
 from megatron_operator.cli import main
 from megatron_operator.cluster.events import Recorder
 from megatron_operator.controller.metrics import Metrics, Reading
-from megatron_operator.explain import causes, explanation
-from megatron_operator.model.states import OperationOutcome, SignalKind
-from megatron_operator.model.text import printable, printable_data
-from megatron_operator.plan.decide import NOT_QUOTED, decide, reject_spec
-from megatron_operator.plan.world import (
+from megatron_operator.decision.decide import NOT_QUOTED, decide, reject_spec
+from megatron_operator.decision.world import (
+    ApplyRejection,
     CanaryReport,
     ChildRef,
     CoordinatorSnapshot,
     EmitEvent,
     OperationReport,
-    Rejection,
 )
+from megatron_operator.explain import causes, explanation
+from megatron_operator.resource.states import OperationOutcome, SignalKind
+from megatron_operator.resource.text import printable, printable_data
 from megatron_runtime.process.logs import JsonFormatter, TextFormatter
 
 HOSTILE = "a\x1b[2J\x1b]0;owned\x07\r\nforged: line\u2028\u202etxt.exe\u200b\x9b31m\x7f\ud800 b"
@@ -125,7 +125,7 @@ def rejection_of_the_api_server(cluster: Cluster) -> None:
     cluster.settle()
     ref = ChildRef("Deployment", "demo-server", "apps/v1")
     hashed = cluster.objects[ref]["metadata"]["annotations"]["inference.megatron.dev/hash"]
-    cluster.rejections[ref] = Rejection(hashed, 422, HOSTILE, cluster.now)
+    cluster.rejections[ref] = ApplyRejection(hashed, 422, HOSTILE, cluster.now)
 
 
 def pods_that_cannot_be_made(cluster: Cluster) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.world import ApplyChild, ChildRef, DeleteChild, Rejection
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.world import ApplyChild, ApplyRejection, ChildRef, DeleteChild
 from megatron_operator.render.context import NotAllowed, RenderContext
 from megatron_operator.render.front_door import GATEWAY, INFERENCE, NETWORKING, front_door
 from megatron_operator.render.server import server_deployment
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
 
 SERVICE = ChildRef("Service", "demo")
 INGRESS, ROUTE = ChildRef("Ingress", "demo", NETWORKING), ChildRef("HTTPRoute", "demo", GATEWAY)
@@ -246,7 +246,7 @@ def test_without_the_crd_the_status_reports_it_and_the_resource_serves(
     cluster.settle()
     del cluster.objects[ref]
     world = cluster.world()
-    rejection = Rejection(apply.hash, 404, "the server could not find the requested resource", world.now)
+    rejection = ApplyRejection(apply.hash, 404, "the server could not find the requested resource", world.now)
     decision = decide(replace(world, rejections={ref: rejection}))
     conditions = {entry["type"]: entry for entry in decision.status["conditions"]}
     assert conditions["Ready"]["status"] == "True"

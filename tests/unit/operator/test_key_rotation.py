@@ -12,10 +12,10 @@ import pytest
 import zmq
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.model.states import KeyStage
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.world import ApplyChild, ChildRef, Rejection, RotateKeys
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.world import ApplyChild, ApplyRejection, ChildRef, RotateKeys
 from megatron_operator.render.keys import AFTER, KEY_NAMES, next_files
+from megatron_operator.resource.states import KeyStage
 from megatron_runtime.transport.security import generate_key_files
 
 PAIRS = ("server", "engine", "client")
@@ -166,7 +166,9 @@ def test_a_new_admin_key_is_accepted_and_the_old_one_rejected() -> None:
 def test_a_secret_that_cannot_be_written_is_named_and_retried_with_backoff() -> None:
     cluster = _running()
     cluster.patch(keys={"generation": 2})
-    cluster.rejections[cluster.secret] = Rejection("", 422, "field is immutable when `immutable` is set", cluster.now)
+    cluster.rejections[cluster.secret] = ApplyRejection(
+        "", 422, "field is immutable when `immutable` is set", cluster.now
+    )
     for _ in range(10):
         decision = cluster.step()
         assert not [action for action in decision.actions if isinstance(action, RotateKeys)]

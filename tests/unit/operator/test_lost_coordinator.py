@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from in_memory_cluster import Cluster
 
-from megatron_operator.model.states import CoordinatorState
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.losses import REPLACE_SECONDS
-from megatron_operator.plan.world import (
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.losses import REPLACE_SECONDS
+from megatron_operator.decision.world import (
     LOST_SECONDS,
     UNKNOWN_SECONDS,
     CoordinatorSnapshot,
@@ -22,6 +21,7 @@ from megatron_operator.plan.world import (
     PodView,
     World,
 )
+from megatron_operator.resource.states import CoordinatorState
 
 AGE = timedelta(minutes=5)
 

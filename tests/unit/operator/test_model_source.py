@@ -9,21 +9,21 @@ import pytest
 from in_memory_cluster import Cluster
 from pydantic import ValidationError
 
-from megatron_operator.model.conditions import Reason
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.status import MegatronInferenceStatus
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.diagnosis import diagnose
-from megatron_operator.plan.reduce import reduce_pod
-from megatron_operator.plan.references import references
-from megatron_operator.plan.world import DOWNLOAD_SECONDS, Download
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.reduce import reduce_pod
+from megatron_operator.decision.references import references
+from megatron_operator.decision.world import DOWNLOAD_SECONDS, Download
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.context import NotAllowed, RenderContext
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.model_source import model_argument, model_hash
 from megatron_operator.render.server import server_deployment
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.status import MegatronInferenceStatus
 
 S3 = {"objectStore": {"url": "s3://models/llama/{revision}/", "credentialsSecretRef": {"name": "bucket"}}}
 HUB = {"huggingFace": {"repo": "org/name", "revision": "c" * 40}}

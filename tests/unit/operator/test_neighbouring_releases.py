@@ -14,8 +14,8 @@ import pytest
 
 from megatron_operator import __version__
 from megatron_operator.manifest_file import read_resource
-from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
+from megatron_operator.resource.settings import Settings
 from megatron_runtime.cli import main
 
 HERE = Path(__file__).parent

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,14 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from docs.operator_pages import troubleshooting_page
+from docs.operator_pages import resource_page, troubleshooting_page
 from megatron_operator.cli import main
 from megatron_operator.explain import causes, explanation
 from megatron_operator.install import HOME_RULES, install_manifests
-from megatron_operator.model.conditions import Reason
-from megatron_operator.model.remedies import REMEDIES, Symptom
 from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.render.keys import ADMIN_SECRET
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.remedies import REMEDIES, Symptom
 from tools.generate import generated_files
 
 ROOT = Path(__file__).parents[3]
@@ -33,6 +35,21 @@ def test_crd_prints_the_definition() -> None:
     result = _run("crd")
     assert result.exit_code == 0
     assert yaml.safe_load(result.output)["metadata"]["name"] == "megatroninferences.inference.megatron.dev"
+
+
+def _rules(node: Any) -> Iterator[str]:
+    """Yield the message of every rule in a part of the CRD, wherever it is."""
+    if isinstance(node, dict):
+        yield from (rule["message"] for rule in node.get("x-kubernetes-validations", ()))
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _rules(part)
+
+
+def test_the_page_of_the_resource_has_every_rule_of_the_crd() -> None:
+    rules = list(_rules(yaml.safe_load(_run("crd").output)))
+    page = " ".join(html.unescape(resource_page()).replace("\\|", "|").split())
+    assert len(rules) > 30
+    assert [rule for rule in rules if f"- {' '.join(rule.split())}" not in page] == []
 
 
 def test_render_prints_the_children() -> None:

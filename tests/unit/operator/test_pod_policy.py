@@ -15,16 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.model.names import LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE, LABEL_MANAGED_BY, LABEL_NAME
-from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories, repository_of
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import ChildRef
+from megatron_operator.decision.world import ChildRef
 from megatron_operator.render.allowed_names import ENVIRONMENT, PROTECTED, SECRETS
 from megatron_operator.render.children import all_children
-from megatron_operator.render.context import InvalidPodTemplate, NotAllowed, RenderContext
+from megatron_operator.render.context import NotAllowed, RenderContext, RenderError
 from megatron_operator.render.model_source import OBJECT_STORE_VARIABLES
 from megatron_operator.render.pod import config_data
+from megatron_operator.resource.names import LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE, LABEL_MANAGED_BY, LABEL_NAME
+from megatron_operator.resource.pod_policy import PodPolicy, Switch, in_repositories, repository_of
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
 from megatron_runtime.protocol.vllm_arguments import ALLOWED as ALLOWED_ARGUMENTS
 
 from .pod_security import violations as restricted_violations
@@ -707,7 +707,7 @@ def test_no_accepted_template_leaves_the_restricted_profile(policy: PodPolicy) -
         nonlocal accepted
         try:
             template = pod_of(render(overlay, policy))
-        except InvalidPodTemplate:
+        except RenderError:
             return
         accepted += 1
         # A volume of no type, as an overlay may leave it, is rejected by the API server.

@@ -10,11 +10,11 @@ import yaml
 from click.testing import CliRunner
 
 from megatron_operator.cli import main
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.settings import Settings
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.model_source import model_argument
 from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import parse_spec
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "manifests/samples/llama-8gpu.yaml"

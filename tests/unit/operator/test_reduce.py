@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_operator.plan.diagnosis import diagnose
-from megatron_operator.plan.reduce import reduce_child, reduce_pod
+from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.reduce import reduce_child, reduce_pod
 
 
 def _pod(status: dict[str, Any]) -> dict[str, Any]:

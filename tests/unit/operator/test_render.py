@@ -11,10 +11,6 @@ import pytest
 import yaml
 
 from megatron_operator.manifest_file import ResourceFileError, read_resource
-from megatron_operator.model.names import LABEL_ENGINE
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import Batching, parse_spec
-from megatron_operator.model.settings import Settings
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
@@ -23,6 +19,10 @@ from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.keys import KEY_NAMES, keys_secret
 from megatron_operator.render.pod import merge_template
+from megatron_operator.resource.names import LABEL_ENGINE
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import Batching, parse_spec
 from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.engine.settings import EngineSettings
 

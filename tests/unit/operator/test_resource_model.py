@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_operator.model.crd import COLUMNS, custom_resource_definition
-from megatron_operator.model.resource import check_name, parse_spec
-from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import RenderContext
+from megatron_operator.resource.crd import COLUMNS, custom_resource_definition
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import check_name, parse_spec
 
 SOURCE = {"builtin": "smollm2-135m"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_operator.model.text import parse
+from megatron_operator.resource.text import parse
 
 LIMIT = {"restartBudget": {"restarts": 5, "windowSeconds": 600}}
 ENGINE = "demo-engine-0"

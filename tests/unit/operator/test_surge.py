@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from in_memory_cluster import Cluster
 
-from megatron_operator.plan.world import ChildRef
+from megatron_operator.decision.world import ChildRef
 
 CHANGE = {"batching": {"maxRequests": 7}}
 SURGE = {"maxSurge": 1}

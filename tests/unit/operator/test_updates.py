@@ -11,10 +11,10 @@ import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.controller.updates import UpdateLimit
-from megatron_operator.model.release import Release, is_older
-from megatron_operator.model.settings import DEFAULT_COORDINATOR_IMAGE, IMAGE_REGISTRY
-from megatron_operator.plan.world import ChildRef
+from megatron_operator.decision.world import ChildRef
 from megatron_operator.render import coordinator, engine, server
+from megatron_operator.resource.release import Release, is_older
+from megatron_operator.resource.settings import DEFAULT_COORDINATOR_IMAGE, IMAGE_REGISTRY
 
 NEW_COORDINATOR_IMAGE = f"{IMAGE_REGISTRY}/megatron-operator:2"
 NEW = {"runtime_image": "runtime:2", "coordinator_image": NEW_COORDINATOR_IMAGE, "version": "2.0.0"}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from megatron_operator.model.states import LEGAL_SIGNALS, CoordinatorState, DesiredState, EngineState, SignalKind
-from megatron_operator.plan.verbs import GOAL, Reached, Send, Step, Wait, next_step
+from megatron_operator.decision.verbs import GOAL, Reached, Send, Step, Wait, next_step
+from megatron_operator.resource.states import LEGAL_SIGNALS, CoordinatorState, DesiredState, EngineState, SignalKind
 from megatron_runtime.protocol.lifecycle import NEXT_SIGNAL, STEADY_ENGINE_STATES
 
 C, D, E, S = CoordinatorState, DesiredState, EngineState, SignalKind

@@ -12,19 +12,19 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_operator.cli import main
-from megatron_operator.model.crd import structural_schema
-from megatron_operator.model.pod_policy import PodPolicy
-from megatron_operator.model.resource import MegatronInferenceSpec, parse_spec
-from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import OperationOutcome, SignalKind
-from megatron_operator.plan.decide import NOT_QUOTED, quotable
-from megatron_operator.plan.world import OperationReport, PodView
+from megatron_operator.decision.decide import NOT_QUOTED, quotable
+from megatron_operator.decision.world import OperationReport, PodView
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import NotAllowed, RenderContext, UnsupportedByBackend
 from megatron_operator.render.engine import revision_of
 from megatron_operator.render.model_source import model_hash
 from megatron_operator.render.revision import context_of, revision_child
+from megatron_operator.resource.crd import structural_schema
+from megatron_operator.resource.pod_policy import PodPolicy
+from megatron_operator.resource.settings import Settings
+from megatron_operator.resource.spec import MegatronInferenceSpec, parse_spec
+from megatron_operator.resource.states import OperationOutcome, SignalKind
 from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.protocol.vllm_arguments import FIELDS
 

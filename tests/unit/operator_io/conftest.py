@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from megatron_operator.cluster.api import ApiError
-from megatron_operator.cluster.kinds import Kind
+from megatron_operator.cluster.api import KubeApiError
+from megatron_operator.cluster.kinds import ObjectKind
 from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
@@ -39,32 +39,32 @@ class Store:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.version = 100
         self.writes: list[tuple[str, str]] = []
-        self.reject: ApiError | None = None
+        self.reject: KubeApiError | None = None
         self.forced: list[bool] = []
 
-    async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
+    async def get(self, kind: ObjectKind, namespace: str, name: str) -> dict[str, Any] | None:
         self._maybe_reject()
         return copy.deepcopy(self.objects.get((kind.kind, namespace, name)))
 
-    async def create(self, kind: Kind, body: dict[str, Any], *, manager: str) -> dict[str, Any]:
+    async def create(self, kind: ObjectKind, body: dict[str, Any], *, manager: str) -> dict[str, Any]:
         self._maybe_reject()
         key = self._key(kind, body)
         if key in self.objects:
-            raise ApiError(409, "AlreadyExists", f"{key} exists")
+            raise KubeApiError(409, "AlreadyExists", f"{key} exists")
         return self._store(key, body, uid=f"uid-{self.version}", verb="create")
 
-    async def replace(self, kind: Kind, body: dict[str, Any], *, manager: str) -> dict[str, Any]:
+    async def replace(self, kind: ObjectKind, body: dict[str, Any], *, manager: str) -> dict[str, Any]:
         self._maybe_reject()
         key = self._key(kind, body)
         old = self.objects.get(key)
         if old is None:
-            raise ApiError(404, "NotFound", f"{key}")
+            raise KubeApiError(404, "NotFound", f"{key}")
         if body["metadata"].get("resourceVersion") not in (None, old["metadata"]["resourceVersion"]):
-            raise ApiError(409, "Conflict", "the object has been modified")
+            raise KubeApiError(409, "Conflict", "the object has been modified")
         return self._store(key, body, uid=old["metadata"]["uid"], verb="replace")
 
     async def apply(
-        self, kind: Kind, body: dict[str, Any], *, manager: str, force: bool, subresource: str | None = None
+        self, kind: ObjectKind, body: dict[str, Any], *, manager: str, force: bool, subresource: str | None = None
     ) -> dict[str, Any]:
         self._maybe_reject()
         self.forced.append(force)
@@ -72,31 +72,31 @@ class Store:
         old = self.objects.get(key)
         uid = body["metadata"].get("uid")
         if uid is not None and (old is None or old["metadata"]["uid"] != uid):
-            raise ApiError(409, "Conflict", "uid mismatch")
+            raise KubeApiError(409, "Conflict", "uid mismatch")
         version = body["metadata"].get("resourceVersion")
         if version is not None and old is not None and old["metadata"]["resourceVersion"] != version:
-            raise ApiError(409, "Conflict", "the object has been modified")
+            raise KubeApiError(409, "Conflict", "the object has been modified")
         merged = {**(old or {}), **body}
         return self._store(key, merged, uid=old["metadata"]["uid"] if old else f"uid-{self.version}", verb="apply")
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+    async def delete(self, kind: ObjectKind, namespace: str, name: str, *, uid: str) -> None:
         self._maybe_reject()
         old = self.objects.get((kind.kind, namespace, name))
         if old is None:
-            raise ApiError(404, "NotFound", name)
+            raise KubeApiError(404, "NotFound", name)
         if old["metadata"]["uid"] != uid:
-            raise ApiError(409, "Conflict", "uid mismatch")
+            raise KubeApiError(409, "Conflict", "uid mismatch")
         del self.objects[kind.kind, namespace, name]
         self.writes.append(("delete", kind.kind))
 
     async def merge_patch(
-        self, kind: Kind, namespace: str, name: str, body: dict[str, Any], *, manager: str
+        self, kind: ObjectKind, namespace: str, name: str, body: dict[str, Any], *, manager: str
     ) -> dict[str, Any]:
         self._maybe_reject()
         key = (kind.kind, namespace, name)
         return self._store(key, {**self.objects[key], **body}, uid="same", verb="patch")
 
-    def _key(self, kind: Kind, body: dict[str, Any]) -> tuple[str, str, str]:
+    def _key(self, kind: ObjectKind, body: dict[str, Any]) -> tuple[str, str, str]:
         return kind.kind, body["metadata"]["namespace"], body["metadata"]["name"]
 
     def _store(self, key: tuple[str, str, str], body: dict[str, Any], *, uid: str, verb: str) -> dict[str, Any]:

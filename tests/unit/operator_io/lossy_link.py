@@ -12,9 +12,9 @@ from typing import Any
 
 from in_memory_cluster import Cluster, FakeCoordinator
 
+from megatron_operator.decision.world import AskCanary, Signal
 from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.model.states import LEGAL_SIGNALS, SignalKind
-from megatron_operator.plan.world import AskCanary, Signal
+from megatron_operator.resource.states import LEGAL_SIGNALS, SignalKind
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import (
     Control,

@@ -13,10 +13,10 @@ from typing import Any
 
 from in_memory_cluster import OWNER_UID, Cluster
 
-from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import Index, ResourceCache
 from megatron_operator.cluster.events import Recorder
-from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, NODE, POD, RESOURCE, Kind
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, NODE, POD, RESOURCE, ObjectKind
 from megatron_operator.cluster.projection import project_child, project_pod, project_resource
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
@@ -24,8 +24,8 @@ from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.controller.updates import UpdateLimit
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
 
 Object = dict[str, Any]
 
@@ -90,27 +90,27 @@ class InMemoryApi:
         body = {"apiVersion": RESOURCE.api_version, "kind": RESOURCE.kind, "metadata": metadata}
         return copy.deepcopy({**body, "spec": cluster.spec, "status": cluster.status})
 
-    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+    async def get(self, kind: ObjectKind, namespace: str | None, name: str) -> Object | None:
         await asyncio.sleep(0)
         if kind is RESOURCE:
             return self.resource()
         if kind is NODE:
             if name in self.unreadable_nodes:
-                raise ApiError(403, "Forbidden", "nodes may not be read")
+                raise KubeApiError(403, "Forbidden", "nodes may not be read")
             return copy.deepcopy(self.cluster.nodes.get(name))
         found = self.cluster.objects.get(ChildRef(kind.kind, name, kind.api_version))
         return copy.deepcopy(found)
 
-    async def list(self, kind: Kind, namespace: str | None, *, fields: str) -> list[Object]:
+    async def list(self, kind: ObjectKind, namespace: str | None, *, fields: str) -> list[Object]:
         await asyncio.sleep(0)
         assert kind is POD, kind
         name = fields.removeprefix("metadata.name=")
         return copy.deepcopy([pod for pod in self.cluster.pods.values() if pod["metadata"]["name"] == name])
 
-    async def create(self, kind: Kind, body: Object, *, manager: str) -> Object:
+    async def create(self, kind: ObjectKind, body: Object, *, manager: str) -> Object:
         await asyncio.sleep(0)
         if kind is POD and body["metadata"]["name"] in self.cluster.pods:
-            raise ApiError(409, "AlreadyExists", "the pod exists")
+            raise KubeApiError(409, "AlreadyExists", "the pod exists")
         if kind is POD:
             body = copy.deepcopy(self.cluster.create_pod(body))
         elif kind is not EVENT:
@@ -120,7 +120,7 @@ class InMemoryApi:
 
     async def apply(
         self,
-        kind: Kind,
+        kind: ObjectKind,
         body: Object,
         *,
         manager: str,
@@ -137,10 +137,10 @@ class InMemoryApi:
         known = self.cluster.objects.get(ref)
         uid = body["metadata"].get("uid")
         if uid is not None and (known is None or known["metadata"]["uid"] != uid):
-            raise ApiError(409, "Conflict", "another object")
+            raise KubeApiError(409, "Conflict", "another object")
         version = body["metadata"].get("resourceVersion")
         if version is not None and known is not None and known["metadata"].get("resourceVersion") != version:
-            raise ApiError(409, "Conflict", "the object has been modified")
+            raise KubeApiError(409, "Conflict", "the object has been modified")
         self.cluster.put(body)
         self._version += 1
         stored = self.cluster.objects[ref]
@@ -150,7 +150,7 @@ class InMemoryApi:
 
     async def _apply_status(self, body: Object) -> Object:
         if body["metadata"]["resourceVersion"] != self.resource()["metadata"]["resourceVersion"]:
-            raise ApiError(409, "Conflict", "the resource was modified")
+            raise KubeApiError(409, "Conflict", "the resource was modified")
         self._on_status(body["status"])
         self.cluster.status = copy.deepcopy(body["status"])
         self._version += 1
@@ -159,7 +159,7 @@ class InMemoryApi:
         return self.resource()
 
     async def delete(
-        self, kind: Kind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
+        self, kind: ObjectKind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> None:
         await asyncio.sleep(0)
         self.cluster.remove(kind.kind, name, uid, force=grace_seconds == 0)
@@ -252,7 +252,7 @@ class Leader:
     def __init__(self, term: int) -> None:
         self.term = term
 
-    def check(self) -> None:
+    def require_leadership(self) -> None:
         pass
 
 
@@ -275,7 +275,7 @@ def new_operator(
     played: Any = api
     cache = ResourceCache(uid=OWNER_UID, key=key, index=watch.index)
     leader = leader or Leader(term)
-    writer = Writer(played, guard=leader.check, count=lambda verb, kind: None)
+    writer = Writer(played, guard=leader.require_leadership, count=lambda verb, kind: None)
     observing = ObserverSettings(
         settings=api.cluster.settings,
         admin=None,

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
 from megatron_operator.cluster.projection import fingerprint, project_child, project_pod, project_resource
-from megatron_operator.plan.world import ChildRef
+from megatron_operator.decision.world import ChildRef
 
 KEY = ("prod", "demo")
 REF = ChildRef("Deployment", "demo-coordinator", "apps/v1")

@@ -15,7 +15,7 @@ from in_memory_cluster import Cluster
 
 from megatron_operator.controller import observe
 from megatron_operator.controller.observe import read_progress
-from megatron_operator.plan.world import PodView
+from megatron_operator.decision.world import PodView
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 

@@ -17,12 +17,12 @@ from megatron_operator.cluster.projection import project_resource
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.observe import Observer, ObserverSettings
-from megatron_operator.model.resource import parse_spec
-from megatron_operator.model.states import KeyStage
-from megatron_operator.plan.decide import decide
-from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, CreateKeys, Decision, RotateKeys
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.world import ChildRef, CoordinatorSnapshot, CreateKeys, Decision, RotateKeys
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
+from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.states import KeyStage
 
 from .operator_task import DirectLink, Leader
 

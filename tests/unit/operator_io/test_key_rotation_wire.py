@@ -13,8 +13,8 @@ from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
-from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
+from megatron_operator.resource.states import KeyStage
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings

@@ -11,7 +11,7 @@ from kubernetes.aio.client import Configuration
 
 from megatron_operator.controller import kopf_run
 from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
-from megatron_operator.controller.supervisor import Supervisor
+from megatron_operator.controller.supervisor import TaskSupervisor
 
 
 def no_task(*_: Any) -> Any:
@@ -26,7 +26,7 @@ async def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KopfRun]:
     def make(operator: Callable[..., Any]) -> KopfRun:
         monkeypatch.setattr(kopf_run.kopf, "operator", operator)
         return KopfRun(
-            Configuration(), Supervisor(no_task), namespaces=("a",), watch_seconds=40, started=lambda index: None
+            Configuration(), TaskSupervisor(no_task), namespaces=("a",), watch_seconds=40, started=lambda index: None
         )
 
     return make

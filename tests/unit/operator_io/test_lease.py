@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.lease import (
     NAMESPACES_ANNOTATION,
     TERM_ANNOTATION,
@@ -37,11 +37,11 @@ def stored(store: Any) -> dict[str, Any]:
 async def test_first_leader_has_term_one(store: Any) -> None:
     first = elector(store, Clock(), "a")
     with pytest.raises(LeadershipLostError):
-        first.check()
+        first.require_leadership()
 
     assert await first.acquire() == 1
 
-    first.check()
+    first.require_leadership()
     assert stored(store)["spec"]["holderIdentity"] == "a"
     assert stored(store)["metadata"]["annotations"][TERM_ANNOTATION] == "1"
 
@@ -62,10 +62,10 @@ async def test_expiry_is_checked_against_the_holders_clock_before_the_lease_is_f
     await first.acquire()
 
     clock.now += 9.9
-    first.check()
+    first.require_leadership()
     clock.now += 0.2
     with pytest.raises(LeadershipLostError, match="not renewed for 10 s"):
-        first.check()
+        first.require_leadership()
 
 
 async def test_challenger_waits_its_own_duration_since_it_saw_a_change_and_takes_the_next_term(store: Any) -> None:
@@ -110,7 +110,7 @@ async def test_released_lease_is_free_at_once(store: Any) -> None:
     await first.acquire()
     await first.release()
     with pytest.raises(LeadershipLostError):
-        first.check()
+        first.require_leadership()
 
     assert await elector(store, clock, "b").acquire() == 2
 
@@ -125,7 +125,7 @@ async def test_only_one_of_two_that_swap_at_once_wins(store: Any) -> None:
     lease = await store.get(_lease_kind(), "system", "op")
     left._lease = right._lease = lease
     await left._write(term=2)
-    with pytest.raises(ApiError) as rejected:
+    with pytest.raises(KubeApiError) as rejected:
         await right._write(term=2)
 
     assert rejected.value.conflict
@@ -144,14 +144,14 @@ async def test_old_holder_that_comes_back_finds_the_lease_taken_and_ends(store: 
     with pytest.raises(LeadershipLostError, match="now held by b"):
         await asyncio.wait_for(first.hold(), LONG_SECONDS)
     with pytest.raises(LeadershipLostError):
-        first.check()
+        first.require_leadership()
 
 
 async def test_api_outage_ends_leadership_only_after_the_deadline(store: Any) -> None:
     clock = Clock()
     first = elector(store, clock, "a", duration=0.3)
     await first.acquire()
-    store.reject = ApiError(503, "Unavailable", "try again")
+    store.reject = KubeApiError(503, "Unavailable", "try again")
     hold = asyncio.create_task(first.hold())
     await asyncio.sleep(0.2)
     assert not hold.done()
@@ -165,9 +165,9 @@ async def test_an_error_of_the_read_after_a_failed_swap_does_not_end_the_leader(
     clock = Clock()
     first = elector(store, clock, "a", duration=0.3)
     await first.acquire()
-    store.replace = _raising(ApiError(409, "Conflict", "the answer to the last renewal was lost"))
+    store.replace = _raising(KubeApiError(409, "Conflict", "the answer to the last renewal was lost"))
     get = store.get
-    store.get = _raising(ApiError(503, "Unavailable", "try again"))
+    store.get = _raising(KubeApiError(503, "Unavailable", "try again"))
     hold = asyncio.create_task(first.hold())
     await asyncio.sleep(0.2)
     assert not hold.done()
@@ -178,7 +178,7 @@ async def test_an_error_of_the_read_after_a_failed_swap_does_not_end_the_leader(
     hold.cancel()
 
 
-def _raising(error: ApiError) -> Any:
+def _raising(error: KubeApiError) -> Any:
     async def request(*arguments: Any, **options: Any) -> Any:
         raise error
 

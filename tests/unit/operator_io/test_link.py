@@ -15,12 +15,12 @@ from eventually import LONG_SECONDS
 from in_memory_cluster import MINIMAL, Cluster
 from machine import scaled
 
+from megatron_operator.decision.world import AskCanary, CoordinatorSnapshot, Signal
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
 from megatron_operator.link.canary import judge, new_canary
 from megatron_operator.link.connection import DEFAULT_SIGNAL_SECONDS, CoordinatorLink, LinkTimings
 from megatron_operator.link.snapshot import snapshot_of, without_traffic
-from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
-from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
+from megatron_operator.resource.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (

@@ -11,12 +11,12 @@ import pytest
 from in_memory_cluster import OWNER_UID, Cluster
 
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
-from megatron_operator.cluster.kinds import EVENT, Kind
+from megatron_operator.cluster.kinds import EVENT, ObjectKind
 from megatron_operator.cluster.projection import project_resource
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import ResourceTask
-from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import EVENT_SECONDS
+from megatron_operator.decision.world import EVENT_SECONDS
+from megatron_operator.resource.settings import Settings
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
@@ -138,7 +138,7 @@ class EventsApi(InMemoryApi):
         self.events: list[dict[str, Any]] = []
         self.asked: list[str] = []
 
-    async def list(self, kind: Kind, namespace: str, *, fields: str) -> list[dict[str, Any]]:
+    async def list(self, kind: ObjectKind, namespace: str, *, fields: str) -> list[dict[str, Any]]:
         await asyncio.sleep(0)
         assert kind is EVENT
         self.asked.append(fields)

@@ -12,8 +12,8 @@ import pytest
 from in_memory_cluster import MINIMAL, Cluster
 from machine import scaled
 
+from megatron_operator.decision.world import OperationReport
 from megatron_operator.link.connection import LinkTimings
-from megatron_operator.plan.world import OperationReport
 
 from .lossy_link import CoordinatorPort, LossyLink
 from .operator_task import InMemoryApi, Watch, new_operator

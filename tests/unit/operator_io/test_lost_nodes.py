@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.cluster.kinds import NODE, Kind
+from megatron_operator.cluster.kinds import NODE, ObjectKind
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
@@ -20,7 +20,7 @@ class CountingApi(InMemoryApi):
 
     reads = 0
 
-    async def get(self, kind: Kind, namespace: str | None, name: str) -> dict[str, Any] | None:
+    async def get(self, kind: ObjectKind, namespace: str | None, name: str) -> dict[str, Any] | None:
         self.reads += kind is NODE
         return await super().get(kind, namespace, name)
 

@@ -12,8 +12,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
-from megatron_operator.model.states import EngineState
-from megatron_operator.plan.world import CoordinatorSnapshot, EngineReport
+from megatron_operator.decision.world import CoordinatorSnapshot, EngineReport
+from megatron_operator.resource.states import EngineState
 from tools.monitoring import dashboard, expressions
 
 ROOT = Path(__file__).parents[3]

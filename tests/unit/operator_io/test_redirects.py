@@ -20,7 +20,7 @@ import httpx
 import pytest
 from kubernetes.aio.client import Configuration
 
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import kopf_session
 from megatron_operator.cluster.watch_ages import WatchAges
 from megatron_operator.verify import VerificationError, _answers, _session
@@ -116,7 +116,7 @@ async def _bench(url: str) -> None:
 CLIENTS: dict[str, Callable[[str], Awaitable[None]]] = {
     each.__name__.strip("_"): each for each in (_request, _patch, _stream, _kopf, _verify, _chat, _generate, _bench)
 }
-FAILURES = (ApiError, aiohttp.ClientError, VerificationError, click.ClickException, httpx.HTTPError)
+FAILURES = (KubeApiError, aiohttp.ClientError, VerificationError, click.ClickException, httpx.HTTPError)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_operator.controller.observe import Registrations
-from megatron_operator.model.names import COORDINATOR, ENGINE, STANDBY
-from megatron_operator.model.states import CoordinatorState, EngineState
-from megatron_operator.plan.world import CoordinatorSnapshot, EngineReport, PodView
+from megatron_operator.decision.world import CoordinatorSnapshot, EngineReport, PodView
+from megatron_operator.resource.names import COORDINATOR, ENGINE, STANDBY
+from megatron_operator.resource.states import CoordinatorState, EngineState
 
 ENGINES = tuple(f"demo-engine-{index}" for index in range(2))
 REPORTS = tuple(EngineReport(name, name, EngineState.RUNNING, "r") for name in ENGINES)

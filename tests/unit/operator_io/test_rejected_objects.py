@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.cluster.api import ApiError
-from megatron_operator.cluster.kinds import Kind
+from megatron_operator.cluster.api import KubeApiError
+from megatron_operator.cluster.kinds import ObjectKind
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
@@ -25,10 +25,10 @@ class RejectingApi(InMemoryApi):
 
     said = MALFORMED
 
-    async def apply(self, kind: Kind, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+    async def apply(self, kind: ObjectKind, body: dict[str, Any], **options: Any) -> dict[str, Any]:
         template = body.get("spec", {}).get("template", {}) if kind.plural in ("deployments", "statefulsets") else {}
         if template.get("spec", {}).get("schedulerName") == "bad":
-            raise ApiError(500, "InternalError", self.said)
+            raise KubeApiError(500, "InternalError", self.said)
         return await super().apply(kind, body, **options)
 
 

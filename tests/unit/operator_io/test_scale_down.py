@@ -8,7 +8,7 @@ import copy
 from eventually import LONG_SECONDS
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.cluster.kinds import Kind
+from megatron_operator.cluster.kinds import ObjectKind
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
@@ -22,7 +22,7 @@ class SlowDeletions(InMemoryApi):
         self._begun = asyncio.Condition()
         self.deletions = 0
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+    async def delete(self, kind: ObjectKind, namespace: str, name: str, *, uid: str) -> None:
         async with self._begun:
             self.deletions += 1
             mine = self.deletions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import (
     KeyFormatError,
@@ -22,9 +22,9 @@ from megatron_operator.cluster.kinds import CHILD_KINDS, SERVICE, kind_of
 from megatron_operator.cluster.lease import LeadershipLostError
 from megatron_operator.cluster.projection import project_child, project_resource
 from megatron_operator.cluster.writer import NotOwnedError, Writer
-from megatron_operator.model.names import FIELD_MANAGER
-from megatron_operator.plan.world import EmitEvent
+from megatron_operator.decision.world import EmitEvent
 from megatron_operator.render.keys import KEY_NAMES
+from megatron_operator.resource.names import FIELD_MANAGER
 
 OWNER = {"apiVersion": "inference.megatron.dev/v1beta1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
 
@@ -82,7 +82,7 @@ async def test_object_replaced_behind_our_back_is_a_conflict_not_an_overwrite(st
     await store.delete(SERVICE, "prod", "demo", uid=seen.uid)
     await store.create(SERVICE, manifest(), manager="user")
 
-    with pytest.raises(ApiError) as rejected:
+    with pytest.raises(KubeApiError) as rejected:
         await writer.apply_child(manifest(), owner_uid="u", known=seen)
     assert rejected.value.conflict
 
@@ -108,7 +108,7 @@ async def test_an_operator_that_does_not_lead_writes_nothing(store: Any) -> None
 
 async def test_status_carries_the_version_and_uid_it_was_decided_from(store: Any, writer: Writer) -> None:
     raw = {"metadata": {"name": "demo", "namespace": "prod", "uid": "u", "resourceVersion": "7"}}
-    with pytest.raises(ApiError):
+    with pytest.raises(KubeApiError):
         await writer.apply_status(project_resource(raw), {"state": "Paused"})
     store.objects["MegatronInference", "prod", "demo"] = raw
     written = await writer.apply_status(project_resource(raw), {"state": "Paused"})
@@ -135,7 +135,7 @@ async def test_long_event_is_cut_at_a_character_and_a_failed_one_is_no_error(sto
     (event,) = store.objects.values()
     assert event["note"] == "é" * 500
 
-    store.reject = ApiError(403, "Forbidden", "no")
+    store.reject = KubeApiError(403, "Forbidden", "no")
     await recorder.emit(EmitEvent("Warning", "Other", "x"), name="demo", namespace="prod", uid="u")
 
 
@@ -205,7 +205,7 @@ async def test_replicas_that_are_no_longer_applied_get_another_owner_first(store
     await writer.apply_child({**deployment, "spec": {"paused": False}}, owner_uid="u", known=owner)
     assert applied == [(f"{FIELD_MANAGER}-replicas", {"replicas": 3}), (FIELD_MANAGER, {"paused": False})]
     store.version += 1
-    with pytest.raises(ApiError, match="modified"):  # an autoscaler was faster
+    with pytest.raises(KubeApiError, match="modified"):  # an autoscaler was faster
         await writer.apply_child({**deployment, "spec": {}}, owner_uid="u", known=owner)
 
 
@@ -220,8 +220,8 @@ async def test_a_write_without_an_answer_is_cancelled_when_the_lease_may_expire(
 
     store.apply = store.delete = unanswered
     writer = Writer(store, guard=lambda: 0.01, count=lambda verb, kind: None)
-    with pytest.raises(ApiError, match="Timeout: write of a Service: no answer"):
+    with pytest.raises(KubeApiError, match="Timeout: write of a Service: no answer"):
         await writer.apply_child(manifest(), owner_uid="u", known=None)
     assert cancelled.is_set()
-    with pytest.raises(ApiError, match="Timeout"):
+    with pytest.raises(KubeApiError, match="Timeout"):
         await writer.delete_pod("demo-engine-0-0", namespace="prod", uid="u")

@@ -1,0 +1,131 @@
+"""The adapters of a resource: the list of the spec against that of the coordinator, and the errors of the status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_operator.decision.operation import Operation, adapter_lists
+from megatron_operator.decision.world import AdapterReport, World
+from megatron_operator.render.model_source import adapters_digest, model_adapters
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.states import LifecyclePhase, SignalKind
+from megatron_operator.resource.text import seconds_since, stamp
+from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.headers import ErrorCode
+
+_REASONS = {reason.value: reason for reason in (Reason.ADAPTER_FAILED, Reason.UNSUPPORTED_BY_BACKEND)}
+RETRY_SECONDS = 30.0
+"""Time after which a list that failed is set again, because a volume or a hub may be back."""
+
+
+@dataclass(frozen=True)
+class AdapterView:
+    """Adapters of a World. operation: the resolved operation."""
+
+    world: World
+    operation: Operation | None
+
+    @cached_property
+    def wanted(self) -> tuple[Adapter, ...]:
+        return model_adapters(self.world.resource.spec)
+
+    @cached_property
+    def entries(self) -> list[dict[str, Any]]:
+        """`status.adapters`: each adapter of the spec, with the error that it has, or had until it is loaded."""
+        before = {(entry["name"], entry["source"]): entry for entry in self._recorded}
+        return [self._entry(adapter, before.get((adapter.name, adapter.source), {})) for adapter in self.wanted]
+
+    @property
+    def _recorded(self) -> list[Mapping[str, Any]]:
+        return list(self.world.resource.status.get("adapters") or ())
+
+    def _entry(self, adapter: Adapter, before: Mapping[str, Any]) -> dict[str, Any]:
+        coordinator, failed = self.world.coordinator, self._failure
+        report = self._reports.get((adapter.name, adapter.source))
+        reason, error, failed_at = before.get("reason"), before.get("error"), before.get("failedAt")
+        if report is not None and not report.error:
+            error = None
+        elif report is not None:
+            reason = reason if error else Reason.ADAPTER_FAILED.value
+            failed_at = failed_at if error else stamp(self.world.now)
+            error = report.error
+        elif adapter in self._causes:
+            reason, error = self._reason(failed, before=reason), self._causes[adapter]
+        if failed is not None and error:
+            failed_at = max(failed_at or "", failed.since)
+        engines = report.engines if report is not None else 0
+        return {
+            "name": adapter.name,
+            "source": adapter.source,
+            "engines": engines if coordinator.reachable else before.get("engines", 0),
+            **({"reason": reason, "error": error, "failedAt": failed_at} if error else {}),
+        }
+
+    @cached_property
+    def _reports(self) -> dict[tuple[str, str], AdapterReport]:
+        return {(report.name, report.source): report for report in self.world.coordinator.adapters or ()}
+
+    @cached_property
+    def _failure(self) -> Operation | None:
+        """The last operation, if it failed to set a list."""
+        last = self.operation
+        if last is None or last.signal is not SignalKind.SET_ADAPTERS or last.phase is not LifecyclePhase.FAILED:
+            return None
+        return last if not last.rejected else None
+
+    @cached_property
+    def _causes(self) -> Mapping[Adapter, str | None]:
+        """Why each adapter of the list that the last operation did not set could not be loaded; None: it could. If the
+        engines did not report that, all that are not loaded have the message of the operation."""
+        failed = self._failure
+        tried = adapter_lists(self.world, self._recorded).get((failed and failed.adapters) or "")
+        if failed is None or tried is None:
+            return {}
+        report = self.world.coordinator.operations.get(failed.id)
+        errors = report.adapter_errors if report is not None else {}
+        if errors:
+            return {adapter: errors.get(adapter.name) for adapter in tried}
+        return {adapter: failed.message for adapter in tried if (adapter.name, adapter.source) not in self._reports}
+
+    def _reason(self, failed: Operation | None, *, before: str | None) -> str:
+        report = self.world.coordinator.operations.get(failed.id) if failed is not None else None
+        if report is None:  # the coordinator has forgotten it: keep the recorded reason
+            return before or Reason.ADAPTER_FAILED.value
+        unsupported = report.code == ErrorCode.UNSUPPORTED
+        return (Reason.UNSUPPORTED_BY_BACKEND if unsupported else Reason.ADAPTER_FAILED).value
+
+    @cached_property
+    def retry_in(self) -> float | None:
+        """Seconds until a list that failed is set again; None if none failed, or it may be set now."""
+        times = [entry["failedAt"] for entry in self.entries if "error" in entry]
+        if not times:
+            return None
+        left = RETRY_SECONDS - seconds_since(max(times), self.world.now)
+        return left if left > 0 else None
+
+    @cached_property
+    def due(self) -> str | None:
+        """Digest of the list that SET_ADAPTERS should set now: that of the spec, or without the adapters that cannot be
+        loaded. None: the engines have it, or it failed a moment ago."""
+        coordinator, failed = self.world.coordinator, self._failure
+        if coordinator.adapters is None or not any(engine.serving for engine in coordinator.engines):
+            return None
+        if self.retry_in is None:
+            wanted = {(adapter.name, adapter.source) for adapter in self.wanted}
+            is_complete = wanted == set(self._reports) and not any(report.error for report in self._reports.values())
+            return None if is_complete else adapters_digest(self.wanted)
+        *_, (digest, adapters) = adapter_lists(self.world, self.entries).items()
+        is_set = {(adapter.name, adapter.source) for adapter in adapters} == set(self._reports)
+        recent = failed is not None and seconds_since(failed.since, self.world.now) < RETRY_SECONDS
+        return None if is_set or (recent and failed is not None and failed.adapters == digest) else digest
+
+    @cached_property
+    def finding(self) -> tuple[Reason, str] | None:
+        """The first adapter with an error, as reason and message."""
+        for entry in self.entries:
+            if "error" in entry:
+                return _REASONS[entry["reason"]], f"spec.model.adapters: {entry['name']}: {entry['error']}"
+        return None

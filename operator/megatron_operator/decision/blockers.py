@@ -1,0 +1,125 @@
+"""Causes of a wait for a component, from its pods and from rejected children."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_operator.decision.diagnosis import creation_error, first_diagnosis
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.engines import MAX_STARTING, Engines
+from megatron_operator.decision.losses import Losses
+from megatron_operator.decision.reduce import child_ref
+from megatron_operator.decision.references import References
+from megatron_operator.decision.rendered import APPS, Rendered
+from megatron_operator.decision.world import ChildRef, World
+from megatron_operator.render.context import RenderContext
+from megatron_operator.resource.conditions import Finding, Reason
+from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDBY
+
+
+@dataclass(frozen=True)
+class Blockers:
+    """What the components of a World wait for, each as reason and message."""
+
+    world: World
+    ctx: RenderContext
+    references: References
+    rendered: Rendered
+    engines: Engines
+    losses: Losses
+
+    def rejection(self, *, name: str | None = None) -> Finding | None:
+        """Return the first rejected child, of all or of this name."""
+        unrendered = self.rendered.template_error if name is None else self.rendered.shared[1].get(name)
+        if unrendered is not None:
+            return unrendered
+        manifests = [*self.rendered.shared[0], *self.rendered.engine_policies]
+        for engine in self.engines.all:
+            manifest = self.rendered.engine_manifest(engine.index, pods=self.engines.pods_for(engine))
+            if manifest is not None:
+                manifests.append(manifest)
+        for manifest in manifests:
+            found = self.rendered.rejected(manifest)
+            if found is not None and name in (None, child_ref(manifest).name):
+                return found
+        return None
+
+    def component(self, component: str) -> Finding | None:
+        """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
+        pods = self.world.component_pods(component)
+        found = first_diagnosis(pods, self.references)
+        if found is not None:
+            return found
+        ctx = self.ctx
+        names = {COORDINATOR: ctx.coordinator_name, STANDBY: ctx.standby_name, SERVER: ctx.server_name}
+        name = names[component]
+        view = self.world.children.get(ChildRef("Deployment", name, APPS))
+        if view is None or not view.creation_error or any(pod.ready for pod in pods):
+            return None
+        return creation_error("its pods", view.creation_error, component=component)
+
+    def coordinator(self) -> Finding:
+        """Return why the coordinator does not answer, as reason and what is waited for."""
+        found = self.rejection(name=self.ctx.coordinator_name)
+        pods = [pod for pod in self.world.component_pods(COORDINATOR, STANDBY) if not pod.deleting]
+        found = found or self.component(COORDINATOR)
+        if found is not None:
+            return found[0], f"the coordinator: {found[1]}"
+        if any(pod.ready for pod in pods):
+            why = f" ({self.world.coordinator.error})" if self.world.coordinator.error else ""
+            return Reason.COORDINATOR_UNREACHABLE, f"the coordinator to answer{why}"
+        return Reason.COORDINATOR_STARTING, "the coordinator's pod to become ready"
+
+    def server(self) -> Finding | None:
+        """Return why no OpenAI server is ready; None if one is."""
+        pods = self.world.component_pods(SERVER)
+        if any(pod.ready and not pod.deleting for pod in pods):
+            return None
+        found = self.rejection(name=self.ctx.server_name) or self.component(SERVER)
+        if found is not None:
+            return found[0], f"a front end: {found[1]}"
+        return Reason.SERVER_STARTING, "a front end's pod to become ready"
+
+    def engine(self, engine: EngineView) -> Finding | None:
+        """Return the error of one engine; None while it starts or serves."""
+        if engine.budget.exhausted is not None:
+            return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
+        manifest = self.rendered.engine_manifest(engine.index, pods=self.engines.pods_for(engine))
+        if manifest is not None:
+            rejected = self.rendered.rejected(manifest)
+            if rejected is not None:
+                return rejected
+        found = first_diagnosis(engine.pods, self.references)
+        if found is not None:
+            return found
+        failed = self.world.failed_creations.get(engine.name)
+        if failed is not None and engine.incomplete:
+            return creation_error("its pods", failed, component=ENGINE)
+        if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
+            message = f"engine {engine.name} sends no heartbeats; its requests go to other engines"
+            return Reason.ENGINE_UNRESPONSIVE, message
+        if self.losses.is_lost(engine):
+            message = f"the pods of engine {engine.name} run and it is not registered at its coordinator"
+            return Reason.ENGINE_LOST, message
+        return None
+
+    def desired_engines(self) -> Finding:
+        """Return why engines that should serve do not, as reason and what is waited for."""
+        if self.rendered.engine_error is not None:
+            reason, message = self.rendered.engine_error
+            return reason, f"the engines: {message}"
+        absent = self.engines.absent or [engine for engine in self.engines.wanted if not engine.responsive]
+        for engine in absent:
+            found = self.engine(engine)
+            if found is not None:
+                return found[0], f"engine {engine.name}: {found[1]}"
+        incomplete = next((engine for engine in absent if engine.incomplete), None)
+        if incomplete is not None:
+            return Reason.ENGINES_STARTING, f"the StatefulSet of {incomplete.name} to create its pods"
+        held_back = self.engines.held_back
+        started = [engine for engine in absent if engine.name not in held_back] or absent
+        names = ", ".join(engine.name for engine in started[:8])
+        loading = [engine for engine in absent if engine.report is not None and not engine.superseded]
+        verb = "load its weights" if loading else "download the model" if self.world.downloads else "register"
+        later = f"; {len(held_back)} more start then, at most {MAX_STARTING} at a time" if held_back else ""
+        return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}{later}"

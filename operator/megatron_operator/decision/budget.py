@@ -1,0 +1,145 @@
+"""The restart budget: limit of incidents of one engine, after which the operator removes its pods.
+
+An incident is a restart of an engine. The containers of all its pods restart together, so the highest restart count of
+a pod is the number of incidents. Each one is forgiven after windowSeconds / restarts. The budget is exhausted while
+more than `restarts` are not forgiven. Restarts from before the budget do not count, nor do those of pods of another
+revision than the spec's, so that a reverted change is not charged.
+
+An engine with an exhausted budget has no pods. If the cause was in the infrastructure, the operator starts it again
+after a backoff. Otherwise it waits for other inputs of the engines or `kubectl megatron restart`, which begin new
+budgets (see `Scene.attempt`), as does desiredState Stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from megatron_operator.decision.diagnosis import diagnose, is_rank_lost
+from megatron_operator.decision.world import PodView, World
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.spec import RestartBudget
+from megatron_operator.resource.states import DesiredState
+from megatron_operator.resource.text import parse, stamp
+
+FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 60, 1800
+
+INFRASTRUCTURE = frozenset(
+    {
+        Reason.IMAGE_PULL_FAILED,
+        Reason.UNSCHEDULABLE,
+        Reason.VOLUME_MISSING,
+        Reason.DISK_FULL,
+        Reason.RENDEZVOUS_FAILED,
+    }
+)
+"""Causes that may end without a change of the resource."""
+NODE_LOST = frozenset(
+    {"ContainerStatusUnknown", "Evicted", "NodeLost", "NodeShutdown", "Preempting", "Terminated", "Unknown"}
+)
+"""Reasons of kubelets and container runtimes for pods and containers that ended with their node."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBudget:
+    """Incidents of an engine."""
+
+    restarts: int = 0
+    """Highest number of container restarts of one of its pods."""
+    forgiven_at: str | None = None
+    """When all incidents are forgiven; None if there was none."""
+    retries: int = 0
+    """Number of times that it was started again by itself, until all incidents are forgiven."""
+    exhausted: str | None = None
+    """The diagnosis when the budget was exhausted."""
+    retry_at: str | None = None
+    """When an exhausted engine is started again; None if not by itself."""
+
+    def to_status(self) -> dict[str, Any]:
+        fields = {
+            "forgivenAt": self.forgiven_at,
+            "retries": self.retries or None,
+            "diagnosis": self.exhausted,
+            "retryAt": self.retry_at,
+        }
+        return {"restarts": self.restarts, **{key: value for key, value in fields.items() if value is not None}}
+
+
+def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revision: str, attempt: str) -> EngineBudget:
+    """Return the budget of engine `name`, from its entry in the status and its current pods.
+
+    Args:
+        revision: of the spec; every pod counts while it is unknown ("").
+        attempt: identifies the budgets; the status of another attempt does not count.
+    """
+    if revision:
+        pods = tuple(pod for pod in pods if pod.revision in ("", revision))
+    restarts = max((pod.restarts for pod in pods), default=0)
+    status, spec = world.resource.status, world.resource.spec
+    entries = status.get("engines") or () if status.get("attempt") == attempt else ()
+    before = next((entry for entry in entries if entry["name"] == name), None)
+    if before is None or spec.desired_state is DesiredState.STOPPED:
+        return EngineBudget(restarts=restarts)
+    if before.get("diagnosis"):
+        return _exhausted(world, before, restarts)
+    budget = EngineBudget(restarts, before.get("forgivenAt"), before.get("retries", 0))
+    incidents = restarts - int(before.get("restarts", 0))
+    return _charged(world, name, pods, budget, incidents) if incidents > 0 else budget
+
+
+def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
+    """Return an exhausted budget, or that of an engine that starts again: another incident exhausts it at once."""
+    retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
+    if retry_at is None or world.now < retry_at:
+        return EngineBudget(restarts, before.get("forgivenAt"), retries, before["diagnosis"], before.get("retryAt"))
+    window = timedelta(seconds=world.resource.spec.lifecycle.restart_budget.window_seconds)
+    return EngineBudget(restarts, stamp(world.now + window), retries + 1)
+
+
+def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineBudget, incidents: int) -> EngineBudget:
+    """Return the budget after further incidents."""
+    limit, now = world.resource.spec.lifecycle.restart_budget, world.now
+    forgiven_at = parse(budget.forgiven_at)
+    fresh = forgiven_at is None or forgiven_at <= now
+    begin = now if fresh or forgiven_at is None else forgiven_at
+    forgiven_at = begin + incidents * _forgiving(limit)
+    retries = 0 if fresh else budget.retries
+    if forgiven_at - now <= limit.restarts * _forgiving(limit):
+        return EngineBudget(budget.restarts, stamp(forgiven_at), retries)
+    words, by_infrastructure = _cause(pods)
+    backoff = timedelta(seconds=min(FIRST_BACKOFF_SECONDS << min(retries, 8), MAX_BACKOFF_SECONDS))
+    return EngineBudget(
+        restarts=budget.restarts,
+        forgiven_at=stamp(forgiven_at),
+        retries=retries,
+        exhausted=f"more than {limit.restarts} restarts; {words or f'engine {name} ended'}",
+        retry_at=stamp(now + backoff) if by_infrastructure else None,
+    )
+
+
+def _forgiving(limit: RestartBudget) -> timedelta:
+    """Return the time after which one incident is forgiven."""
+    return timedelta(seconds=limit.window_seconds / max(1, limit.restarts))
+
+
+def _cause(pods: tuple[PodView, ...]) -> tuple[str, bool]:
+    """Return the diagnosis of the pods, and whether only the infrastructure is the cause.
+
+    Ranks that ended because another one was lost say nothing of the cause. If there are no others, the pod of the lost
+    rank is gone, as with its node.
+    """
+    lost = [pod for pod in pods if is_rank_lost(pod)]
+    found = [(pod, diagnosis) for pod in pods if pod not in lost and (diagnosis := diagnose(pod)) is not None]
+    others = [(pod, reason, text) for pod, (reason, text) in found if not _by_infrastructure(pod, reason)]
+    if others:
+        return others[0][2], False
+    if found:
+        return found[0][1][1], True
+    consequence = next((text for pod in lost if (text := (diagnose(pod) or (None, ""))[1])), "")
+    return consequence, bool(lost)
+
+
+def _by_infrastructure(pod: PodView, reason: Reason) -> bool:
+    return reason in INFRASTRUCTURE or pod.reason in NODE_LOST or pod.exit_reason in NODE_LOST

@@ -1,0 +1,212 @@
+"""World to Decision: upkeep, the first policy that applies, its status, Events of the changes. What may be quoted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from megatron_operator.decision.incidents import crash_events
+from megatron_operator.decision.losses import forced_deletions, forced_in, replacement, replacement_in
+from megatron_operator.decision.policies import POLICIES, Recorded
+from megatron_operator.decision.scene import Scene
+from megatron_operator.decision.status import compose, condition
+from megatron_operator.decision.update import BEGUN
+from megatron_operator.decision.upkeep import upkeep
+from megatron_operator.decision.world import (
+    DOWNLOAD_SECONDS,
+    Action,
+    ApplyChild,
+    CoordinatorSnapshot,
+    Decision,
+    DeleteChild,
+    EmitEvent,
+    PodView,
+    World,
+)
+from megatron_operator.resource.conditions import ConditionType, Reason
+from megatron_operator.resource.names import COORDINATOR
+from megatron_operator.resource.spec import MegatronInferenceSpec
+from megatron_operator.resource.text import printable, printable_data, stamp_seconds
+
+CONNECT_SECONDS = 10.0
+"""After the creation of a coordinator's pod, the time until the operator has connected to it."""
+NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
+MOST_TEXT = 2048
+"""Limit of characters of a string in a status, after escaping."""
+
+
+def decide(world: World) -> Decision:
+    """Return the decision for a world. Pure: equal worlds give equal decisions."""
+    scene = Scene(quotable(world))
+    for policy in POLICIES:
+        verdict = scene.read_by(policy)
+        if verdict is not None:
+            break
+    else:
+        raise AssertionError("the last policy always applies")
+    if world.resource.deleting:
+        return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
+    operation = scene.desired.operation if verdict.operation is Recorded.UNCHANGED else verdict.operation
+    status = printable_data(compose(scene, verdict, operation), limit=MOST_TEXT)
+    crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
+    actions: list[Action] = upkeep(scene) if verdict.upkeep else []
+    actions += [*replacement(scene.world, scene.ctx), *forced_deletions(scene.world)]
+    reports = [restarts.report_in(world.now) for restarts in scene.restarts]
+    coordinators = scene.world.component_pods(COORDINATOR)
+    replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
+    events = _events(world.resource.status, status, replaced=replaced)
+    return Decision(
+        policy=policy.__name__,
+        reason=verdict.reason.value,
+        message=printable(verdict.message),
+        status=status,
+        actions=_once((*actions, *verdict.actions, *events, *crashes)),
+        attentive=bool(verdict.step) or scene.desired.may_wake,
+        requeue_after=_soonest(
+            verdict.requeue_after,
+            scene.rendered.rejection_retry_in,
+            scene.engines.events_due_in,
+            DOWNLOAD_SECONDS if scene.world.downloads else None,
+            scene.losses.lost_in,
+            scene.losses.unknown_in,
+            scene.engines.retry_in,
+            scene.adapters.retry_in,
+            replacement_in(scene.world),
+            forced_in(scene.world),
+            *reports,
+        ),
+    )
+
+
+def _soonest(*times: float | None) -> float | None:
+    return min((max(0.0, time) for time in times if time is not None), default=None)
+
+
+def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Drop second actions on the same child: a policy's action replaces that of upkeep."""
+    last = {action.ref: index for index, action in enumerate(actions) if isinstance(action, ApplyChild | DeleteChild)}
+    return tuple(
+        action
+        for index, action in enumerate(actions)
+        if not isinstance(action, ApplyChild | DeleteChild) or last[action.ref] == index
+    )
+
+
+def _is_established(coordinator: PodView, world: World) -> bool:
+    """Return whether a pod of the coordinator is ready, and old enough that the operator has connected to it."""
+    created = coordinator.created_at
+    return coordinator.ready and (created is None or (world.now - created).total_seconds() > CONNECT_SECONDS)
+
+
+def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, Any]:
+    return next((entry for entry in status.get("conditions") or () if entry["type"] == kind.value), {})
+
+
+def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bool = False) -> list[EmitEvent]:
+    """Return one Event for each state transition, each new error, and each request that crashes engines.
+
+    replaced: the coordinator's pod is being replaced, so it is absent as planned. Its crash has an Event of its own.
+    """
+    events: list[EmitEvent] = []
+    if before.get("state") != after["state"]:
+        origin = before.get("state") or "new"
+        ready = _condition(after, ConditionType.READY)
+        lost = after["state"] == "Unknown" and not replaced
+        severity = "Warning" if after["state"] == "Failed" or lost else "Normal"
+        events.append(EmitEvent(severity, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
+    trouble, earlier = _condition(after, ConditionType.DEGRADED), _condition(before, ConditionType.DEGRADED)
+    known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])
+    if trouble["status"] == "True" and not known:
+        events.append(EmitEvent("Warning", trouble["reason"], trouble["message"]))
+    kind = ConditionType.UPDATE_AVAILABLE
+    update, earlier = _condition(after, kind), _condition(before, kind)
+    if update.get("status") == "True" and (earlier.get("status"), earlier.get("reason")) != ("True", update["reason"]):
+        severity = "Warning" if update["reason"] == Reason.SECURITY_UPDATE_AVAILABLE else "Normal"
+        events.append(EmitEvent(severity, update["reason"], update["message"]))
+    phases = [(status.get("update") or {}).get("phase") in BEGUN for status in (before, after)]
+    if phases == [False, True]:
+        events.append(EmitEvent("Normal", "UpdateBegun", f"updating to release {after['release']['version']}"))
+    recorded = {entry["id"] for entry in before.get("failedRequests") or ()}
+    for failed in after.get("failedRequests") or ():
+        if failed["id"] not in recorded:
+            message = f"request {failed['id']} ended {', '.join(failed['engines'])} and was answered with engine_failed"
+            events.append(EmitEvent("Warning", Reason.REQUEST_ENDS_ENGINES.value, message))
+    return events
+
+
+def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
+    """Return the decision for a spec that this version cannot parse: report it, change nothing."""
+    error = printable(error)
+    before = {entry["type"]: entry for entry in status.get("conditions") or ()}
+    findings = {
+        ConditionType.READY: ("False", Reason.INVALID_SPEC, error),
+        ConditionType.PROGRESSING: ("False", Reason.INVALID_SPEC, error),
+        ConditionType.DEGRADED: ("True", Reason.INVALID_SPEC, error),
+    }
+    rewritten = {
+        kind.value: condition(
+            kind, finding, generation=generation, before=before.get(kind.value), now=stamp_seconds(now)
+        )
+        for kind, finding in findings.items()
+    }
+    plan = {"step": "reading the spec", "waitingOn": f"a corrected spec: {error}"[:1024]}
+    since = (status.get("plan") or {}).get("since") if (status.get("plan") or {}).get("step") == plan["step"] else None
+    composed = {
+        "state": "Pending",
+        **status,
+        "observedGeneration": generation,
+        "conditions": list({**before, **rewritten}.values()),
+        "plan": {**plan, "since": since or stamp_seconds(now)},
+    }
+    events = _events(status, composed)
+    return Decision("invalid_spec", Reason.INVALID_SPEC.value, error, status=composed, actions=tuple(events))
+
+
+def quotable(world: World) -> World:
+    """Return the World without the messages of containers whose images may not be quoted: all but those of repositories
+    that the installation lists.
+
+    A container of any other image can read Secrets and files and write them to its termination message, or send them to
+    its coordinator as an error. A user who may read the status could then read them without access to the pods' logs.
+    """
+    quotes = world.settings.quotes
+    pods = tuple(
+        pod if not pod.last_message or quotes(pod.image) else replace(pod, last_message=NOT_QUOTED)
+        for pod in world.pods
+    )
+    foreign = not all(quotes(image) for image in _images(world.resource.spec))
+    coordinator = _without_words(world.coordinator) if foreign else world.coordinator
+    return replace(world, pods=pods, coordinator=coordinator)
+
+
+def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
+    """Return every container image in the spec."""
+    for image in (spec.engine.image, spec.engine.vllm.image if spec.engine.vllm else None):
+        if image is not None:
+            yield image
+    for template in (spec.engine.pod_template, spec.coordinator.pod_template, spec.server.pod_template):
+        pod = (template or {}).get("spec")
+        for field in ("containers", "initContainers"):
+            containers = pod.get(field) if isinstance(pod, dict) else None
+            for container in containers if isinstance(containers, list) else ():
+                if isinstance(container, dict) and "image" in container:
+                    yield str(container["image"])
+
+
+def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
+    """Remove texts. Numbers and states stay, because decisions depend on them."""
+    operations = {
+        name: replace(report, message=NOT_QUOTED if report.message else "")
+        for name, report in snapshot.operations.items()
+    }
+    canaries = {
+        name: replace(report, message=NOT_QUOTED if report.message else "")
+        for name, report in snapshot.canaries.items()
+    }
+    engines = tuple(replace(engine, digest="") for engine in snapshot.engines)
+    adapters = snapshot.adapters and tuple(
+        replace(report, error=NOT_QUOTED if report.error else "") for report in snapshot.adapters
+    )
+    return replace(snapshot, operations=operations, canaries=canaries, engines=engines, adapters=adapters)

@@ -1,0 +1,123 @@
+"""What is wanted: the effective desired state, and the operation towards it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_operator.decision import operation as operations
+from megatron_operator.decision.operation import Operation
+from megatron_operator.decision.world import World
+from megatron_operator.resource.spec import SuspendLevel
+from megatron_operator.resource.states import CoordinatorState, DesiredState, ResourceState, SignalKind
+from megatron_operator.resource.text import seconds_since
+
+UNREACHABLE_GRACE_SECONDS = 30
+STUCK_GRACE_SECONDS = 120
+"""Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
+engines. Then the pods are removed anyway: Stopped must not depend on a healthy coordinator."""
+
+
+@dataclass(frozen=True)
+class Desired:
+    """The desired state of a World."""
+
+    world: World
+
+    @cached_property
+    def state(self) -> DesiredState:
+        """`spec.desiredState`; zero replicas mean Suspended, and a request that wakes the resource means Running."""
+        spec = self.world.resource.spec
+        if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
+            return DesiredState.SUSPENDED
+        return DesiredState.RUNNING if self.woken else spec.desired_state
+
+    @cached_property
+    def woken(self) -> bool:
+        """Whether a request woke the suspended resource, now or earlier, and it has not been idle since.
+
+        Only desiredState, zero replicas and wakeOnRequest end this before: an autoscaler changes the spec, too.
+        """
+        spec, coordinator = self.world.resource.spec, self.world.coordinator
+        if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
+            return False
+        if spec.replicas == 0:
+            return False
+        already = bool(self.world.resource.lifecycle.get("woken"))
+        if already and self.idle_in is not None and self.idle_in <= 0:
+            return False
+        suspended = coordinator.reachable and coordinator.state is CoordinatorState.SUSPENDED
+        return already or (suspended and coordinator.queue_length > 0)
+
+    @property
+    def may_wake(self) -> bool:
+        """Whether a request may wake the resource."""
+        suspend = self.world.resource.spec.lifecycle.suspend
+        return suspend.wake_on_request and self.state is DesiredState.SUSPENDED
+
+    @cached_property
+    def idle_in(self) -> float | None:
+        """Seconds until a woken resource without queued requests or requests in flight is suspended again; None while
+        unknown."""
+        coordinator, limit = self.world.coordinator, self.world.resource.spec.lifecycle.suspend.idle_seconds
+        if not coordinator.reachable:
+            return None
+        busy = coordinator.queue_length > 0 or any(engine.in_flight for engine in coordinator.engines)
+        return float(limit) if busy else limit - coordinator.idle_seconds
+
+    @cached_property
+    def requested_at(self) -> str | None:
+        """Time when the effective desired state was first seen; None if it is new."""
+        lifecycle = self.world.resource.lifecycle
+        return lifecycle.get("requestedAt") if lifecycle.get("desired") == self.state.value else None
+
+    @cached_property
+    def releases_pods(self) -> bool:
+        """Whether the engine pods are removed while suspended."""
+        spec = self.world.resource.spec
+        if self.state is not DesiredState.SUSPENDED:
+            return False
+        if spec.lifecycle.suspend.level is SuspendLevel.RELEASE_PODS or spec.replicas == 0:
+            return True
+        left = self.escalation_in
+        return left is not None and left <= 0
+
+    @cached_property
+    def escalation_in(self) -> float | None:
+        """Seconds until a suspended resource also releases its pods; None if it keeps them."""
+        after = self.world.resource.spec.lifecycle.suspend.escalate_after_seconds
+        history = self.world.resource.status.get("history") or []
+        if after is None or not history or history[-1]["to"] != ResourceState.SUSPENDED.value:
+            return None
+        return after - seconds_since(history[-1]["at"], self.world.now)
+
+    @cached_property
+    def operation(self) -> Operation | None:
+        """The persisted operation, updated from this World; None if there is none, or another state is desired."""
+        return operations.resolve(operations.from_status(self.world.resource.lifecycle), self.world, self.state)
+
+    def _over(self, signal: SignalKind) -> bool:
+        last = self.operation
+        return last is not None and last.goal is self.state and last.over(signal)
+
+    @cached_property
+    def drained(self) -> bool:
+        """Whether a DRAIN of all engines for this state is complete."""
+        return self._over(SignalKind.DRAIN)
+
+    @cached_property
+    def stopped(self) -> bool:
+        """Whether the engines need no further signal, so that their pods may be removed."""
+        if self.state is not DesiredState.STOPPED:
+            return False
+        overdue = self.overdue_in
+        return self._over(SignalKind.STOP) or (overdue is not None and overdue <= 0)
+
+    @cached_property
+    def overdue_in(self) -> float | None:
+        """Seconds until a stalled stop continues without the coordinator; None unless stopping."""
+        if self.state is not DesiredState.STOPPED or self.requested_at is None:
+            return None
+        grace = STUCK_GRACE_SECONDS if self.world.coordinator.reachable else UNREACHABLE_GRACE_SECONDS
+        limit = self.world.resource.spec.lifecycle.drain_seconds + grace
+        return limit - seconds_since(self.requested_at, self.world.now)

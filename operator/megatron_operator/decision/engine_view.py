@@ -1,0 +1,92 @@
+"""One engine as policies see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_operator.decision.budget import EngineBudget
+from megatron_operator.decision.rollout import Canary
+from megatron_operator.decision.world import ChildView, EngineReport, PodView
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine: its StatefulSet, its pods, and its state in the coordinator."""
+
+    index: int
+    name: str
+    surplus: bool
+    """Its index is beyond spec.replicas."""
+    held: bool
+    """Its revision differs from the desired one only because an update of the resource has not begun."""
+    statefulset: ChildView | None
+    pods: tuple[PodView, ...]
+    report: EngineReport | None
+    rendered_revision: str
+    budget: EngineBudget
+    canary: Canary = Canary.NONE
+    canary_message: str = ""
+
+    @property
+    def serving(self) -> bool:
+        return self.report is not None and self.report.serving
+
+    @property
+    def responsive(self) -> bool:
+        """It serves and sends heartbeats."""
+        return self.report is not None and self.report.serving and not self.report.suspect
+
+    @property
+    def whole(self) -> bool:
+        """All its pods have started, and none is being deleted."""
+        started = all((pod.started or pod.ready) and not pod.deleting for pod in self.pods)
+        return bool(self.pods) and started and not self.incomplete
+
+    @property
+    def serving_revision(self) -> str:
+        """Revision of the process that serves; empty if none does, or if it has another one than its StatefulSet."""
+        if not self.serving or self.statefulset is None or self.report is None:
+            return ""
+        if self.report.revision:
+            return self.statefulset.revision if self.report.revision == self.statefulset.revision else ""
+        return "" if self.stale_pods else self.statefulset.revision
+
+    @property
+    def superseded(self) -> bool:
+        """The coordinator still reports a process of an earlier revision than that of its StatefulSet."""
+        said = self.report.revision if self.report is not None else ""
+        return not self.stale and self.statefulset is not None and said not in ("", self.statefulset.revision)
+
+    @property
+    def scaled(self) -> int:
+        """`spec.replicas` of its StatefulSet."""
+        return self.statefulset.replicas if self.statefulset else 0
+
+    @property
+    def incomplete(self) -> bool:
+        """Its StatefulSet has not created all its pods."""
+        return len(self.pods) < self.scaled
+
+    @property
+    def starting(self) -> bool:
+        """It has or gets pods, and neither serves nor are all its pods ready."""
+        found = self.statefulset
+        return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas
+
+    @property
+    def empty(self) -> bool:
+        """It has no pods and should have none."""
+        return self.scaled == 0 and not self.pods
+
+    @property
+    def stale(self) -> bool:
+        """Its StatefulSet has another revision than the spec, which a rollout replaces."""
+        found = self.statefulset
+        differs = found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
+        return differs and not self.held
+
+    @property
+    def stale_pods(self) -> tuple[PodView, ...]:
+        """Pods of another template than the current one of their StatefulSet; some may be terminating."""
+        revision = self.statefulset.revision if self.statefulset else ""
+        return tuple(pod for pod in self.pods if pod.revision not in ("", revision))

@@ -1,0 +1,214 @@
+"""The engines of a resource: their StatefulSets, pods and reports, joined."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_operator.decision.budget import engine_budget
+from megatron_operator.decision.desired import Desired
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.rendered import APPS, Rendered
+from megatron_operator.decision.rollout import Canary
+from megatron_operator.decision.update import Update
+from megatron_operator.decision.world import EVENT_SECONDS, UNKNOWN_SECONDS, ChildRef, EngineReport, World
+from megatron_operator.render.context import RenderContext, digest
+from megatron_operator.render.engine import engine_revision
+from megatron_operator.render.revision import KIND as REVISION_KIND
+from megatron_operator.render.revision import has_inputs, revision_name
+from megatron_operator.resource.names import ENGINE
+from megatron_operator.resource.states import CoordinatorState, DesiredState, EngineState, SignalKind
+from megatron_operator.resource.text import seconds_since
+
+_ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
+"""Children of one engine, which remain if the operator is killed while it removes the engine."""
+MAX_STARTING = 256
+"""Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
+the nodes and the source of the weights start this many engines of one resource in parallel."""
+LOST, UNKNOWN, UNRESPONSIVE = "Lost", "Unknown", "Unresponsive"
+"""States of an engine in the status, besides those that it reports."""
+REPORTED_STATES = frozenset(state.value for state in EngineState)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines of a World. ctx: with the confirmed weights."""
+
+    world: World
+    ctx: RenderContext
+    desired: Desired
+    update: Update
+    rendered: Rendered
+
+    @cached_property
+    def all(self) -> tuple[EngineView, ...]:
+        """Every engine that is desired or exists, by index."""
+        world, ctx = self.world, self.ctx
+        pattern = re.compile(re.escape(f"{ctx.name}-engine-") + r"(0|[1-9][0-9]*)")
+        indexes = set(range(ctx.spec.replicas))
+        for ref in world.children:
+            match = pattern.fullmatch(ref.name) if ref.kind in _ENGINE_KINDS else None
+            if match and world.children[ref].owned:
+                indexes.add(int(match.group(1)))
+        reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}
+        return tuple(self._engine(index, reports) for index in sorted(indexes))
+
+    @cached_property
+    def wanted(self) -> tuple[EngineView, ...]:
+        """The engines of `spec.replicas`."""
+        return tuple(engine for engine in self.all if not engine.surplus)
+
+    @cached_property
+    def serving(self) -> tuple[EngineView, ...]:
+        return tuple(engine for engine in self.all if engine.serving)
+
+    @cached_property
+    def old_model(self) -> tuple[EngineView, ...]:
+        """Engines with pods of another model than the spec's."""
+        return tuple(
+            engine
+            for engine in self.all
+            if engine.statefulset is not None
+            and engine.scaled > 0
+            and engine.statefulset.model_hash != self.rendered.model_hash
+        )
+
+    @cached_property
+    def held_back(self) -> frozenset[str]:
+        """Names of the engines that get their pods later, because MAX_STARTING others start."""
+        free = max(0, MAX_STARTING - sum(engine.starting for engine in self.all))
+        without_pods = [engine.name for engine in self.wanted if engine.scaled == 0 and self.pods_for(engine) > 0]
+        return frozenset(without_pods[free:])
+
+    @cached_property
+    def empty(self) -> bool:
+        """Whether no engine has a pod or gets one without a further write."""
+        return all(engine.empty for engine in self.all)
+
+    @cached_property
+    def absent(self) -> tuple[EngineView, ...]:
+        """The desired engines that should have pods and do not serve with their revision."""
+        return tuple(
+            engine
+            for engine in self.wanted
+            if (engine.superseded or not engine.responsive) and self.pods_for(engine) > 0
+        )
+
+    @cached_property
+    def suspended(self) -> bool:
+        """Whether the coordinator and all serving engines are SUSPENDED, and no operation is in progress."""
+        operation = self.desired.operation
+        steady = self.world.coordinator.steady is CoordinatorState.SUSPENDED
+        return steady and not (operation is not None and operation.open)
+
+    @cached_property
+    def attempt(self) -> str:
+        """Digest of the inputs of the engines and the last restart command; another one begins new restart budgets."""
+        resource = self.world.resource
+        manifest = self.rendered.engine_manifest(0)
+        wanted = resource.spec.weights
+        return digest(
+            [
+                engine_revision(manifest) if manifest is not None else "",
+                wanted.revision if wanted is not None else "",
+                resource.spec.lifecycle.restart_budget.model_dump(mode="json"),
+                resource.restarted_at,
+            ]
+        )
+
+    @cached_property
+    def retry_in(self) -> float | None:
+        """Seconds until the next engine with an exhausted budget is started again; None if none is."""
+        times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
+        return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
+
+    @cached_property
+    def events_due_in(self) -> float | None:
+        """Seconds until Events are read again; None unless only an Event can explain why a pod is missing."""
+        incomplete = any(engine.incomplete for engine in self.all)
+        return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
+
+    def may_surge(self, index: int) -> bool:
+        """Return whether an index is one of a surge engine."""
+        spec = self.ctx.spec
+        return spec.replicas <= index < spec.replicas + spec.rollout.max_surge
+
+    def is_drained(self, engine: EngineView) -> bool:
+        """Return whether a DRAIN of this engine is unnecessary: it has no requests, or its DRAIN is complete. An engine
+        that has restarted since gets requests again."""
+        if engine.report is None or not engine.serving:
+            return True
+        operation = self.desired.operation
+        over = operation is not None and operation.over(SignalKind.DRAIN, engine=engine.name)
+        return over and engine.report.draining
+
+    def serves(self, engine: EngineView) -> bool:
+        """Return whether an engine serves and responds. While the coordinator does not know its engines, an engine
+        whose pods still run counts as before, for UNKNOWN_SECONDS."""
+        if self.world.membership_known or engine.serving:
+            return engine.responsive
+        recent = self.world.coordinator.unknown_seconds < UNKNOWN_SECONDS
+        state = self.world.resource.engine_status(engine.name).get("state")
+        return recent and engine.whole and state in REPORTED_STATES
+
+    def pods_for(self, engine: EngineView) -> int:
+        """Return how many pods an engine should have: none, or all."""
+        full = self.ctx.spec.pods_per_engine
+        if engine.budget.exhausted is not None:
+            return 0
+        if self.desired.state is DesiredState.STOPPED:
+            leave = self.desired.stopped
+        elif self.desired.releases_pods:
+            leave = self.suspended
+        else:
+            return full
+        return 0 if leave or engine.scaled == 0 else full
+
+    def _engine(self, index: int, reports: Mapping[str, EngineReport]) -> EngineView:
+        world, name = self.world, self.ctx.engine_name(index)
+        pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
+        manifest = self.rendered.engine_manifest(index)
+        revision = engine_revision(manifest) if manifest else ""
+        statefulset = world.children.get(ChildRef("StatefulSet", name, APPS))
+        return EngineView(
+            index=index,
+            name=name,
+            surplus=index >= self.ctx.spec.replicas,
+            held=statefulset is not None and statefulset.revision != revision and self._is_held(statefulset.revision),
+            statefulset=statefulset,
+            pods=pods,
+            report=reports.get(name),
+            rendered_revision=revision,
+            budget=engine_budget(world, name, pods, revision=revision, attempt=self.attempt),
+            **self._canary(index),
+        )
+
+    def _is_held(self, revision: str) -> bool:
+        """Return whether a revision differs from the desired one only by how this operator renders it, and engines
+        keep it until the resource is updated."""
+        if not self.update.available:
+            return False
+        record = self.world.children.get(ChildRef(REVISION_KIND, revision_name(self.ctx, revision), APPS))
+        return record is not None and record.data is not None and has_inputs(self.ctx, record.data)
+
+    def _canary(self, index: int) -> dict[str, Any]:
+        """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision, and
+        when an engine is added beyond spec.replicas."""
+        name = self.ctx.engine_name(index)
+        before = self.world.resource.engine_status(name)
+        statefulset = self.world.children.get(ChildRef("StatefulSet", name, APPS))
+        if statefulset is None or statefulset.replicas == 0:
+            return {}
+        rolled = before.get("revision") not in (None, "", statefulset.revision)
+        rolled |= self.may_surge(index) and not before.get("revision")
+        canary = Canary.PENDING if rolled else Canary(before.get("canary", ""))
+        if canary is not Canary.PENDING:
+            return {"canary": canary, "canary_message": before.get("canaryMessage", "")}
+        report = self.world.coordinator.canaries.get(name)
+        if report is None or report.revision != statefulset.revision:
+            return {"canary": canary}
+        answered = Canary.PASSED if report.ok else Canary.FAILED
+        return {"canary": answered if report.supported else Canary.SKIPPED, "canary_message": report.message}

@@ -1,0 +1,170 @@
+"""Engines, coordinators and nodes that are lost, and what the operator does before Kubernetes would. Pure.
+
+Kubernetes marks a node as lost after 50 s, and servers stay ready for 30 s. The operator deletes the pod of a lost
+coordinator earlier, so that its Deployment creates another one. On a node that is alive, the kubelet ends the old
+process as after any deletion.
+
+A StatefulSet creates a pod again only after the old one is deleted, which its kubelet confirms. The kubelet of a lost
+node never does. The operator deletes such pods of engines by force when the node is not ready or does not exist, and
+never while the node is ready.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+from megatron_operator.decision.desired import Desired
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.engines import LOST, REPORTED_STATES, UNKNOWN, UNRESPONSIVE, Engines
+from megatron_operator.decision.world import (
+    LOST_SECONDS,
+    UNKNOWN_SECONDS,
+    Action,
+    DeletePods,
+    EmitEvent,
+    PodView,
+    World,
+)
+from megatron_operator.render.context import RenderContext
+from megatron_operator.resource.conditions import ConditionType, Finding, Reason
+from megatron_operator.resource.names import COORDINATOR, ENGINE, STANDBY
+from megatron_operator.resource.states import DesiredState
+
+REPLACE_SECONDS = 4.0
+"""Time without a connection after which a coordinator's pod is replaced. One that has restarted answers within 2 s."""
+NODE_SECONDS = 5.0
+"""Interval at which the node of a pod is read whose deletion is overdue."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Engines and coordinators of a World that are lost or unknown."""
+
+    world: World
+    desired: Desired
+    engines: Engines
+
+    def is_lost(self, engine: EngineView) -> bool:
+        """Return whether an engine has left its coordinator although no pod of it is being replaced."""
+        world = self.world
+        if not world.membership_known or engine.report is not None or self.desired.state is DesiredState.STOPPED:
+            return False
+        if not engine.whole:
+            return False
+        # After the loss of a coordinator, engines that did not register while the next one recovered are lost too.
+        state = world.resource.engine_status(engine.name).get("state")
+        known = state in (UNRESPONSIVE, LOST) or (state == UNKNOWN and self.coordinator_reported)
+        return known or world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
+
+    def is_unknown(self, engine: EngineView) -> bool:
+        """Return whether an engine has served, its pods still run, and no coordinator has known it for a while."""
+        if self.world.membership_known or engine.serving or self.engines.serves(engine) or not engine.whole:
+            return False
+        return self.world.resource.engine_status(engine.name).get("state") in (*REPORTED_STATES, UNKNOWN)
+
+    @property
+    def lost_in(self) -> float | None:
+        """Seconds until the next engine that is not registered is lost; None if none is about to be."""
+        waits = [LOST_SECONDS - seconds for seconds in self.world.unregistered_seconds.values()]
+        return min((left for left in waits if left > 0), default=None)
+
+    @property
+    def unknown_in(self) -> float | None:
+        """Seconds until engines no longer count as before the loss of the coordinator; None if none does."""
+        if self.world.membership_known or not any(self.engines.serves(engine) for engine in self.engines.all):
+            return None
+        return UNKNOWN_SECONDS - self.world.coordinator.unknown_seconds
+
+    @cached_property
+    def coordinator_reported(self) -> bool:
+        """Whether the status reports the loss of the coordinator."""
+        wanted = (ConditionType.DEGRADED.value, "True", Reason.COORDINATOR_UNREACHABLE.value)
+        conditions = self.world.resource.status.get("conditions") or ()
+        return any((entry["type"], entry["status"], entry["reason"]) == wanted for entry in conditions)
+
+    @property
+    def finding(self) -> Finding | None:
+        """That the coordinator is lost, until one knows the engines again; None if it may recover automatically."""
+        if self.world.membership_known:
+            return None
+        silent = self.world.coordinator.unknown_seconds >= UNKNOWN_SECONDS
+        if not self.coordinator_reported and not (silent and _lost_pods(self.world)):
+            return None
+        message = "the coordinator is lost; which engines serve is unknown until one recovers"
+        return Reason.COORDINATOR_UNREACHABLE, message
+
+
+def replacement(world: World, ctx: RenderContext) -> list[Action]:
+    """Return the deletion of a lost coordinator's pod, and its Event; nothing while it may come back by itself.
+
+    Of a pair, both pods are lost: one of them would have become active.
+    """
+    pods, lost = _lost_pods(world), world.coordinator.lost_seconds
+    if not pods or lost is None or lost < REPLACE_SECONDS:
+        return []
+    names = " and ".join(pod.name for pod in pods)
+    reason = f"pod {names} is ready and has not answered for {lost:.0f} s: replacing it"
+    deletion = DeletePods(ctx.coordinator_name, tuple((pod.name, pod.uid) for pod in pods), reason)
+    return [deletion, EmitEvent("Warning", Reason.COORDINATOR_UNREACHABLE.value, reason)]
+
+
+def replacement_in(world: World) -> float | None:
+    """Return the seconds until the coordinator's pod is replaced; None if it is not lost."""
+    lost = world.coordinator.lost_seconds
+    return None if lost is None or not _lost_pods(world) else REPLACE_SECONDS - lost
+
+
+def _lost_pods(world: World) -> list[PodView]:
+    """Return the pods that this operator has been connected to, if their kubelets still report them as ready.
+
+    If it is not ready, the kubelet is alive and restarts it. A pod that never answered since its creation is not
+    replaced: the cause is not its node, and another pod would not answer either.
+    """
+    lost = world.coordinator.lost_seconds
+    if lost is None:
+        return []
+    lost_at = world.now - timedelta(seconds=lost)
+    pods = [pod for pod in world.component_pods(COORDINATOR, STANDBY) if pod.ready and not pod.deleting]
+    return [pod for pod in pods if pod.created_at is not None and pod.created_at < lost_at]
+
+
+def overdue_in(pod: PodView, world: World) -> float | None:
+    """Return the seconds until the deletion of an engine's pod is overdue; None if it is not being deleted."""
+    if pod.component != ENGINE or not pod.node or pod.ends_at is None:
+        return None
+    limit = timedelta(seconds=world.resource.spec.lifecycle.lost_node_seconds)
+    return (pod.ends_at + limit - world.now).total_seconds()
+
+
+def forced_deletions(world: World) -> list[Action]:
+    """Return the forced deletions of pods that are overdue and whose nodes have been lost for as long, and Events."""
+    actions: list[Action] = []
+    for pod in world.pods:
+        if _forced_in(pod, world) == 0:
+            since = world.lost_nodes[pod.node]
+            state = "does not exist" if since is None else f"is not ready since {since:%Y-%m-%dT%H:%M:%SZ}"
+            reason = f"pod {pod.name} is terminating and its node {pod.node} {state}: deleting it by force"
+            actions.append(DeletePods(pod.engine, ((pod.name, pod.uid),), reason, force=True))
+            actions.append(EmitEvent("Warning", "PodForceDeleted", reason))
+    return actions
+
+
+def forced_in(world: World) -> float | None:
+    """Return the seconds until a pod may be deleted by force, or its node is read again; None if none is deleted."""
+    waits = [left for pod in world.pods if (left := _forced_in(pod, world)) is not None]
+    return min((left for left in waits if left > 0), default=None)
+
+
+def _forced_in(pod: PodView, world: World) -> float | None:
+    left = overdue_in(pod, world)
+    if left is None or left > 0:
+        return left
+    if pod.node not in world.lost_nodes:
+        return NODE_SECONDS
+    since = world.lost_nodes[pod.node]
+    if since is None:
+        return 0
+    limit = world.resource.spec.lifecycle.lost_node_seconds
+    return max(0.0, limit - (world.now - since).total_seconds())

@@ -1,0 +1,86 @@
+"""Policies for single engines while the resource runs: undo a drain, scale down, wait for missing engines."""
+
+from __future__ import annotations
+
+from megatron_operator.decision.blockers import Blockers
+from megatron_operator.decision.desired import Desired
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.engines import Engines
+from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.policies.lifecycle import start
+from megatron_operator.decision.policies.verdict import Verdict, waiting
+from megatron_operator.decision.revision_check import RevisionCheck
+from megatron_operator.decision.revisions import Rollout
+from megatron_operator.decision.rollout import Canary
+from megatron_operator.decision.upkeep import remove_engine
+from megatron_operator.decision.world import Action, DeletePods, EmitEvent, World
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.states import DesiredState, SignalKind
+
+
+def delete_pods(engine: EngineView, reason: str) -> DeletePods:
+    pods = tuple((pod.name, pod.uid) for pod in engine.pods if not pod.deleting)
+    return DeletePods(owner=engine.name, pods=pods, reason=reason)
+
+
+def undrain(
+    world: World, engines: Engines, observed: Observed, rollout: Rollout, check: RevisionCheck
+) -> Verdict | None:
+    """An engine was drained for a change that was reverted or paused, or changed to one whose check failed. It gets
+    requests again only after a new registration. The coordinator reports a process for some time after its pod ended:
+    that of a new pod is not drained."""
+    if not observed.running or rollout.all_draining or world.coordinator.drained_all:
+        return None
+    for engine in engines.wanted:
+        idle = engine.serving and engine.report is not None and engine.report.draining
+        right = check.failed or rollout.paused or not (engine.stale or engine.stale_pods)
+        if not idle or not right or not engine.whole or engine.superseded:
+            continue
+        if engine.canary is Canary.FAILED:
+            continue
+        reason = f"engine {engine.name} was drained and is desired again"
+        return waiting(
+            Reason.ENGINES_STARTING,
+            f"restarting {engine.name}",
+            f"{engine.name} to register again",
+            actions=(delete_pods(engine, reason), EmitEvent("Normal", "EngineRestarted", reason)),
+            operation=None,
+        )
+    return None
+
+
+def scale_down(
+    world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout
+) -> Verdict | None:
+    """Remove engines beyond spec.replicas that no rollout needs: those that do not serve at once, the others one after
+    another, highest index first, after their requests have finished."""
+    surplus = [engine for engine in engines.all if engine.surplus and not engine.empty]
+    surplus = [engine for engine in surplus if engine not in rollout.extras]
+    gone = [engine for engine in surplus if engine.statefulset is None or engine.statefulset.deleting]
+    present = [engine for engine in surplus if engine not in gone]
+    removable = [engine for engine in present if engines.is_drained(engine)]
+    if removable and desired.state is not DesiredState.STOPPED:
+        names = ", ".join(engine.name for engine in removable[:8])
+        more = f" and {len(removable) - 8} more" if len(removable) > 8 else ""
+        reason = f"{names}{more} beyond spec.replicas = {world.resource.spec.replicas}"
+        actions: list[Action] = []
+        for engine in removable:
+            actions += remove_engine(world, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+        actions.append(EmitEvent("Normal", "EngineRemoved", reason))
+        on = f"{names}{more} to be deleted"
+        return waiting(Reason.SCALING_DOWN, "scaling down", on, actions=tuple(actions), operation=None)
+    if present and observed.running:
+        return start(world, desired, SignalKind.DRAIN, engine=present[-1].name)
+    if gone:
+        names = ", ".join(engine.name for engine in gone)
+        return waiting(Reason.SCALING_DOWN, "scaling down", f"the pods of {names} to end")
+    return None
+
+
+def engines_not_serving(engines: Engines, blockers: Blockers) -> Verdict | None:
+    """Wait for desired engines that start, load, crash or are lost."""
+    failed = [engine for engine in engines.wanted if engine.budget.exhausted is not None]
+    if not engines.absent and not failed:
+        return None
+    reason, on = blockers.desired_engines()
+    return waiting(reason, "starting engines", on)

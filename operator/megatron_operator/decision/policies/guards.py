@@ -1,0 +1,123 @@
+"""Policies that block all others, and those of the reached state."""
+
+from __future__ import annotations
+
+from megatron_operator.decision.blockers import Blockers
+from megatron_operator.decision.desired import Desired
+from megatron_operator.decision.engines import Engines
+from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.policies.verdict import Verdict, waiting
+from megatron_operator.decision.world import MAX_FENCE_JUMP, World
+from megatron_operator.render.context import RenderContext
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.states import DesiredState, ResourceState
+from megatron_runtime.protocol.limits import MAX_FENCE
+
+QUIET = {
+    ResourceState.PAUSED: (DesiredState.PAUSED, Reason.PAUSED),
+    ResourceState.SUSPENDED: (DesiredState.SUSPENDED, Reason.SUSPENDED),
+    ResourceState.STOPPED: (DesiredState.STOPPED, Reason.STOPPED),
+}
+
+
+def deleting(world: World) -> Verdict | None:
+    """The resource is being deleted; the garbage collector deletes its children."""
+    if not world.resource.deleting:
+        return None
+    return Verdict(Reason.DELETING, "the resource is being deleted", upkeep=False)
+
+
+def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdict | None:
+    """An object with another owner has the name of a child. Nothing is done until one of the two is renamed."""
+    ours = {
+        ctx.keys_name,
+        ctx.coordinator_name,
+        ctx.standby_name,
+        ctx.server_name,
+        ctx.engines_name,
+        ctx.name,
+    }
+    ours |= {engine.name for engine in engines.wanted}
+    foreign = sorted(str(ref) for ref, view in world.children.items() if not view.owned and ref.name in ours)
+    if not foreign:
+        return None
+    message = f"{', '.join(foreign)} exists and is not owned by this resource; delete it or rename the resource"
+    return Verdict(
+        Reason.CHILD_NOT_OWNED,
+        message,
+        step="creating children",
+        waiting_on=message,
+        upkeep=False,
+    )
+
+
+def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blockers) -> Verdict | None:
+    """The restart budget of every engine is exhausted."""
+    if observed.state is not ResourceState.FAILED:
+        return None
+    _, on = blockers.desired_engines()
+    retry_at = min((time for engine in engines.wanted if (time := engine.budget.retry_at)), default=None)
+    event = f"the next attempt at {retry_at}" if retry_at else "another spec of the engines or kubectl megatron restart"
+    return waiting(Reason.RESTART_BUDGET_EXHAUSTED, "starting engines", f"{event}; {on}")
+
+
+def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict | None:
+    """The coordinator reports a fence that no leader can have sent, and would reject every signal."""
+    seen, own = world.rejected_fence, world.fence
+    if seen is None or desired.stopped:
+        return None
+    most = min(own + MAX_FENCE_JUMP, MAX_FENCE) - 1
+    return waiting(
+        Reason.STALE_FENCE,
+        "checking the fence",
+        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, at most {most} is accepted; "
+        f"delete the pod of {ctx.coordinator_name}, and the engine pods if the fence recurs",
+        requeue_after=desired.overdue_in,
+    )
+
+
+def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Observed) -> Verdict | None:
+    """The resource is Paused, Suspended or Stopped as requested."""
+    found = QUIET.get(observed.state)
+    if found is None or desired.state is not found[0]:
+        return None
+    message = {
+        ResourceState.PAUSED: "paused: requests in flight are kept, new ones wait",
+        ResourceState.SUSPENDED: "suspended: the engines have released their memory",
+        ResourceState.STOPPED: "stopped: there are no engine pods",
+    }[observed.state]
+    if observed.state is ResourceState.SUSPENDED and desired.releases_pods:
+        message = "suspended: the engine pods are removed"
+        if world.resource.spec.replicas == 0:
+            message += ", because spec.replicas is 0"
+    deferred = [engine.name for engine in engines.all if engine.surplus or engine.stale]
+    if deferred:
+        message += f"; changes to {', '.join(deferred[:8])} wait until it runs"
+    left = desired.escalation_in
+    requeue = left if left is not None and left > 0 and not desired.releases_pods else None
+    return Verdict(found[1], message, requeue_after=requeue)
+
+
+def child_rejected(blockers: Blockers) -> Verdict | None:
+    """A child cannot be rendered or the API server rejects it."""
+    found = blockers.rejection()
+    if found is None:
+        return None
+    return waiting(found[0], "applying children", f"a corrected spec: {found[1]}", requeue_after=60.0)
+
+
+def server_not_ready(blockers: Blockers) -> Verdict | None:
+    """No OpenAI server is ready."""
+    found = blockers.server()
+    return None if found is None else waiting(found[0], "starting the front end", found[1])
+
+
+def settled(desired: Desired, engines: Engines) -> Verdict:
+    """All components of the spec serve."""
+    count = len(engines.wanted)
+    noun = "engine serves" if count == 1 else "engines serve"
+    message = f"{count} {noun}"
+    if desired.woken:
+        message += "; woken by a request"
+    requeue = max(1.0, desired.idle_in) if desired.woken and desired.idle_in is not None else None
+    return Verdict(Reason.SERVING, message, requeue_after=requeue)

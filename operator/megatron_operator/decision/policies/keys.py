@@ -1,0 +1,87 @@
+"""The policy that rotates CURVE keys: the next stage, from the Secret and the coordinator's report.
+
+Every stage waits until it has taken effect, because the kubelet updates a mounted Secret with a delay.
+"""
+
+from __future__ import annotations
+
+from megatron_operator.decision.engines import Engines
+from megatron_operator.decision.keys import Keys
+from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.policies.verdict import Verdict, waiting
+from megatron_operator.decision.rendered import Rendered
+from megatron_operator.decision.revision_check import RevisionCheck
+from megatron_operator.decision.rollout import Canary
+from megatron_operator.decision.world import ChildRef, EmitEvent, KeysView, RotateKeys, World
+from megatron_operator.render.context import RenderContext
+from megatron_operator.render.keys import AFTER
+from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.states import KeyStage
+
+LOOK_SECONDS = 2.0
+"""Polling interval of a stage: an unchanged report of the coordinator wakes no task."""
+
+
+def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered, observed: Observed) -> Verdict | None:
+    """Rotate the keys: accept both generations, switch all components to the new one, remove the old one."""
+    view, wanted = world.keys, keys.wanted_generation
+    if view is None or wanted is None:
+        return None
+    if view.stage is KeyStage.SETTLED:
+        if wanted == view.generation or not observed.running:
+            return None
+        on = "the new keys to be accepted beside the old ones"
+        return _write(ctx, rendered, wanted, KeyStage.ADMITTING, on)
+    unfinished = _unfinished(world, view, observed)
+    if unfinished is None:
+        return _write(ctx, rendered, view.generation, AFTER[view.stage], "the Secret to be written")
+    return waiting(Reason.ROTATING_KEYS, _step(view.generation), unfinished, requeue_after=LOOK_SECONDS)
+
+
+def rotate_keys_meanwhile(
+    world: World,
+    keys: Keys,
+    ctx: RenderContext,
+    rendered: Rendered,
+    engines: Engines,
+    observed: Observed,
+    check: RevisionCheck,
+) -> Verdict | None:
+    """A rollout cannot continue before its check passes or the spec changes: the keys do not wait for it."""
+    wrong = (engine for engine in engines.all if engine.canary is Canary.FAILED and engines.is_drained(engine))
+    if check.finding is None and not any(wrong):
+        return None
+    return rotate_keys(world, keys, ctx, rendered, observed)
+
+
+def _step(generation: int) -> str:
+    return f"rotating the keys to generation {generation}"
+
+
+def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
+    """Write the Secret of a stage, unless the API server has just rejected it."""
+    name = ctx.keys_name
+    rejection = rendered.just_rejected(ChildRef("Secret", name))
+    if rejection is not None:
+        on = f"Secret {name} to be writable; the API server said {rejection.code}: {rejection.message}"
+        return waiting(Reason.CHILD_REFUSED, _step(generation), on)
+    actions: tuple[RotateKeys | EmitEvent, ...] = (RotateKeys(name, generation, stage),)
+    if stage is KeyStage.SETTLED:
+        said = f"all components use the keys of generation {generation}; earlier keys are rejected"
+        actions = (*actions, EmitEvent("Normal", "KeysRotated", said))
+    return waiting(Reason.ROTATING_KEYS, _step(generation), waits_for, actions=actions)
+
+
+def _unfinished(world: World, keys: KeysView, observed: Observed) -> str | None:
+    """Return what the current stage waits for; None if it is complete."""
+    coordinator, used = world.coordinator, world.coordinator.keys
+    if not coordinator.reachable or used is None:
+        return "the coordinator to report its keys"
+    if keys.stage is KeyStage.ADMITTING:
+        return None if keys.new <= used.admitted else "the coordinator to accept the new keys, which a kubelet updates"
+    if keys.stage is KeyStage.SWITCHING:
+        old = keys.old & used.connected
+        if old:
+            return "engines and servers to use their new keys, which kubelets update"
+        return None if observed.running else "the resource to run: its coordinator must be restarted"
+    return None if keys.server == used.server else "the coordinator to restart with its new key"

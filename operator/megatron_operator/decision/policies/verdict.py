@@ -1,0 +1,61 @@
+"""The verdict of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_operator.decision.operation import Operation
+from megatron_operator.decision.world import Action
+from megatron_operator.resource.conditions import Reason
+
+
+class Recorded(Enum):
+    """The operation that a verdict records, if it starts or ends none."""
+
+    UNCHANGED = "unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Messages and actions of the policy that decided."""
+
+    reason: Reason
+    message: str
+    """One sentence: the message of the Ready condition."""
+    operation: Operation | Recorded | None = Recorded.UNCHANGED
+    """The operation to record; None: the recorded one has ended."""
+    step: str = ""
+    """The current step; empty if nothing is left to do."""
+    waiting_on: str = ""
+    """What the step waits for."""
+    actions: tuple[Action, ...] = ()
+    requeue_after: float | None = None
+    upkeep: bool = True
+    """Whether the upkeep of children continues with this verdict."""
+
+
+Policy = Callable[..., Verdict | None]
+"""Its parameters name the topics of the scene that it reads. None: it does not apply."""
+
+
+def waiting(
+    reason: Reason,
+    step: str,
+    waiting_on: str,
+    *,
+    actions: tuple[Action, ...] = (),
+    requeue_after: float | None = None,
+    operation: Operation | Recorded | None = Recorded.UNCHANGED,
+) -> Verdict:
+    """Return a verdict that waits."""
+    return Verdict(
+        reason=reason,
+        message=f"{step}: waiting for {waiting_on}",
+        operation=operation,
+        step=step,
+        waiting_on=waiting_on,
+        actions=actions,
+        requeue_after=requeue_after,
+    )

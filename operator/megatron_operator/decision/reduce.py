@@ -1,0 +1,194 @@
+"""Converts objects of the API server to the views of a World. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from megatron_operator.decision.world import ChildRef, ChildView, PodView
+from megatron_operator.resource.names import (
+    ANNOTATION_HASH,
+    ANNOTATION_INPUTS,
+    ANNOTATION_MODEL,
+    ANNOTATION_RELEASE,
+    FETCH,
+    GROUP,
+    KIND,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_POD_INDEX,
+    LABEL_REVISION,
+    LABEL_WEIGHTS,
+    REVISION_KIND,
+)
+
+Object = Mapping[str, Any]
+
+
+def child_ref(obj: Object) -> ChildRef:
+    """Return the reference of an object or manifest."""
+    return ChildRef(kind=obj["kind"], name=obj["metadata"]["name"], api_version=obj["apiVersion"])
+
+
+def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> ChildView:
+    """Return the view of a child. `apiVersion` and `kind` must be set (list items lack them)."""
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    annotations = metadata.get("annotations") or {}
+    template = spec.get("template") or {}
+    return ChildView(
+        ref=child_ref(obj),
+        uid=metadata.get("uid", ""),
+        owned=any(ref.get("uid") == owner_uid for ref in metadata.get("ownerReferences") or ()),
+        deleting=metadata.get("deletionTimestamp") is not None,
+        hash=annotations.get(ANNOTATION_HASH, ""),
+        revision=((template.get("metadata") or {}).get("labels") or {}).get(LABEL_REVISION, ""),
+        model_hash=annotations.get(ANNOTATION_MODEL, ""),
+        replicas=int(spec.get("replicas") or 0),
+        ready_replicas=int(status.get("readyReplicas") or 0),
+        release=annotations.get(ANNOTATION_RELEASE, ""),
+        inputs=annotations.get(ANNOTATION_INPUTS, ""),
+        rolled_out=obj["kind"] != "Deployment" or _rolled_out(obj),
+        creation_error=_creation_error(status),
+        data=_revision_data(obj),
+        verified=verified,
+    )
+
+
+def _rolled_out(deployment: Object) -> bool:
+    spec, status = deployment.get("spec") or {}, deployment.get("status") or {}
+    wanted = int(spec.get("replicas", 1))
+    seen = int(status.get("observedGeneration") or 0) >= int(deployment["metadata"].get("generation") or 0)
+    counts = (int(status.get(name) or 0) for name in ("replicas", "updatedReplicas", "readyReplicas"))
+    return seen and all(count == wanted for count in counts)
+
+
+def _creation_error(status: Object) -> str:
+    failure = _condition(status, "ReplicaFailure")
+    return str(failure.get("message") or "") if failure is not None and failure.get("status") == "True" else ""
+
+
+def _revision_data(obj: Object) -> Mapping[str, Any] | None:
+    """Return the data of our own ControllerRevisions, not of those that a StatefulSet creates."""
+    ours = obj["kind"] == REVISION_KIND and ANNOTATION_HASH in (obj["metadata"].get("annotations") or {})
+    return obj.get("data") if ours else None
+
+
+def owner_uid(obj: Object) -> str:
+    """Return the UID of the MegatronInference among the owner references, or an empty string."""
+    for reference in obj["metadata"].get("ownerReferences") or ():
+        if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
+            return str(reference.get("uid", ""))
+    return ""
+
+
+def _condition(status: Object, kind: str) -> Object | None:
+    return next((entry for entry in status.get("conditions") or () if entry.get("type") == kind), None)
+
+
+def _containers(status: Object) -> list[Object]:
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def _waiting(status: Object) -> tuple[str, str]:
+    """Return reason and message of the first waiting container, or of the scheduler."""
+    for container in _containers(status):
+        waiting = (container.get("state") or {}).get("waiting")
+        if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return str(waiting["reason"]), str(waiting.get("message") or "")
+    scheduled = _condition(status, "PodScheduled")
+    if scheduled is not None and scheduled.get("status") == "False":
+        return str(scheduled.get("reason") or "Unschedulable"), str(scheduled.get("message") or "")
+    return str(status.get("reason") or ""), str(status.get("message") or "")
+
+
+def _started(status: Object) -> bool:
+    containers = status.get("containerStatuses") or ()
+    return bool(containers) and all(container.get("started") or container.get("ready") for container in containers)
+
+
+def _runs(status: Object, init_container: str) -> bool:
+    """Return whether an init container of this name runs."""
+    return any(
+        entry.get("name") == init_container and (entry.get("state") or {}).get("running") is not None
+        for entry in status.get("initContainerStatuses") or ()
+    )
+
+
+def _succeeded(container: Object) -> bool:
+    ended = (container.get("state") or {}).get("terminated")
+    return ended is not None and ended.get("exitCode") == 0
+
+
+def _last_end(status: Object) -> Object | None:
+    """Return the most recent termination of any container."""
+    ends: list[Object] = []
+    # Init containers end normally; after their success, earlier terminations are irrelevant.
+    before = [entry for entry in status.get("initContainerStatuses") or () if not _succeeded(entry)]
+    for container in (*before, *(status.get("containerStatuses") or ())):
+        for when in ("state", "lastState"):
+            ended = (container.get(when) or {}).get("terminated")
+            if ended:
+                ends.append({**ended, "container": container.get("name", "")})
+    return max(ends, key=lambda ended: str(ended.get("finishedAt") or ""), default=None)
+
+
+def _time(value: object) -> datetime | None:
+    """Return a time of the API; None if it has none."""
+    try:
+        return datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
+def _image_of(obj: Object, container: str) -> str:
+    """Return the image of a container in the pod's spec."""
+    spec = obj.get("spec") or {}
+    containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
+    return next((str(entry.get("image") or "") for entry in containers if entry.get("name") == container), "")
+
+
+def reduce_pod(obj: Object) -> PodView:
+    """Return the view of a pod."""
+    metadata, status = obj["metadata"], obj.get("status") or {}
+    labels = metadata.get("labels") or {}
+    ready = _condition(status, "Ready")
+    reason, message = _waiting(status)
+    ended = _last_end(status) or {}
+    created = metadata.get("creationTimestamp")
+    index = str(labels.get(LABEL_POD_INDEX) or "")
+    return PodView(
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        component=labels.get(LABEL_COMPONENT, ""),
+        engine=labels.get(LABEL_ENGINE, ""),
+        index=int(index) if index.isdecimal() else 0,
+        phase=str(status.get("phase") or "Pending"),
+        ready=ready is not None and ready.get("status") == "True",
+        started=_started(status),
+        deleting=metadata.get("deletionTimestamp") is not None,
+        revision=labels.get(LABEL_REVISION, ""),
+        weights=labels.get(LABEL_WEIGHTS, ""),
+        restarts=sum(int(entry.get("restartCount") or 0) for entry in _containers(status)),
+        reason=reason,
+        message=message,
+        ended=str(ended.get("container") or ""),
+        image=_image_of(obj, str(ended.get("container") or "")),
+        exit_code=ended.get("exitCode"),
+        exit_reason=str(ended.get("reason") or ""),
+        last_message=str(ended.get("message") or ""),
+        ended_at=_time(ended.get("finishedAt")),
+        created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
+        owner=owner_uid(obj),
+        node=str((obj.get("spec") or {}).get("nodeName") or ""),
+        ends_at=_time(metadata.get("deletionTimestamp")) if metadata.get("deletionGracePeriodSeconds") != 0 else None,
+        fetching_at=str(status.get("podIP") or "") if _runs(status, FETCH) else "",
+    )
+
+
+def lost_since(node: Object) -> datetime | None:
+    """Return since when a node is not ready, by its condition Ready; None if it is ready."""
+    ready = _condition(node.get("status") or {}, "Ready")
+    if ready is None:
+        return _time(node["metadata"].get("creationTimestamp"))
+    return None if ready.get("status") == "True" else _time(ready.get("lastTransitionTime"))

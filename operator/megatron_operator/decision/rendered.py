@@ -1,0 +1,215 @@
+"""The desired children of a World's resource, and the API server's rejections of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_operator.decision.causes import MALFORMED_OBJECT
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.reduce import child_ref
+from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest, World
+from megatron_operator.render import revision as revision_render
+from megatron_operator.render.children import plain_children
+from megatron_operator.render.context import (
+    RenderContext,
+    RenderError,
+    manifest_hash,
+)
+from megatron_operator.render.coordinator import coordinator_deployment
+from megatron_operator.render.engine import engine_statefulset
+from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL, front_door
+from megatron_operator.render.guards import engine_policy
+from megatron_operator.render.server import server_deployment
+from megatron_operator.resource.conditions import Finding, Reason
+from megatron_operator.resource.names import SERVER, STANDBY
+
+APPS = "apps/v1"
+REJECTION_RETRY_SECONDS = 15
+"""Interval at which a rejected child is applied again, because quotas and admission rules change without an event."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Renders each manifest once.
+
+    ctx: with the current weights of the engines. model_hash: of the model of the spec.
+    """
+
+    world: World
+    ctx: RenderContext
+    model_hash: str
+
+    @cached_property
+    def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
+        """The shared children that can be rendered, and by name the errors of the others, which are left unchanged."""
+        manifests, findings = plain_children(self.ctx), {}
+        builds: dict[str, Callable[[], Manifest]] = {
+            **front_door(self.ctx),
+            self.ctx.coordinator_name: lambda: coordinator_deployment(self.ctx),
+            self.ctx.server_name: lambda: server_deployment(self._server_ctx),
+        }
+        if self.ctx.has_standby:
+            builds[self.ctx.standby_name] = lambda: coordinator_deployment(self.ctx, STANDBY)
+        for name, build in builds.items():
+            try:
+                manifests.append(build())
+            except RenderError as error:
+                findings[name] = _finding(error)
+        return manifests, findings
+
+    @cached_property
+    def engine_policies(self) -> tuple[Manifest, ...]:
+        """The NetworkPolicies of the desired engines."""
+        return tuple(engine_policy(self.ctx, index) for index in range(self.ctx.spec.replicas))
+
+    @property
+    def server(self) -> Manifest | None:
+        """The Deployment of the OpenAI servers; None if it cannot be rendered."""
+        return self._deployment(self.ctx.server_name)
+
+    @property
+    def standby(self) -> Manifest | None:
+        """The Deployment of the second coordinator; None if there is none, or it cannot be rendered."""
+        return self._deployment(self.ctx.standby_name)
+
+    def _deployment(self, named: str) -> Manifest | None:
+        manifests, _ = self.shared
+        name = ("Deployment", named)
+        return next((each for each in manifests if (each["kind"], each["metadata"]["name"]) == name), None)
+
+    @cached_property
+    def _server_ctx(self) -> RenderContext:
+        """Keep the template of running OpenAI servers if only the weights have changed."""
+        pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
+        view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
+        weights = self.ctx.spec.weights
+        if not pods or weights is None or view is None or view.model_hash != self.model_hash:
+            return self.ctx
+        started = weights.model_copy(update={"revision": pods[-1].weights or weights.revision})
+        return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))
+
+    def engine_manifest(self, index: int, *, pods: int | None = None) -> Manifest | None:
+        """Return the StatefulSet of an engine. Without pods it never fails because of its podTemplate."""
+        count = self.ctx.spec.pods_per_engine if pods is None else pods
+        if (index, count) not in self._engine_manifests:
+            self._engine_manifests[index, count] = self._render_engine(index, count)
+        return self._engine_manifests[index, count]
+
+    @cached_property
+    def _engine_manifests(self) -> dict[tuple[int, int], Manifest | None]:
+        return {}
+
+    def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
+        """Return an engine rendered from the recorded inputs of its current revision, which is not the desired
+        one: with no pods or with all pods of that revision. None if the inputs are unknown or are rendered
+        differently now: then the engine is left unchanged."""
+        found = engine.statefulset
+        entries = self.world.resource.status.get("engines") or ()
+        before = next((entry.get("revision", "") for entry in entries if entry["name"] == engine.name), "")
+        return self.recorded_manifest(engine.index, found.revision if found is not None else before, pods=pods)
+
+    def recorded_manifest(self, index: int, revision: str, *, pods: int) -> Manifest | None:
+        """Return an engine as own_manifest() does, of this revision."""
+        stored = self._stored_context(revision)
+        if stored is None:
+            return None
+        return engine_statefulset(stored, index, pods=stored.spec.pods_per_engine if pods else 0)
+
+    def is_recorded(self, revision: str) -> bool:
+        """Return whether the inputs of a revision are recorded, and are rendered as before."""
+        return self._stored_context(revision) is not None
+
+    def _stored_context(self, revision: str) -> RenderContext | None:
+        if revision not in self._stored_contexts:
+            ref = ChildRef(revision_render.KIND, revision_render.revision_name(self.ctx, revision), APPS)
+            view = self.world.children.get(ref)
+            usable = view is not None and view.owned and view.data is not None
+            data = view.data if view is not None and usable else None
+            found = None if data is None else revision_render.context_of(self.ctx, data, revision=revision)
+            self._stored_contexts[revision] = found
+        return self._stored_contexts[revision]
+
+    @cached_property
+    def _stored_contexts(self) -> dict[str, RenderContext | None]:
+        return {}
+
+    def _render_engine(self, index: int, count: int) -> Manifest | None:
+        try:
+            manifest = engine_statefulset(self.ctx, index, pods=count)
+        except RenderError:
+            manifest = None
+        if count == 0 and (manifest is None or self.rejected(manifest) is not None):
+            return engine_statefulset(self._bare_ctx, index, pods=0)
+        return manifest
+
+    @cached_property
+    def _bare_ctx(self) -> RenderContext:
+        spec = self.ctx.spec
+        nothing = {"pod_template": None, "image": None, "vllm": None}
+        bare = spec.model_copy(update={"engine": spec.engine.model_copy(update=nothing)})
+        return replace(self.ctx, spec=bare)
+
+    @cached_property
+    def template_error(self) -> Finding | None:
+        """The error of a podTemplate that cannot be merged or is not allowed."""
+        return next(iter(self.shared[1].values()), self.engine_error)
+
+    @cached_property
+    def engine_error(self) -> Finding | None:
+        """The error of engines that cannot be rendered."""
+        if self.ctx.spec.replicas == 0 or self.engine_manifest(0) is not None:
+            return None
+        try:
+            engine_statefulset(self.ctx, 0, pods=0)
+        except RenderError as error:
+            return _finding(error)
+        return None
+
+    def rejected(self, manifest: Manifest) -> tuple[Reason, str] | None:
+        """Return the API server's last rejection of this manifest."""
+        ref = child_ref(manifest)
+        rejection = self.world.rejections.get(ref)
+        if rejection is None or rejection.hash != manifest_hash(manifest):
+            return None
+        if ref.kind in _OPTIONAL and rejection.code == 404:
+            reason, field, crds = _OPTIONAL[ref.kind]
+            message = f"the API server does not serve {ref.api_version} {ref.kind}; install the CRDs of {crds}"
+            return reason, f"{field}: {message}, or remove the field"
+        malformed = rejection.code in (400, 422) or MALFORMED_OBJECT in rejection.message
+        template = ref.kind in ("Deployment", "StatefulSet") and malformed
+        reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
+        return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
+
+    def may_offer(self, manifest: Manifest) -> bool:
+        """Return whether it was not rejected, or may be applied again."""
+        return self.rejected(manifest) is None or self.just_rejected(child_ref(manifest)) is None
+
+    def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
+        """Return the last rejection of a child, until it may be applied again."""
+        rejection = self.world.rejections.get(ref)
+        if rejection is None or (self.world.now - rejection.at).total_seconds() >= REJECTION_RETRY_SECONDS:
+            return None
+        return rejection
+
+    @cached_property
+    def rejection_retry_in(self) -> float | None:
+        """Seconds until the next rejected child is applied again; None if none is rejected."""
+        ages = [(self.world.now - rejection.at).total_seconds() for rejection in self.world.rejections.values()]
+        return min((REJECTION_RETRY_SECONDS - age for age in ages if age < REJECTION_RETRY_SECONDS), default=None)
+
+
+def _finding(error: RenderError) -> Finding:
+    return error.reason, str(error)
+
+
+_OPTIONAL = {
+    HTTP_ROUTE: (Reason.GATEWAY_API_MISSING, "spec.server.httpRoute", "the Gateway API"),
+    INFERENCE_POOL: (
+        Reason.INFERENCE_EXTENSION_MISSING,
+        "spec.server.inferencePool",
+        "the Gateway API Inference Extension",
+    ),
+}
+"""Reason, field and origin of kinds that a cluster may not have."""

@@ -1,0 +1,140 @@
+"""Revisions of the engines: the desired one, its check, the former one, and engines that a rollout adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_operator.decision.desired import Desired
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.engines import Engines
+from megatron_operator.decision.rendered import Rendered
+from megatron_operator.decision.rollout import EngineFacts, kept_extras
+from megatron_operator.decision.world import PodView, World
+from megatron_operator.render.engine import engine_revision
+from megatron_operator.resource.names import CHECK
+from megatron_operator.resource.states import DesiredState, SignalKind
+from megatron_operator.resource.status import VERIFIED_REVISIONS
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The rollout of a World's resource."""
+
+    world: World
+    desired: Desired
+    rendered: Rendered
+    engines: Engines
+
+    @cached_property
+    def revision(self) -> str:
+        """The desired revision, with no desired engine too; empty if its template cannot be rendered."""
+        manifest = self.rendered.engine_manifest(0)
+        return engine_revision(manifest) if manifest is not None else ""
+
+    @cached_property
+    def outdated(self) -> tuple[EngineView, ...]:
+        """Desired engines that have another revision than the spec."""
+        return tuple(engine for engine in self.engines.wanted if engine.stale)
+
+    @cached_property
+    def check_pods(self) -> tuple[PodView, ...]:
+        """The pods that check a revision of this resource."""
+        return tuple(pod for pod in self.world.pods if pod.component == CHECK and pod.owner == self.world.resource.uid)
+
+    @cached_property
+    def verified(self) -> tuple[str, ...]:
+        """The last revisions whose check passed, or of which an engine served; the latest last."""
+        recent = {pod.revision for pod in self.check_pods if pod.phase == "Succeeded"}
+        recent |= {engine.serving_revision for engine in self.engines.all} - {""}
+        recorded = self.world.resource.status.get("verifiedRevisions") or ()
+        before = (revision for revision in recorded if revision not in recent)
+        return (*before, *sorted(recent))[-VERIFIED_REVISIONS:]
+
+    @cached_property
+    def check_due(self) -> bool:
+        """Whether the desired revision must pass its check before an engine gets it: while engines of another revision
+        serve, and once its check has begun, because they may restart meanwhile, or be scaled to zero and back."""
+        if self.revision in self.verified:
+            return False
+        begun = any(pod.revision == self.revision and not pod.deleting for pod in self.check_pods)
+        if not self.outdated:
+            return begun and self.former != "" and not any(engine.scaled for engine in self.engines.wanted)
+        extras = (engine for engine in self.engines.all if self.engines.may_surge(engine.index) and engine.stale)
+        return begun or any(engine.serving for engine in (*self.outdated, *extras))
+
+    @cached_property
+    def former(self) -> str:
+        """Revision of an engine that starts before the desired one may be used: the revision of the other engines;
+        without engines the last verified one. Empty if there is none."""
+        if self.outdated:
+            last = max(self.outdated, key=lambda engine: (engine.serving, engine.index)).statefulset
+            return last.revision if last is not None else ""
+        others = (revision for revision in reversed(self.verified) if revision != self.revision)
+        return next((revision for revision in others if self.rendered.is_recorded(revision)), "")
+
+    @cached_property
+    def paused(self) -> bool:
+        """Whether engines keep another revision than the desired one, because the rollout is paused. Without engines,
+        it is the last one that served."""
+        absent = not any(engine.statefulset for engine in self.engines.wanted)
+        held = absent and self.former and self.verified[-1] != self.revision
+        return self.world.resource.spec.rollout.paused and bool(self.outdated or held)
+
+    @cached_property
+    def keeps_former(self) -> bool:
+        """Whether engines keep another revision: the desired one must be checked first, or its rollout is paused."""
+        return self.check_due or self.paused
+
+    @cached_property
+    def extras(self) -> tuple[EngineView, ...]:
+        """Engines beyond spec.replicas that a rollout added, or that it needs."""
+        engines = self.engines
+        added = [
+            engine
+            for engine in engines.all
+            if engines.may_surge(engine.index)
+            and engine.scaled > 0
+            and engine.statefulset is not None
+            and engine.statefulset.owned
+            and not engine.statefulset.deleting
+        ]
+        if not added or self.desired.state is not DesiredState.RUNNING:
+            return ()
+        names = kept_extras(
+            [self.facts(engine) for engine in engines.wanted],
+            [self.facts(engine) for engine in added],
+            max_unavailable=self.world.resource.spec.rollout.unavailable,
+        )
+        return tuple(engine for engine in added if engine.name in names)
+
+    @cached_property
+    def all_draining(self) -> bool:
+        """Whether a DRAIN of all engines is in effect although its goal is done or obsolete. Only UNPAUSE ends it, also
+        for newly registered engines. Engines of another model are replaced first, if no check of the new one is due."""
+        operation = self.desired.operation
+        if operation is not None and operation.open:
+            return False
+        sent = operation is not None and operation.signal is SignalKind.DRAIN and operation.engine is None
+        if not (sent or self.world.coordinator.drained_all):
+            return False
+        if sent and operation is not None and operation.goal is not self.desired.state:
+            return True
+        leaving = any(engine.stale_pods for engine in self.engines.all)
+        return (not self.engines.old_model or self.keeps_former) and not leaving
+
+    def facts(self, engine: EngineView) -> EngineFacts:
+        """Return the rollout planner's view of an engine. A process of an earlier revision proves nothing about the
+        desired one."""
+        report = engine.report
+        return EngineFacts(
+            name=engine.name,
+            current=not engine.stale,
+            leftover=bool(engine.stale_pods),
+            leaving=all(pod.deleting for pod in engine.stale_pods),
+            serving=engine.serving and not engine.superseded,
+            draining=report is not None and report.draining,
+            drained=self.engines.is_drained(engine),
+            canary=engine.canary,
+            responsive=report is None or not report.suspect,
+        )

@@ -1,0 +1,389 @@
+"""Composes `.status` from a scene and a verdict.
+
+Invariants: equal facts give equal bytes (a timestamp changes only with its fact), so that a pass without changes writes
+nothing; and the status has no values that change with traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.engines import LOST, UNKNOWN, UNRESPONSIVE
+from megatron_operator.decision.operation import Operation
+from megatron_operator.decision.policies.verdict import Verdict
+from megatron_operator.decision.reduce import child_ref
+from megatron_operator.decision.rollout import Canary
+from megatron_operator.decision.scene import Scene
+from megatron_operator.render.context import manifest_hash, scale_selector
+from megatron_operator.resource.conditions import ConditionType, Finding, Reason
+from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
+from megatron_operator.resource.states import DesiredState, ResourceState
+from megatron_operator.resource.status import FAILED_REQUESTS, HISTORY_LENGTH
+from megatron_operator.resource.text import printable, seconds_since, stamp, stamp_seconds
+
+T = ConditionType
+STABLE = frozenset(
+    {
+        ResourceState.RUNNING,
+        ResourceState.PAUSED,
+        ResourceState.SUSPENDED,
+        ResourceState.STOPPED,
+        ResourceState.FAILED,
+    }
+)
+REACHED: dict[DesiredState, ResourceState] = {
+    DesiredState.RUNNING: ResourceState.RUNNING,
+    DesiredState.PAUSED: ResourceState.PAUSED,
+    DesiredState.SUSPENDED: ResourceState.SUSPENDED,
+    DesiredState.STOPPED: ResourceState.STOPPED,
+}
+
+ConditionFinding = tuple[str, Reason, str]
+"""Status, reason and message of a condition."""
+
+
+def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict[str, Any]:
+    """Return the status. operation: the one to record."""
+    world, ctx = scene.world, scene.ctx
+    state = scene.observed.state_with(operation)
+    epoch = world.coordinator.epoch if world.coordinator.reachable else scene.world.resource.status.get("epoch", 0)
+    serving = [engine for engine in (*scene.engines.wanted, *scene.rollout.extras) if scene.engines.serves(engine)]
+    status: dict[str, Any] = {
+        "observedGeneration": world.resource.generation,
+        "state": state.value,
+        "ready": f"{min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
+        "model": ctx.model_name,
+        "revision": _revision(scene),
+        **({"verifiedRevisions": list(scene.rollout.verified)} if scene.rollout.verified else {}),
+        "endpoint": ctx.endpoint,
+        "epoch": epoch,
+        "replicas": sum(engine.scaled > 0 for engine in scene.engines.all),
+        "readyReplicas": len(serving),
+        "updatedReplicas": sum(_updated(engine) for engine in scene.engines.wanted),
+        "selector": scale_selector(ctx),
+        "conditions": _conditions(scene, verdict, state),
+        "lifecycle": _lifecycle(scene, operation),
+        "restarts": [restarts.to_status() for restarts in scene.restarts],
+        "attempt": scene.engines.attempt,
+        "engines": [_engine(scene, engine) for engine in scene.engines.all],
+        "history": _history(scene, operation, state),
+    }
+    unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
+    weights = _weights(scene, serving=[*serving, *unknown])
+    if weights is not None:
+        status["weights"] = weights
+    if scene.adapters.entries:
+        status["adapters"] = scene.adapters.entries
+    keys = _keys(scene)
+    if keys is not None:
+        status["keys"] = keys
+    failed = _failed_requests(scene)
+    if failed:
+        status["failedRequests"] = failed
+    download = _download(scene)
+    if download is not None:
+        status["download"] = download
+    plan = _plan(scene, verdict)
+    if plan is not None:
+        status["plan"] = plan
+    return {**status, **scene.update.status(complete=_has_release(scene))}
+
+
+def _download(scene: Scene) -> dict[str, Any] | None:
+    """Return the progress of the download to the cache; absent if none is in progress."""
+    found = scene.world.download
+    if found is None:
+        return None
+    progress = {"pod": found.pod, "bytes": found.bytes, "totalBytes": found.total_bytes}
+    if found.bytes_per_second > 0:
+        left = max(0, found.total_bytes - found.bytes)
+        progress |= {"bytesPerSecond": found.bytes_per_second, "secondsLeft": -(-left // found.bytes_per_second)}
+    return progress
+
+
+def _revision(scene: Scene) -> str:
+    """Return the revision that engines should have; while an update is held, that of the first engine."""
+    if not scene.engines.wanted:
+        return str(scene.world.resource.status.get("revision", ""))
+    first = scene.engines.wanted[0]
+    return first.statefulset.revision if first.held and first.statefulset is not None else first.rendered_revision
+
+
+def _has_release(scene: Scene) -> bool:
+    """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
+    manifests, errors = scene.rendered.shared
+    for manifest in manifests:
+        view = scene.world.children.get(child_ref(manifest))
+        if manifest["kind"] != "Deployment":
+            continue
+        if view is None or view.hash != manifest_hash(manifest) or not view.rolled_out:
+            return False
+    engines = scene.engines
+    due = [engine for engine in engines.wanted if engines.pods_for(engine) > 0 or engine.budget.exhausted is not None]
+    return not errors and all(_updated(engine) and engine.responsive for engine in due)
+
+
+def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
+    """Merge recorded failed requests with reported ones: records outlive the coordinator. Ordered by time, so that
+    equal reports give equal bytes."""
+    found = {entry["id"]: entry for entry in scene.world.resource.status.get("failedRequests") or ()}
+    for failed in scene.world.coordinator.failed_requests:
+        entry = {"id": failed.id, "engines": list(failed.engines), "time": stamp(failed.time)}
+        found.setdefault(failed.id, entry)
+    return sorted(found.values(), key=lambda entry: (entry["time"], entry["id"]))[-FAILED_REQUESTS:]
+
+
+def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
+    """Return the weights, which are recorded when the first engine serves and then only change in place. Those of
+    another model are kept until its engines are replaced, because the change may be reverted."""
+    wanted = scene.world.resource.spec.weights
+    if wanted is None:
+        return None
+    if any(engine in scene.engines.old_model for engine in serving):
+        return scene.world.resource.status.get("weights")
+    held = scene.weights.confirmed.revision or (wanted.revision if serving else None)
+    if held is None:
+        return None
+    return {
+        "revision": held,
+        "model": scene.rendered.model_hash,
+        **({"epoch": scene.weights.confirmed.epoch} if scene.weights.confirmed.epoch else {}),
+        **({"differentDigests": list(scene.weights.mixed_after_update)} if scene.weights.mixed_after_update else {}),
+    }
+
+
+def _keys(scene: Scene) -> Mapping[str, Any] | None:
+    """Return the keys. They are kept after the Secret is deleted, so that new keys get another generation."""
+    found = scene.world.keys
+    if found is None:
+        return scene.world.resource.status.get("keys")
+    return {
+        "generation": found.generation,
+        "stage": found.stage.value,
+        **({"since": found.since} if found.since else {}),
+    }
+
+
+def _updated(engine: EngineView) -> bool:
+    """Return whether an engine has the desired revision and, after a rollout, has passed its canary."""
+    proven = engine.canary not in (Canary.PENDING, Canary.FAILED)
+    return engine.scaled > 0 and not engine.stale and not engine.stale_pods and proven
+
+
+def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "desired": scene.desired.state.value,
+        "observed": scene.observed.state.value,
+        "requestedAt": scene.desired.requested_at or stamp(scene.world.now),
+    }
+    if scene.world.fence_offset:
+        fields["fenceOffset"] = scene.world.fence_offset
+    if scene.desired.woken:
+        fields["woken"] = True
+    if operation is not None:
+        fields |= operation.to_status()
+    return fields
+
+
+def _plan(scene: Scene, verdict: Verdict) -> dict[str, Any] | None:
+    if not verdict.step:
+        return None
+    before = scene.world.resource.status.get("plan") or {}
+    since = before.get("since") if before.get("step") == verdict.step else None
+    return {
+        "step": verdict.step,
+        "waitingOn": verdict.waiting_on,
+        "since": since or stamp_seconds(scene.world.now),
+    }
+
+
+def _engine_state(scene: Scene, engine: EngineView) -> str:
+    if engine.budget.exhausted is not None:
+        return "Failed"
+    if engine.report is not None:
+        if engine.report.suspect:
+            return UNRESPONSIVE
+        return engine.report.state.value if engine.report.serving else "Loading"
+    if scene.losses.is_lost(engine):
+        return LOST
+    if scene.engines.serves(engine):
+        return str(scene.world.resource.engine_status(engine.name)["state"])
+    if scene.losses.is_unknown(engine):
+        return UNKNOWN
+    return "Released" if engine.empty and scene.engines.pods_for(engine) == 0 else "Pending"
+
+
+def _last_revision(scene: Scene, engine: EngineView) -> str:
+    """Return the revision of an engine. A deleted StatefulSet is created again with its last revision."""
+    return "" if engine.surplus else str(scene.world.resource.engine_status(engine.name).get("revision", ""))
+
+
+def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
+    report = engine.report
+    # A coordinator that restarts does not change what runs.
+    remembered = report is None and (scene.engines.serves(engine) or scene.losses.is_unknown(engine))
+    known = scene.world.resource.engine_status(engine.name) if remembered else {}
+    digest = report.digest if report else known.get("digest")
+    return {
+        "name": engine.name,
+        "state": _engine_state(scene, engine),
+        "revision": engine.statefulset.revision if engine.statefulset else _last_revision(scene, engine),
+        "epoch": report.epoch if report else known.get("epoch", 0),
+        "ranks": report.ranks if report else known.get("ranks", 0),
+        **({"digest": digest} if digest else {}),
+        **({"weights": weights} if (weights := scene.weights.of(engine)) else {}),
+        **({"canary": engine.canary.value} if engine.canary else {}),
+        **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
+        **engine.budget.to_status(),
+    }
+
+
+def _history(scene: Scene, operation: Operation | None, state: ResourceState) -> list[dict[str, Any]]:
+    history = list(scene.world.resource.status.get("history") or [])
+    last = history[-1]["to"] if history else ResourceState.PENDING.value
+    if state not in STABLE or state.value == last:
+        return history
+    since = seconds_since(scene.desired.requested_at, scene.world.now)
+    entry: dict[str, Any] = {
+        "from": last,
+        "to": state.value,
+        "by": _requester(scene),
+        "at": stamp(scene.world.now),
+        "seconds": round(since, 3) if since != float("inf") else 0.0,
+    }
+    if operation is not None:
+        entry["operationId"] = operation.id
+    return [*history, entry][-HISTORY_LENGTH:]
+
+
+def _requester(scene: Scene) -> str:
+    spec = scene.ctx.spec
+    if scene.desired.woken:
+        return "spec.lifecycle.suspend.wakeOnRequest"
+    if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
+        return "spec.replicas"
+    return scene.world.resource.changed_by or "spec.desiredState"
+
+
+# --- Conditions -----------------------------------------------------------------------------------------------------
+
+
+def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[dict[str, Any]]:
+    found = {
+        T.READY: _ready(scene, verdict, state),
+        T.COORDINATOR_READY: _coordinator_ready(scene),
+        T.ENGINES_READY: _engines_ready(scene),
+        T.LIFECYCLE_SETTLED: _lifecycle_settled(scene, verdict, state),
+        T.PROGRESSING: _progressing(scene, verdict),
+        T.DEGRADED: _degraded(scene, verdict),
+        T.UPDATE_AVAILABLE: scene.update.finding,
+    }
+    before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
+    return [
+        condition(
+            kind,
+            finding,
+            generation=scene.world.resource.generation,
+            before=before.get(kind.value),
+            now=stamp_seconds(scene.world.now),
+        )
+        for kind, finding in found.items()
+    ]
+
+
+def condition(
+    kind: ConditionType, finding: ConditionFinding, *, generation: int, before: dict[str, Any] | None, now: str
+) -> dict[str, Any]:
+    """Return a condition; its transition time changes only with its status."""
+    status, reason, message = finding
+    kept = before["lastTransitionTime"] if before is not None and before["status"] == status else now
+    return {
+        "type": kind.value,
+        "status": status,
+        "reason": reason.value,
+        "message": printable(message)[:1024],
+        "observedGeneration": generation,
+        "lastTransitionTime": kept,
+    }
+
+
+def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:
+    running = state is ResourceState.RUNNING and scene.desired.state is DesiredState.RUNNING
+    serves = running and scene.blockers.server() is None and any(engine.responsive for engine in scene.engines.all)
+    # Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
+    desired = scene.desired.state
+    quiet = desired is not DesiredState.RUNNING and state is REACHED[desired] and scene.observed.state is state
+    return ("True" if serves or quiet else "False"), verdict.reason, verdict.message
+
+
+def _coordinator_ready(scene: Scene) -> ConditionFinding:
+    coordinator = scene.world.coordinator
+    if not coordinator.reachable:
+        reason, on = scene.blockers.coordinator()
+        return "False", reason, f"waiting for {on}"
+    if coordinator.state.value == "RECOVERING":
+        return "False", Reason.COORDINATOR_RECOVERING, Reason.COORDINATOR_RECOVERING.doc
+    return "True", Reason.AVAILABLE, "the coordinator answers"
+
+
+def _engines_ready(scene: Scene) -> ConditionFinding:
+    wanted = len(scene.engines.wanted)
+    serving = min(wanted, sum(engine.responsive for engine in (*scene.engines.wanted, *scene.rollout.extras)))
+    if scene.observed.state is ResourceState.STOPPED:
+        return "False", Reason.STOPPED, "there are no engine pods"
+    if scene.desired.releases_pods and scene.engines.empty:
+        return "False", Reason.SUSPENDED, "the engine pods are removed"
+    if not scene.world.coordinator.reachable:
+        return "Unknown", Reason.COORDINATOR_UNREACHABLE, "only the coordinator knows which engines serve"
+    if not scene.world.membership_known:
+        return "Unknown", Reason.COORDINATOR_RECOVERING, Reason.COORDINATOR_RECOVERING.doc
+    if serving == wanted:
+        return "True", Reason.AVAILABLE, f"{serving} of {wanted} engines are registered"
+    reason, on = scene.blockers.desired_engines()
+    return "False", reason, f"{serving} of {wanted} engines are registered; waiting for {on}"
+
+
+def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:
+    if state is REACHED[scene.desired.state] and scene.observed.state is state:
+        return "True", Reason.SETTLED, f"{state.value}, as requested"
+    return "False", verdict.reason, f"{scene.desired.state.value} is requested, {state.value} is observed"
+
+
+def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
+    if verdict.step:
+        return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
+    if scene.rollout.paused:
+        count = f"{len(scene.rollout.outdated)} of {len(scene.engines.wanted)} engines keep their earlier revision"
+        return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.rollout.revision} is paused; {count}"
+    return "False", Reason.SETTLED, "nothing is left to do"
+
+
+def _degraded(scene: Scene, verdict: Verdict) -> ConditionFinding:
+    found = _degradation(scene) or scene.losses.finding
+    if found is not None:
+        return "True", found[0], found[1]
+    if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED, Reason.STALE_FENCE):
+        return "True", verdict.reason, verdict.message
+    return "False", Reason.ALL_WELL, "nothing is wrong"
+
+
+def _degradation(scene: Scene) -> Finding | None:
+    """Return any error that waiting alone may not resolve."""
+    blockers = scene.blockers
+    rejection = blockers.rejection()
+    if rejection is not None:
+        return rejection
+    for engine in (*scene.engines.wanted, *scene.rollout.extras):
+        error = blockers.engine(engine)
+        if error is not None:
+            return error
+    return (
+        scene.weights.finding
+        or blockers.component(COORDINATOR)
+        or (blockers.component(STANDBY) if scene.ctx.has_standby else None)
+        or blockers.component(SERVER)
+        or scene.check.finding
+        or scene.adapters.finding
+    )

@@ -1,0 +1,242 @@
+"""Upkeep of children: create missing ones, apply changes, delete obsolete ones.
+
+An engine's template is the exception: it changes only in a rollout (`policies.rollout`), or while the engine has no
+pods. Until then its missing or changed objects are rendered from its current revision. Nothing here restarts an engine
+with pods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.reduce import child_ref
+from megatron_operator.decision.rendered import APPS
+from megatron_operator.decision.rollout import keeps_revision
+from megatron_operator.decision.scene import Scene
+from megatron_operator.decision.world import (
+    Action,
+    ApplyChild,
+    ChildRef,
+    ChildView,
+    CreateKeys,
+    DeleteChild,
+    DeletePods,
+    Manifest,
+    RotateKeys,
+    VetChild,
+    World,
+)
+from megatron_operator.render.children import engine_service
+from megatron_operator.render.context import RenderError, manifest_hash
+from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
+from megatron_operator.render.guards import engine_policy
+from megatron_operator.render.revision import KIND as REVISION_KIND
+from megatron_operator.render.revision import revision_child, revision_name
+from megatron_operator.resource.names import ANNOTATION_MODEL
+
+
+def apply(manifest: Manifest) -> ApplyChild:
+    return ApplyChild(manifest=manifest, hash=manifest_hash(manifest), ref=child_ref(manifest))
+
+
+def _due(scene: Scene, manifest: Manifest) -> bool:
+    """Return whether a child is missing or differs, and may be applied."""
+    view = scene.world.children.get(child_ref(manifest))
+    if not scene.rendered.may_offer(manifest):
+        return False
+    if view is None:
+        return True
+    return view.owned and not view.deleting and (view.hash != manifest_hash(manifest) or not view.verified)
+
+
+def upkeep(scene: Scene) -> list[Action]:
+    """Return applies and deletions that do not depend on the policy that decides."""
+    actions: list[Action] = []
+    actions += _keys(scene)
+    # Before the shared policies, which allow no connections within an engine.
+    extras = scene.rollout.extras
+    policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in extras)]
+    actions += [apply(policy) for policy in policies if _due(scene, policy)]
+    shared, _ = scene.rendered.shared
+    actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
+    actions += _record_revision(scene)
+    for engine in scene.engines.all:
+        actions += _engine_upkeep(scene, engine)
+    actions += _try_again(scene)
+    actions += _leftover_standby(scene)
+    actions += _leftover_front_door(scene)
+    return actions + _leftover_config(scene) + _leftover_revisions(scene) + _leftover_checks(scene)
+
+
+def _keys(scene: Scene) -> list[Action]:
+    """Create the Secret once, and let it accept the current admin key of this operator."""
+    name, keys = scene.ctx.keys_name, scene.world.keys
+    if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
+        return []
+    if ChildRef("Secret", name) not in scene.world.children:
+        return [CreateKeys(name, scene.keys.first_generation)]
+    if keys is not None and not keys.admin_admitted:
+        return [RotateKeys(name, keys.generation, keys.stage)]
+    return []
+
+
+def _try_again(scene: Scene) -> list[Action]:
+    """Retry the dry run of a rejected template periodically, because the cause may be gone."""
+    rendered = scene.rendered
+    waiting = [rendered.engine_manifest(engine.index) for engine in scene.engines.wanted if engine.stale]
+    if scene.engines.old_model:
+        waiting.append(rendered.server)
+    for manifest in waiting:
+        if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
+            return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
+    return []
+
+
+def _record_revision(scene: Scene) -> list[Action]:
+    """Record the desired revision before any engine gets it. Records never change."""
+    try:
+        manifest = revision_child(scene.ctx)
+    except RenderError:
+        return []
+    missing = scene.engines.wanted and child_ref(manifest) not in scene.world.children
+    return [apply(manifest)] if missing and scene.rendered.may_offer(manifest) else []
+
+
+def _may_apply(scene: Scene, manifest: Manifest) -> bool:
+    """Return whether a child may be applied.
+
+    A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
+    another model waits until no engine has or gets the old one, and until the check of the new one has passed. Of a
+    pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
+    """
+    ref = child_ref(manifest)
+    view, standby = scene.world.children.get(ref), scene.rendered.standby
+    if scene.update.holds(manifest, view):
+        return False
+    if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
+        second = scene.world.children.get(child_ref(standby))
+        return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
+    if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
+        return True
+    former = scene.engines.old_model or scene.rollout.keeps_former
+    return view is None or view.model_hash == scene.rendered.model_hash or not former
+
+
+def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
+    service = engine_service(scene.ctx, engine.index)
+    found = engine.statefulset
+    if engine.surplus and engine.empty:
+        return remove_engine(scene.world, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+    if engine.name in scene.engines.held_back:
+        return []
+    actions: list[Action] = [apply(service)] if _due(scene, service) else []
+    pods = scene.engines.pods_for(engine)
+    if found is not None and (found.deleting or not found.owned):
+        return actions
+    manifest = _template_of(scene, engine, pods)
+    if manifest is None or not scene.rendered.may_offer(manifest):
+        return actions
+    differs = found is None or found.replicas != manifest["spec"]["replicas"] or _due(scene, manifest)
+    return [*actions, apply(manifest)] if differs else actions
+
+
+def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
+    """Return the StatefulSet with template and number of pods of the desired revision, if the engine has it or has no
+    pods. Otherwise, and if the desired template is not allowed or cannot be merged, with those of its own revision.
+    Before the desired revision has passed its check, and while its rollout is paused, an engine that loses its pods
+    keeps its revision, and one that gets pods gets the revision of the others."""
+    found = engine.statefulset
+    if engine.held and engine.scaled > 0 and pods > 0:
+        return scene.rendered.own_manifest(engine, pods=pods)
+    if scene.rollout.keeps_former and pods == 0:
+        return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
+    if scene.rollout.keeps_former and engine.scaled == 0:
+        return scene.rendered.recorded_manifest(engine.index, scene.rollout.former, pods=pods)
+    if engine.rendered_revision == "":
+        return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
+    if found is None and pods > 0:
+        return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
+    if keeps_revision(current=not engine.stale, has_pods=engine.scaled > 0, wants_pods=pods > 0):
+        return scene.rendered.own_manifest(engine, pods=pods)
+    return scene.rendered.engine_manifest(engine.index, pods=pods)
+
+
+def remove_engine(world: World, engine: EngineView, *, reason: str) -> list[Action]:
+    """Delete an engine's StatefulSet (its pods go with it), Service and NetworkPolicy."""
+    refs = ChildRef("Service", engine.name), ChildRef("NetworkPolicy", engine.name, NETWORKING)
+    return _deletions((engine.statefulset, *(world.children.get(ref) for ref in refs)), reason)
+
+
+def _deletions(views: Iterable[ChildView | None], reason: str) -> list[Action]:
+    """Return the deletions of children that exist, are this resource's, and are not being deleted."""
+    found = (view for view in views if view is not None and view.owned and not view.deleting)
+    return [DeleteChild(view.ref, view.uid, reason) for view in found]
+
+
+def _leftover_revisions(scene: Scene) -> list[Action]:
+    """Delete records of revisions that no engine has, last had, or will get."""
+    if scene.rendered.template_error is not None:
+        return []
+    kept = {engine.rendered_revision for engine in scene.engines.all}
+    kept |= {engine.statefulset.revision for engine in scene.engines.all if engine.statefulset is not None}
+    kept |= {pod.revision for engine in scene.engines.all for pod in engine.pods}
+    kept |= {str(entry.get("revision", "")) for entry in scene.world.resource.status.get("engines") or ()}
+    kept |= {scene.rollout.former} if scene.rollout.keeps_former else set()
+    names = {revision_name(scene.ctx, revision) for revision in kept}
+    obsolete = [
+        view
+        for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
+        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names and scene.engines.wanted
+    ]
+    return _deletions(obsolete, "no engine is of this revision any more")
+
+
+def _leftover_standby(scene: Scene) -> list[Action]:
+    """Delete the second coordinator of a pair when the spec wants one coordinator."""
+    if scene.ctx.has_standby:
+        return []
+    standby, budget = scene.ctx.standby_name, scene.ctx.coordinator_name
+    refs = (
+        ChildRef("Deployment", standby, APPS),
+        ChildRef("Service", standby),
+        ChildRef("PodDisruptionBudget", budget, "policy/v1"),
+    )
+    return _deletions(map(scene.world.children.get, refs), "spec.coordinator.replicas is 1")
+
+
+def _leftover_front_door(scene: Scene) -> list[Action]:
+    """Delete the Ingress, the HTTPRoute and the InferencePool that the spec no longer has."""
+    server, name = scene.ctx.spec.server, scene.ctx.name
+    fields = (
+        (server.ingress, "ingress", ChildRef("Ingress", name, NETWORKING)),
+        (server.http_route, "httpRoute", ChildRef(HTTP_ROUTE, name, GATEWAY)),
+        (server.inference_pool, "inferencePool", ChildRef(INFERENCE_POOL, name, INFERENCE)),
+    )
+    return [
+        action
+        for wanted, field, ref in fields
+        if wanted is None
+        for action in _deletions([scene.world.children.get(ref)], f"spec.server.{field} is absent")
+    ]
+
+
+def _leftover_checks(scene: Scene) -> list[Action]:
+    pods = tuple((pod.name, pod.uid) for pod in scene.check.obsolete_pods if not pod.deleting)
+    return [DeletePods("", pods, "no rollout waits for its result")] if pods else []
+
+
+def _leftover_config(scene: Scene) -> list[Action]:
+    """Delete ConfigMaps with earlier contents that no pod uses."""
+    changing = scene.update.available or scene.rollout.keeps_former
+    changing |= any(engine.stale or engine.stale_pods for engine in scene.engines.all)
+    if scene.rendered.template_error is not None or changing:
+        return []
+    current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
+    prefix = f"{scene.ctx.name}-config-"
+    obsolete = [
+        view
+        for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
+        if ref.kind == "ConfigMap" and ref.name.startswith(prefix) and current and ref.name not in current
+    ]
+    return _deletions(obsolete, "no pod uses it any more")

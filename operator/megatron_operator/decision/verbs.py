@@ -1,0 +1,87 @@
+"""The verb path: the next legal signal from the observed to the desired state.
+
+A verb is a path in the graph of the coordinator's states. Invariants, which an exhaustive test verifies: all signals
+are in LEGAL_SIGNALS; a signal is sent only while the coordinator and all serving engines are in the same settled
+state; the goal is reached from every state by a shortest path.
+
+    RUNNING --PAUSE--> PAUSED --SUSPEND--> SUSPENDED        RUNNING --DRAIN, PAUSE, STOP--> (RUNNING, no engines)
+    RUNNING <-UNPAUSE- PAUSED <--RESUME--- SUSPENDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_operator.resource.states import CoordinatorState, DesiredState, EngineState, SignalKind
+from megatron_runtime.protocol.lifecycle import NEXT_SIGNAL, STEADY_ENGINE_STATES
+
+C, D, S = CoordinatorState, DesiredState, SignalKind
+
+GOAL: dict[DesiredState, CoordinatorState] = {
+    D.RUNNING: C.RUNNING,
+    D.PAUSED: C.PAUSED,
+    D.SUSPENDED: C.SUSPENDED,
+    D.STOPPED: C.STOPPING,
+}
+"""Coordinator state of each desired state, for the protocol's NEXT_SIGNAL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this signal."""
+
+    signal: SignalKind
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait: the coordinator or an engine is changing its state."""
+
+    on: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Coordinator and engines are in the desired state; for Stopped: the engine pods may be removed."""
+
+
+Step = Send | Wait | Reached
+
+
+def next_step(
+    *,
+    coordinator: CoordinatorState,
+    engines: Sequence[tuple[str, EngineState]],
+    desired: DesiredState,
+    drained: bool = False,
+    all_draining: bool = False,
+    stopped: bool = False,
+    engines_expected: bool = True,
+) -> Step:
+    """Return the next single step towards `desired`.
+
+    Args:
+        engines: name and state of every serving engine.
+        drained: a DRAIN of all engines for this goal is complete or past its deadline.
+        all_draining: a DRAIN of all engines is in effect; only UNPAUSE ends it.
+        stopped: STOP for this goal is complete.
+        engines_expected: engine pods exist or should exist, so an empty list means that none has registered yet.
+    """
+    if desired is D.STOPPED and stopped:
+        return Reached()
+    if coordinator not in STEADY_ENGINE_STATES:
+        return Wait(f"the coordinator, which is {coordinator.value}, to settle")
+    for name, state in engines:
+        if state not in STEADY_ENGINE_STATES[coordinator]:
+            return Wait(f"engine {name}, which is {state.value}, to follow its coordinator to {coordinator.value}")
+    if coordinator is C.RUNNING and desired is D.RUNNING and all_draining:
+        return Send(S.PAUSE)
+    if coordinator is C.RUNNING and desired is D.STOPPED and not drained and engines:
+        return Send(S.DRAIN)
+    signal = NEXT_SIGNAL.get((coordinator, GOAL[desired]))
+    if signal is None:
+        return Reached()
+    if coordinator is C.RUNNING and desired is not D.STOPPED and not engines and engines_expected:
+        return Wait("the first engine to register")
+    return Send(S[signal.name])

@@ -1,0 +1,134 @@
+"""Weights that the engines serve, against those of the spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.engines import Engines
+from megatron_operator.decision.operation import Operation
+from megatron_operator.decision.world import World
+from megatron_operator.render.context import RenderContext
+from megatron_operator.render.model_source import model_argument, model_hash
+from megatron_operator.resource.conditions import Finding, Reason
+from megatron_operator.resource.states import LifecyclePhase, SignalKind
+from megatron_operator.resource.text import seconds_since
+
+WEIGHTS_REPORT_SECONDS = 30
+"""Time in which engines report the weights of an update. Then a wrong report leads to another update."""
+
+
+@dataclass(frozen=True)
+class ConfirmedWeights:
+    """The weights that every engine confirmed last. operation: the resolved operation."""
+
+    world: World
+    operation: Operation | None
+
+    @cached_property
+    def model_hash(self) -> str:
+        """Hash of the model of the spec."""
+        resource = self.world.resource
+        ctx = RenderContext(resource.name, resource.namespace, resource.uid, resource.spec, self.world.settings)
+        return model_hash(ctx)
+
+    @property
+    def _update(self) -> Operation | None:
+        """The last operation, if it is a confirmed update of the weights."""
+        last = self.operation
+        updated = last is not None and last.weights is not None and last.phase is LifecyclePhase.CONFIRMED
+        return last if updated else None
+
+    @cached_property
+    def revision(self) -> str | None:
+        """Revision of the weights that engines serve; None before the first engine served, when pods use the spec's."""
+        if self._update is not None:
+            return self._update.weights
+        stored = self.world.resource.status.get("weights") or {}
+        return stored.get("revision") if stored.get("model") == self.model_hash else None
+
+    @cached_property
+    def epoch(self) -> int:
+        """Epoch of the last confirmed update of the weights of this model; 0 if there was none."""
+        if self._update is not None:
+            return self._update.epoch or 0
+        stored = self.world.resource.status.get("weights") or {}
+        return int(stored.get("epoch", 0)) if stored.get("model") == self.model_hash else 0
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a World. ctx: with the confirmed weights; operation: the resolved operation."""
+
+    world: World
+    ctx: RenderContext
+    operation: Operation | None
+    confirmed: ConfirmedWeights
+    engines: Engines
+
+    def of(self, engine: EngineView) -> str | None:
+        """Return the revision of the weights that a serving engine reports; empty if they are of another source. None
+        if that is unknown.
+
+        An engine that was not updated in place has the weights of its pod. So does one that restarts in its pod while
+        no coordinator remembers the update.
+        """
+        report, revision = engine.report, self.confirmed.revision
+        if report is None or not report.serving or revision is None:
+            return None
+        if report.source:
+            return revision if report.source == model_argument(self.ctx) else ""
+        if report.source is None and report.epoch >= self.confirmed.epoch:
+            return revision
+        return next((pod.weights for pod in engine.pods if not pod.deleting), None)
+
+    @cached_property
+    def wrong(self) -> tuple[EngineView, ...]:
+        """Serving engines with other weights than those of the last confirmed update."""
+        if self.engines.old_model:
+            return ()
+        right = (None, self.confirmed.revision)
+        return tuple(engine for engine in self.engines.wanted if self.of(engine) not in right)
+
+    @cached_property
+    def mixed(self) -> tuple[str, ...]:
+        """Digests of the weights of engines of one revision, if they differ: they loaded different files."""
+        digests: dict[str, set[str]] = {}
+        for engine in self.engines.serving:
+            if engine.report is not None and engine.report.digest:
+                digests.setdefault(engine.report.revision, set()).add(engine.report.digest)
+        mixed = (group for group in digests.values() if len(group) > 1)
+        return tuple(sorted(set().union(*mixed)))
+
+    @cached_property
+    def mixed_after_update(self) -> tuple[str, ...]:
+        """The different digests, if loading the weights again has not made them equal."""
+        last, stored = self.operation, (self.world.resource.status.get("weights") or {}).get("differentDigests")
+        updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
+        recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
+        return self.mixed if recent or stored == list(self.mixed) else ()
+
+    @cached_property
+    def due(self) -> str | None:
+        """Revision of the weights that engines should load in place; None if they have it.
+
+        Different digests lead to an update only after an earlier one, which shows that the engines can update.
+        """
+        wanted, revision = self.world.resource.spec.weights, self.confirmed.revision
+        if wanted is None or revision is None:
+            return None
+        mixed = self.confirmed.epoch > 0 and self.mixed and not self.mixed_after_update
+        return wanted.revision if revision != wanted.revision or self.wrong or mixed else None
+
+    @cached_property
+    def finding(self) -> Finding | None:
+        """That engines serve other weights than requested, or different ones."""
+        if self.wrong:
+            names = ", ".join(engine.name for engine in self.wrong[:8])
+            return Reason.WRONG_WEIGHTS, f"{names} serve other weights than revision {self.confirmed.revision}"
+        if self.mixed:
+            digests = ", ".join(digest[:12] for digest in self.mixed[:8])
+            text = f"engines of one revision report different digests of their weights: {digests}"
+            return Reason.WRONG_WEIGHTS, f"{text}; make the files of the weights equal on all nodes"
+        return None

@@ -1,0 +1,567 @@
+"""Input and output of a decision.
+
+`World` is the snapshot that `decide` reads. `Decision` is its result. Both are plain frozen data without I/O and clock.
+The caller's contract, in order, is
+
+    world = observe()                 # one consistent snapshot
+    decision = decide(world)
+    persist(decision.status)          # only if it differs from world.resource.status; with the resourceVersion
+    act(decision.actions)             # in order; stop at the first that fails; the outcome is the next observation
+
+so that the intent of a verb is durable before its signal is sent. Every action is idempotent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from megatron_operator.resource.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
+from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
+from megatron_runtime.protocol.limits import MAX_FENCE
+
+if TYPE_CHECKING:  # explain() runs without pydantic
+    from megatron_operator.resource.settings import Settings
+    from megatron_operator.resource.spec import MegatronInferenceSpec
+
+MAX_FENCE_JUMP = 1_000_000
+"""Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""
+
+LOST_SECONDS = 4.0
+"""Time after which an engine whose pods have started and that is not registered is lost. Within it, a kubelet reports
+the end of a container, and an engine registers with a coordinator that has restarted."""
+UNKNOWN_SECONDS = 4.0
+"""Time without a coordinator that knows its engines, after which they no longer count as before. A coordinator that has
+restarted knows them earlier. Shorter than a takeover by a standby: 3 s of silence and 1.5 s of recovery."""
+POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
+"""Reasons of Events that say why the containers of a pod are not created."""
+EVENT_SECONDS = 5.0
+"""Interval at which Events of pods and StatefulSets are read, while only an Event can explain why a pod is missing."""
+
+Manifest = dict[str, Any]
+"""A Kubernetes object as plain data."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceSnapshot:
+    """The custom resource as last read."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: MegatronInferenceSpec
+    status: Mapping[str, Any] = field(default_factory=dict)
+    """`.status` as stored; empty before the first write."""
+    deleting: bool = False
+    changed_by: str = ""
+    """Field manager that last wrote `spec.desiredState`, if known; for the history."""
+    restarted_at: str = ""
+    """Annotation `inference.megatron.dev/restarted-at`: time of the last `kubectl megatron restart`."""
+    update_to: str = ""
+    """Annotation `inference.megatron.dev/update-to`: id of the release of the last `kubectl megatron update`."""
+
+    @property
+    def lifecycle(self) -> Mapping[str, Any]:
+        """The persisted `status.lifecycle`."""
+        return self.status.get("lifecycle") or {}
+
+    def engine_status(self, name: str) -> Mapping[str, Any]:
+        """Return the persisted status of an engine, or an empty one."""
+        return next((entry for entry in self.status.get("engines") or () if entry["name"] == name), {})
+
+
+@dataclass(frozen=True, slots=True)
+class ChildRef:
+    """Reference of a child in the resource's namespace."""
+
+    kind: str
+    name: str
+    api_version: str = "v1"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildView:
+    """A child as observed, reduced to the fields of decisions (see `decision.reduce.reduce_child`)."""
+
+    ref: ChildRef
+    uid: str
+    owned: bool = True
+    """It has an owner reference with the UID of this resource. Other objects are never written or deleted."""
+    deleting: bool = False
+    hash: str = ""
+    """Annotation `inference.megatron.dev/hash`: of the last applied manifest, without `spec.replicas` of engines."""
+    revision: str = ""
+    """Label `inference.megatron.dev/revision` of the pod template; engines only."""
+    model_hash: str = ""
+    """Annotation `inference.megatron.dev/model`: hash of the model; engines and the server only."""
+    replicas: int = 0
+    """`spec.replicas` of a Deployment or StatefulSet."""
+    ready_replicas: int = 0
+    release: str = ""
+    """Annotation `inference.megatron.dev/release` of a Deployment: the release that it was rendered with."""
+    inputs: str = ""
+    """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the fields of the spec in its template."""
+    rolled_out: bool = True
+    """All pods of a Deployment are of its current template, and ready."""
+    creation_error: str = ""
+    """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
+    data: Mapping[str, Any] | None = None
+    """`data` of a ControllerRevision: the inputs of the engines of that revision."""
+    verified: bool = True
+    """This process has applied this object since its start, and it has not changed since. Otherwise the child is
+    applied again even if its hash is current."""
+
+
+DOWNLOAD_SECONDS = 10.0
+"""Interval at which the progress of a download is read and written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Progress of a download to spec.model.cache, as the init container `fetch` reports it."""
+
+    pod: str
+    bytes: int
+    """Bytes that are there, also from earlier attempts."""
+    total_bytes: int
+    bytes_per_second: int
+    """Rate of the last half minute; 0 if unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """A pod of the resource, reduced (see `decision.reduce.reduce_pod`)."""
+
+    name: str
+    uid: str
+    component: str
+    """`coordinator`, `server`, `engine` or `check`."""
+    engine: str = ""
+    """Name of the engine (of its StatefulSet); empty for the other components."""
+    index: int = 0
+    """Ordinal within the engine."""
+    phase: str = "Pending"
+    """The kubelet's phase: `Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`."""
+    ready: bool = False
+    started: bool = False
+    """Its containers run and have passed their startup probes: it has been ready."""
+    deleting: bool = False
+    revision: str = ""
+    weights: str = ""
+    """Revision of the weights that it started with; empty if the spec has none."""
+    restarts: int = 0
+    reason: str = ""
+    """The kubelet's or scheduler's reason: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty. While
+    the pod's status has none, that of its last Event about a volume or its sandbox, such as `FailedMount`."""
+    message: str = ""
+    ended: str = ""
+    """Name of the container that terminated last; empty if none did."""
+    image: str = ""
+    """Image of that container, from the pod's spec."""
+    exit_code: int | None = None
+    """Its exit code."""
+    exit_reason: str = ""
+    """Reason of its termination: `OOMKilled`, `Error`, `Completed`."""
+    last_message: str = ""
+    """Its termination message."""
+    ended_at: datetime | None = None
+    """Time of its termination, by the clock of its node."""
+    created_at: datetime | None = None
+    owner: str = ""
+    """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
+    node: str = ""
+    """Name of its node; empty before it is scheduled."""
+    ends_at: datetime | None = None
+    """End of the grace period of its deletion; None if it is not being deleted, or was deleted by force."""
+    fetching_at: str = ""
+    """Its IP address while its init container `fetch` runs, else empty."""
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether its containers are not created and its status has no reason: only Events say what it lacks."""
+        return self.phase == "Pending" and not (self.ready or self.deleting) and self.reason in ("", *POD_EVENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """One engine in the coordinator's list, which has no engines with a dead connection."""
+
+    name: str
+    """`NAME-engine-I`, from the engine's command line."""
+    identity: str
+    state: EngineState
+    revision: str = ""
+    epoch: int = 0
+    ranks: int = 1
+    digest: str = ""
+    """Digest of its weights; empty if unknown."""
+    source: str | None = None
+    """Source of its weights, if they were updated in place; empty if they were not, None if unknown."""
+    in_flight: int = 0
+    serving: bool = True
+    """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""
+    suspect: bool = False
+    """It sends no heartbeats: the coordinator gives its requests to other engines, and removes it soon."""
+    draining: bool = False
+    incarnation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationReport:
+    """State of an operation id in the coordinator."""
+
+    outcome: OperationOutcome
+    signal: SignalKind | None = None
+    message: str = ""
+    """The error of a failed operation, with engines and ranks."""
+    code: int = 0
+    """Its code if it was rejected (409 illegal, 412 stale fence, 423 another in progress, 424 engines missing) or
+    missed its deadline (504); otherwise 0."""
+    confirmed_ranks: int = 0
+    total_ranks: int = 0
+    adapter_errors: Mapping[str, str] = field(default_factory=dict)
+    """A failed SET_ADAPTERS: by name, why an adapter could not be loaded. Empty: the engines do not report it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryReport:
+    """Result of a canary completion that this process sent to one engine."""
+
+    revision: str
+    """Revision of the engine."""
+    ok: bool
+    message: str = ""
+    supported: bool = True
+    """False if the coordinator cannot pin a request to an engine, so there is no verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeysInUse:
+    """Public keys that a coordinator reports."""
+
+    server: str
+    admitted: frozenset[str]
+    connected: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class KeysView:
+    """The public part of the Secret `NAME-keys` (see `render.keys` for its stages)."""
+
+    generation: int
+    stage: KeyStage
+    server_generation: int
+    """Generation of the coordinator's own key."""
+    since: str | None
+    """Time of creation of the generation."""
+    old: frozenset[str] = frozenset()
+    """Public keys of engines and clients that a rotation removes; empty when settled."""
+    new: frozenset[str] = frozenset()
+    """Public keys of engines and clients of the generation."""
+    server: str = ""
+    """Public half of the coordinator's own key; at Restarting, of the next one."""
+    admin_admitted: bool = True
+    """Whether the admin port accepts this operator's admin key."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRequestReport:
+    """A request that the coordinator failed because it crashes engines."""
+
+    id: str
+    """Its uid, in hexadecimal digits."""
+    engines: tuple[str, ...]
+    """Engines that it crashed, in order."""
+    time: datetime
+    """Time of its failure, by the coordinator's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """One adapter in the coordinator's list."""
+
+    name: str
+    source: str
+    """As received; it is compared and never shown."""
+    engines: int = 0
+    """Serving engines that have loaded it."""
+    error: str = ""
+    """Why an engine did not load it, with the engine's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSnapshot:
+    """The coordinator's answer to STATUS, or that there is none."""
+
+    reachable: bool = False
+    error: str = ""
+    """Why it is unreachable, in one phrase; empty if reachable."""
+    lost_seconds: float | None = None
+    """Time since this process lost its connection; None if it is reachable or was never reached."""
+    unknown_seconds: float = 0.0
+    """Time since this process last heard of a coordinator that knew its engines; 0 while it knows them."""
+    incarnation: str = ""
+    state: CoordinatorState = CoordinatorState.RECOVERING
+    epoch: int = 0
+    fence: int = 0
+    """The highest fence that it reports. Accepted only within MAX_FENCE_JUMP."""
+    operations: Mapping[str, OperationReport] = field(default_factory=dict)
+    engines: tuple[EngineReport, ...] = ()
+    queue_length: int = 0
+    idle_seconds: float = 0.0
+    """Time for which this process has observed no queued or in-flight request."""
+    canaries: Mapping[str, CanaryReport] = field(default_factory=dict)
+    """The last canary of each engine, by name; known to this process only."""
+    keys: KeysInUse | None = None
+    """None if unknown, or without encryption."""
+    drained_all: bool = False
+    """A DRAIN of all engines is in effect: engines that register get no requests until UNPAUSE."""
+    failed_requests: tuple[FailedRequestReport, ...] = ()
+    """The last requests that it failed because they crash engines, oldest first."""
+
+    adapters: tuple[AdapterReport, ...] | None = None
+    """The adapters of its engines; None if its release has none."""
+
+    @property
+    def steady(self) -> CoordinatorState | None:
+        """Its state if it is settled and every serving engine has the same, else None."""
+        if not self.reachable or self.state not in STEADY_ENGINE_STATES:
+            return None
+        agreeing = STEADY_ENGINE_STATES[self.state]
+        return self.state if all(engine.state in agreeing for engine in self.engines if engine.serving) else None
+
+
+UNREACHABLE = CoordinatorSnapshot()
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyRejection:
+    """The API server's last error for the apply of a child."""
+
+    hash: str
+    """Hash of the rejected manifest (`ApplyChild.hash`)."""
+    code: int
+    """HTTP status."""
+    message: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The input of a decision."""
+
+    resource: ResourceSnapshot
+    settings: Settings
+    now: datetime
+    """Current time in UTC, with a time zone."""
+    new_operation_id: str
+    """A new random id, used if this decision starts an operation."""
+    term: int = 1
+    """Term of this leader: number of the Lease's acquisition. The same for all resources."""
+    children: Mapping[ChildRef, ChildView] = field(default_factory=dict)
+    pods: tuple[PodView, ...] = ()
+    coordinator: CoordinatorSnapshot = UNREACHABLE
+    keys: KeysView | None = None
+    """None without security, or before the Secret exists."""
+    rejections: Mapping[ChildRef, ApplyRejection] = field(default_factory=dict)
+    vetted: Mapping[ChildRef, str] = field(default_factory=dict)
+    """Hash of the manifest of each child that the API server last accepted in a dry run of this process."""
+    failed_creations: Mapping[str, str] = field(default_factory=dict)
+    """Why the pods of a StatefulSet cannot be created: the message of its last Event, by its name."""
+    unregistered_seconds: Mapping[str, float] = field(default_factory=dict)
+    """For how long this process has observed that an engine is not registered with a coordinator that knows its
+    engines, by name of the engine."""
+    lost_nodes: Mapping[str, datetime | None] = field(default_factory=dict)
+    """Nodes of engines' pods whose deletion is overdue, which are not ready, and since when, or do not exist (None)."""
+    download: Download | None = None
+    """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
+    may_update: bool = True
+    """Whether the operator's limit of concurrent updates allows that this resource begins one."""
+
+    def component_pods(self, *components: str) -> list[PodView]:
+        return [pod for pod in self.pods if pod.component in components]
+
+    @property
+    def downloads(self) -> bool:
+        """Whether an init container downloads the model, or waits for another pod that does."""
+        return any(pod.fetching_at and not pod.deleting for pod in self.pods)
+
+    @property
+    def membership_known(self) -> bool:
+        """Whether the coordinator answers and knows its engines: it does not while it recovers from a restart."""
+        return self.coordinator.reachable and self.coordinator.state is not CoordinatorState.RECOVERING
+
+    @property
+    def fence(self) -> int:
+        """Fence of this leader's signals to this resource: its term plus the resource's offset.
+
+        A later leader has a higher term, and the offset never decreases: it is written with the status, on the version
+        of the resource that was read, before a signal is sent. So the fences of leaders are ordered for each resource.
+        """
+        return self.term + self.fence_offset
+
+    @property
+    def fence_offset(self) -> int:
+        """The offset of the status, raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence."""
+        return self._stored_offset + self._jump if self.rejected_fence is None else self._stored_offset
+
+    @property
+    def rejected_fence(self) -> int | None:
+        """The fence that the coordinator reports, if it is too far above this leader's to be accepted."""
+        fence = self.coordinator.fence
+        return fence if self._jump > MAX_FENCE_JUMP or (self._jump and fence >= MAX_FENCE) else None
+
+    @property
+    def _jump(self) -> int:
+        seen = self.coordinator.fence if self.coordinator.reachable else 0
+        own = self.term + self._stored_offset
+        return seen + 1 - own if seen > own else 0
+
+    @property
+    def _stored_offset(self) -> int:
+        stored = (self.resource.status.get("lifecycle") or {}).get("fenceOffset", 0)
+        return stored if isinstance(stored, int) and 0 <= stored <= MAX_FENCE - self.term else 0
+
+
+# --- Actions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CreateKeys:
+    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), unless it exists."""
+
+    name: str
+    generation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RotateKeys:
+    """Bring `NAME-keys` from the previous stage to this stage of this generation, and let it accept only this
+    operator's admin key. Does nothing if that is already so."""
+
+    name: str
+    generation: int
+    stage: KeyStage
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyChild:
+    """Server-side apply of a manifest, never forced on an object without our owner UID."""
+
+    manifest: Manifest
+    hash: str
+    """The manifest's hash annotation; recorded in an `ApplyRejection` if the API server rejects it."""
+    ref: ChildRef
+
+
+@dataclass(frozen=True, slots=True)
+class VetChild:
+    """Apply a manifest in a dry run, so that no engine is drained for a template that the API server rejects. The
+    answer is in the next World's `vetted` or `rejections`."""
+
+    manifest: Manifest
+    hash: str
+    ref: ChildRef
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePod:
+    """Create a pod, unless an object has its name."""
+
+    manifest: Manifest
+    hash: str
+    ref: ChildRef
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteChild:
+    """Delete a child (background propagation), with its UID as a precondition."""
+
+    ref: ChildRef
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePods:
+    """Delete pods together, each with its UID as a precondition; their StatefulSet or Deployment creates them again."""
+
+    owner: str
+    """Name of the StatefulSet or Deployment; empty for a pod that checks a revision."""
+    pods: tuple[tuple[str, str], ...]
+    """(name, uid) of each."""
+    reason: str
+    force: bool = False
+    """Without waiting for their kubelets, which are lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send one control signal. A coordinator handles an operation id once, so sending it again is safe. While the id is
+    unanswered on this process's link, a repeated `Signal` does nothing."""
+
+    kind: SignalKind
+    operation_id: str
+    fence: int
+    expected_engines: int
+    """Number of engines registered at the decision; the coordinator rejects the signal if it has fewer."""
+    engine: str | None = None
+    """Name of the engine (DRAIN only); None means all."""
+    source: str | None = None
+    """UPDATE_WEIGHTS: source of the weights."""
+    epoch: int | None = None
+    """UPDATE_WEIGHTS: epoch of the weights, absolute."""
+    adapters: tuple[Adapter, ...] | None = None
+    """SET_ADAPTERS: all adapters."""
+    deadline_seconds: float | None = None
+    """Deadline of the coordinator; None means its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskCanary:
+    """Send a canary completion to one engine and check its answer. Idempotent: while one is unanswered, a repeated
+    `AskCanary` does nothing."""
+
+    engine: str
+    revision: str
+    model: str
+    """`--model` of the engine: the expected answer of a builtin model is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmitEvent:
+    """A Kubernetes Event on the custom resource."""
+
+    type: str
+    """`Normal` or `Warning`."""
+    reason: str
+    message: str
+
+
+OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | CreatePod | DeleteChild | DeletePods
+Action = OnChildren | Signal | AskCanary | EmitEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The actions and the status. Reason and message of the deciding policy are those of the status."""
+
+    policy: str
+    """Name of the first policy that applied."""
+    reason: str
+    """CamelCase, one of `resource.conditions.Reason`."""
+    message: str
+    status: Manifest
+    """The `.status` to persist if it differs from the stored one. A timestamp changes only with its fact."""
+    actions: tuple[Action, ...] = ()
+    attentive: bool = False
+    """Poll the coordinator faster: it reports the awaited change first."""
+    requeue_after: float | None = None
+    """Seconds after which the decision may change without an event; None if it needs an event."""

@@ -1,0 +1,94 @@
+"""Base classes of the models of the custom resource."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema
+from pydantic.alias_generators import to_camel
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+
+T = TypeVar("T", bound=BaseModel)
+Name = Annotated[str, Field(min_length=1, max_length=253)]
+"""Name of another object."""
+Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+
+
+class ApiModel(BaseModel):
+    """A part of the resource: frozen, camelCase in JSON; unknown keys are rejected."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Annotation of a string field: its pattern, with a sentence instead of a regular expression as the error.
+
+    A `pattern` of the schema would be reported as the expression. This is a rule in CEL, and a validator for the
+    offline commands.
+
+    field: path of the field. pattern: it must match the whole value. want: what it accepts, after "must be".
+    without: text that the value must not contain.
+    """
+
+    field: str
+    pattern: str
+    want: str
+    without: str | None = None
+
+    def validated(self, value: str) -> str:
+        if re.fullmatch(self.pattern, value, re.ASCII) is None or (self.without is not None and self.without in value):
+            raise ValueError(f"is {value!r}; must be {self.want}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self.validated, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        rule = cel(
+            f"self.matches(r'{self.pattern}')" + (f" && !self.contains('{self.without}')" if self.without else ""),
+            f"{self.field}: must be {self.want}",
+            expression=f"'{self.field}: is ' + self + '; must be {self.want}'",
+        )
+        return {**handler(core), "x-kubernetes-validations": [rule]}
+
+
+def section(model: type[T], description: str) -> Any:
+    """Return a field for an object with defaults of its own, in Python and (`default: {}`) in the CRD."""
+    return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
+
+
+def rules(*entries: dict[str, Any]) -> ConfigDict:
+    """Return the `model_config` of an object with rules of cel()."""
+    return ConfigDict(json_schema_extra={"x-kubernetes-validations": list(entries)})
+
+
+def list_by(key: str) -> dict[str, Any]:
+    """Return the schema of a list of objects that are merged by a key."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+
+
+def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, Any]:
+    """Return an entry of `x-kubernetes-validations`. `expression` is CEL for the message with the invalid value."""
+    entry: dict[str, Any] = {"rule": rule, "message": message}
+    if expression is not None:
+        entry["messageExpression"] = expression
+    if field_path is not None:
+        entry["fieldPath"] = field_path
+    return entry
+
+
+PodTemplate = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
+]

@@ -1,0 +1,145 @@
+"""Generates the CustomResourceDefinition from the typed models.
+
+Structural schema rules (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/):
+no references, no unions, no additionalProperties next to properties.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from megatron_operator.resource.base import cel
+from megatron_operator.resource.names import CRD_NAME, GROUP, KIND, PLURAL, VERSION
+from megatron_operator.resource.spec import (
+    MAX_NAME_LENGTH,
+    NAME_PATTERN,
+    RESERVED_SUFFIX_PATTERN,
+    SHORT_NAME,
+    MegatronInferenceSpec,
+)
+from megatron_operator.resource.status import MegatronInferenceStatus
+
+Schema = dict[str, Any]
+
+_DROPPED = ("title", "$defs")
+
+COLUMNS: tuple[tuple[str, str, str, int], ...] = (
+    ("State", "string", ".status.state", 0),
+    ("Ready", "string", ".status.ready", 0),
+    ("Model", "string", ".status.model", 0),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Backend", "string", ".spec.engine.backend", 1),
+    ("Epoch", "integer", ".status.epoch", 1),
+    ("Revision", "string", ".status.revision", 1),
+    ("Endpoint", "string", ".status.endpoint", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+"""Print columns: name, type, path, priority (1: only with `-o wide`)."""
+
+NAME_RULES = [
+    cel(
+        f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
+        f"metadata.name: use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit",
+        expression="'metadata.name: ' + self.metadata.name + "
+        f"' is too long; use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit'",
+    ),
+    cel(
+        f"self.metadata.name.matches('{NAME_PATTERN}')",
+        "metadata.name: is not a DNS-1035 label; start with a letter and use only lower case letters, digits and '-'",
+    ),
+    cel(
+        f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
+        "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
+        "-config-HASH, -rev-HASH); choose another name",
+    ),
+    cel(
+        "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
+        "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
+        "spec.model.adapters: an adapter has the name of the resource, which is that of the model; give it another one",
+    ),
+]
+
+
+def structural_schema(model: type[BaseModel]) -> Schema:
+    """Return the OpenAPI v3 structural schema of a model."""
+    document = model.model_json_schema(by_alias=True, mode="validation")
+    return _structural(document, document.get("$defs", {}))
+
+
+def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
+    if "$ref" in node:
+        target = definitions[node["$ref"].rsplit("/", 1)[-1]]
+        siblings = {key: value for key, value in node.items() if key != "$ref"}
+        return _structural({**target, **siblings}, definitions)
+    if "anyOf" in node:
+        (option,) = [entry for entry in node["anyOf"] if entry.get("type") != "null"]
+        siblings = {key: value for key, value in node.items() if key != "anyOf"}
+        return _structural({**option, **siblings}, definitions)
+    found = {key: value for key, value in node.items() if key not in _DROPPED}
+    if found.get("additionalProperties") is False:
+        del found["additionalProperties"]
+    if found.get("default", ...) is None:
+        del found["default"]
+    if "properties" in found:
+        found["properties"] = {
+            name: _structural(value, definitions) for name, value in sorted(found["properties"].items())
+        }
+    if "items" in found:
+        found["items"] = _structural(found["items"], definitions)
+    return dict(sorted(found.items()))
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """Return the CRD, which has one version."""
+    schema = {
+        "type": "object",
+        "description": "A language model served by data-parallel engines, a coordinator and OpenAI servers.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            # The length limits the estimated cost of the rules below, which have better messages.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}},
+            "spec": structural_schema(MegatronInferenceSpec),
+            "status": structural_schema(MegatronInferenceStatus),
+        },
+        "x-kubernetes-validations": NAME_RULES,
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
+            for name, kind, path, priority in COLUMNS
+        ],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": CRD_NAME},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": [SHORT_NAME],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }

@@ -1,0 +1,200 @@
+"""`spec.server`: the OpenAI servers, and how clients outside the cluster reach them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, cel, rules, section
+from megatron_operator.resource.source import SecretKeyRef
+
+_HOST = r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+_A_HOST = "a host name in lower case, such as models.example.com or *.example.com"
+
+Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
+IngressHost = Annotated[str, Field(max_length=253), Matches("spec.server.ingress.hosts", _HOST, _A_HOST)]
+RouteHost = Annotated[str, Field(max_length=253), Matches("spec.server.httpRoute.hostnames", _HOST, _A_HOST)]
+PathPrefix = Annotated[
+    str,
+    Matches(
+        "spec.server.httpRoute.pathPrefix",
+        r"^(/[-A-Za-z0-9._~]+)+$",
+        "a path that begins with / and does not end with /, such as /models/demo",
+    ),
+]
+HeaderName = Annotated[
+    str,
+    Matches("spec.server.httpRoute.modelHeader", r"^[A-Za-z0-9-]+$", "the name of an HTTP header, such as x-model"),
+]
+
+
+class ServiceType(StrEnum):
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+_CLASS_NEEDS_TYPE = (
+    "spec.server.service.loadBalancerClass: not allowed without spec.server.service.type LoadBalancer; set the type, "
+    "or remove the class"
+)
+
+
+class ServiceSpec(ApiModel):
+    model_config = rules(
+        cel("!has(self.loadBalancerClass) || self.type == 'LoadBalancer'", _CLASS_NEEDS_TYPE),
+    )
+
+    type: ServiceType = Field(default=ServiceType.CLUSTER_IP, description="Type of the Service.")
+    annotations: Annotations | None = Field(default=None, description="Annotations of the Service.")
+    load_balancer_class: Name | None = Field(
+        default=None, description="Implementation of the load balancer; that of the cluster if absent."
+    )
+
+    @model_validator(mode="after")
+    def _class_of_load_balancers(self) -> Self:
+        if self.load_balancer_class is not None and self.type is not ServiceType.LOAD_BALANCER:
+            raise ValueError(_CLASS_NEEDS_TYPE)
+        return self
+
+
+class IngressSpec(ApiModel):
+    class_name: Name | None = Field(default=None, description="IngressClass; that of the cluster if absent.")
+    hosts: list[IngressHost] | None = Field(
+        default=None, min_length=1, max_length=16, description="Host names; every host if absent."
+    )
+    tls_secret_name: Name | None = Field(
+        default=None, description="Secret with the certificate that the ingress controller serves; HTTP if absent."
+    )
+    annotations: Annotations | None = Field(default=None, description="Annotations of the Ingress.")
+
+
+class ParentRef(ApiModel):
+    name: Name = Field(description="Name of a Gateway.")
+    namespace: Name | None = Field(default=None, description="Its namespace; that of the resource if absent.")
+    section_name: Name | None = Field(default=None, description="Listener of the Gateway; all listeners if absent.")
+
+
+class HttpRouteSpec(ApiModel):
+    parent_refs: list[ParentRef] = Field(
+        min_length=1, max_length=16, description="Gateways that the route attaches to."
+    )
+    hostnames: list[RouteHost] | None = Field(
+        default=None, min_length=1, max_length=16, description="Host names; those of the Gateway's listeners if absent."
+    )
+    path_prefix: PathPrefix | None = Field(
+        default=None,
+        description="Path before /v1, which the Gateway removes. It tells the resources of one host name apart.",
+        max_length=256,
+    )
+    model_header: HeaderName | None = Field(
+        default=None,
+        description="Header whose value must be the name of the model or of one of its adapters, so that several "
+        "resources share one URL.",
+        max_length=64,
+    )
+
+
+class FailureMode(StrEnum):
+    OPEN = "FailOpen"
+    CLOSE = "FailClose"
+
+
+class EndpointPickerRef(ApiModel):
+    name: Name = Field(description="Name of the picker's Service, in the namespace of the resource.")
+    port: int = Field(default=9002, ge=1, le=65535, description="Port of the Service.")
+    failure_mode: FailureMode = Field(
+        default=FailureMode.CLOSE,
+        description="What the Gateway does without an answer of the picker: FailClose drops the request, FailOpen "
+        "sends it to any server.",
+    )
+
+
+class InferencePoolSpec(ApiModel):
+    endpoint_picker_ref: EndpointPickerRef = Field(description="The endpoint picker, which you run.")
+
+
+class ToolCallParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    HERMES = "hermes"
+    QWEN3_CODER = "qwen3_coder"
+    GPT_OSS = "gpt_oss"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+
+
+class ReasoningParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    THINK = "think"
+    GEMMA4 = "gemma4"
+    GPT_OSS = "gpt_oss"
+
+
+class TlsSpec(ApiModel):
+    secret_name: Name = Field(
+        description="Secret of type kubernetes.io/tls in the resource's namespace. A renewed certificate is loaded "
+        "without a restart."
+    )
+
+
+class ServerSpec(ApiModel):
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Number of OpenAI servers. If absent, 1 is created, and the operator does not change the number "
+        "afterwards, so that an autoscaler may set that of the Deployment.",
+    )
+    tls: TlsSpec | None = Field(
+        default=None, description="Serve HTTPS on port 443 of the Service; plain HTTP on port 80 if absent."
+    )
+    service: ServiceSpec = section(ServiceSpec, "The Service NAME, the address of the servers.")
+    ingress: IngressSpec | None = Field(
+        default=None, description="An Ingress to the servers; the operator creates none if absent."
+    )
+    http_route: HttpRouteSpec | None = Field(
+        default=None, description="An HTTPRoute of the Gateway API to the servers; the operator creates none if absent."
+    )
+    inference_pool: InferencePoolSpec | None = Field(
+        default=None,
+        description="An InferencePool of the Gateway API Inference Extension with the servers, to which the HTTPRoute "
+        "then refers instead of the Service. The operator creates none if absent.",
+    )
+    api_keys_secret_ref: SecretKeyRef | None = Field(
+        default=None,
+        description="File of accepted API keys, one per line or YAML with names, limits and models. If set, every "
+        "request needs one.",
+    )
+    share_prefix_cache: bool = Field(
+        default=False,
+        description="API keys share cached prefixes. Response times and cached_tokens then reveal to the holder of one "
+        "key which prompts others have sent.",
+    )
+    allow_priority: bool = Field(
+        default=False, description="Requests may set a priority; otherwise one other than 0 is answered with 400."
+    )
+    reserve_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Generated tokens that a request of an API key with a limit of tokens reserves for each choice, at "
+        "most; 1024 if absent. Tokens beyond that are charged as they are generated.",
+    )
+    tool_call_parser: ToolCallParser | None = Field(
+        default=None, description="Parser of tool calls in completions; auto chooses by the chat template."
+    )
+    reasoning_parser: ReasoningParser | None = Field(
+        default=None,
+        description="How the model marks its reasoning, which is returned as reasoning_content; auto chooses by the "
+        "chat template, none leaves it in the text.",
+    )
+    pod_template: PodTemplate | None = Field(
+        default=None,
+        description="Merged into the rendered pod, containers by name (the container is server), as far as the "
+        "operator's pod policy allows.",
+    )

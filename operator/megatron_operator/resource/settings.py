@@ -1,0 +1,71 @@
+"""Settings of an operator installation, which apply to every resource."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_operator import __version__
+from megatron_operator.resource.pod_policy import PodPolicy, in_repositories
+
+IMAGE_REGISTRY = "ghcr.io/megatron-inference"
+"""Where releases publish the images and the chart. values.yaml of the chart has the same names."""
+DEFAULT_OPERATOR_IMAGE = f"{IMAGE_REGISTRY}/megatron-operator:{__version__}"
+DEFAULT_COORDINATOR_IMAGE = DEFAULT_OPERATOR_IMAGE
+DEFAULT_RUNTIME_IMAGE = f"{IMAGE_REGISTRY}/megatron-runtime:{__version__}"
+DEFAULT_VLLM_RUNTIME_IMAGE = f"{IMAGE_REGISTRY}/megatron-runtime-vllm:{__version__}"
+
+MONITORING_NAMESPACE: Mapping[str, Any] = {
+    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+}
+"""The pods of the namespace `monitoring`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Installation-wide inputs of rendering and deciding."""
+
+    runtime_image: str
+    """Image of servers and native engines if the resource sets none."""
+    vllm_runtime_image: str = DEFAULT_VLLM_RUNTIME_IMAGE
+    """Image of vLLM engines if the resource sets none."""
+    coordinator_image: str = DEFAULT_COORDINATOR_IMAGE
+    """Image of coordinators: small, so that a node without it starts a coordinator in seconds."""
+    operator_namespace: str = "megatron-system"
+    """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
+    version: str = __version__
+    """Version of the operator; while an update is held, that of the resource's release."""
+    oldest_secure_version: str = ""
+    """Oldest version without a known vulnerability; an update of an older release is a security update."""
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets in the namespaces of the resources with which kubelets pull images, unless a podTemplate sets
+    others."""
+    runtime_log_format: str = "text"
+    """Format of the logs of coordinators, servers and engines: "text" or "json"."""
+    security: bool = True
+    """CURVE on every socket: keys are created, mounted and passed on the command lines."""
+    pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
+    """Allowed fields of pod templates. None: no check, for recorded templates that were accepted earlier."""
+    quoted_repositories: tuple[str, ...] = ()
+    """Repositories, besides those of `runtime_images`, whose termination messages and errors the status quotes."""
+    egress_policies: bool = True
+    """NetworkPolicies limit what the pods of a resource may connect to."""
+    monitoring_peers: tuple[Mapping[str, Any], ...] = (MONITORING_NAMESPACE,)
+    """Peers, as in a NetworkPolicy, that may read probes and metrics besides the operator's namespace."""
+    api_server_ranges: tuple[str, ...] = ()
+    """Address ranges (CIDR) from which the API server connects to pods: its proxy reads metrics for kubectl."""
+
+    installed_images: tuple[str, ...] = ()
+    """Images of the installation, if the images above are those of the release of a resource. The repositories of a
+    recorded release are not trusted: users may be able to write a status."""
+
+    @property
+    def runtime_images(self) -> tuple[str, ...]:
+        """The images of the pods of resources, whose repositories the pod policy allows."""
+        return self.installed_images or (self.runtime_image, self.vllm_runtime_image, self.coordinator_image)
+
+    def quotes(self, image: str) -> bool:
+        """Return whether the status may quote messages of containers of this image."""
+        return in_repositories(image, (*self.runtime_images, *self.quoted_repositories))

@@ -1,0 +1,370 @@
+"""`spec.model` and `spec.weights`: the model, its LoRA adapters, and the source and format of its weights."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from megatron_operator.resource.base import ApiModel, Matches, Name, cel, list_by, rules
+from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS
+
+
+class Format(StrEnum):
+    AUTO = "Auto"
+    SAFETENSORS = "SafeTensors"
+    GGUF = "GGUF"
+    TORCH_DIST = "TorchDist"
+    PACKED = "Packed"
+
+
+class Dtype(StrEnum):
+    AUTO = "Auto"
+    BFLOAT16 = "BFloat16"
+    FLOAT16 = "Float16"
+    FLOAT32 = "Float32"
+    INT8 = "Int8"
+    INT4 = "Int4"
+
+
+class SecretKeyRef(ApiModel):
+    name: Name = Field(description="Name of a Secret in the resource's namespace.")
+    key: Name = Field(description="Key within that Secret.")
+
+
+_PATH_PART = r"([^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.\.[^/\x00-\x1f\x7f]+)"
+_PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
+"""An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
+_PATH = "an absolute path without . and .. parts, such as /models/llama; begin it with /, without control characters"
+ClaimPath = Annotated[str, Matches("spec.model.source.persistentVolumeClaim.path", _PATH_PATTERN, _PATH)]
+ImagePath = Annotated[str, Matches("spec.model.source.image.path", _PATH_PATTERN, _PATH)]
+_REPOSITORY = (r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name, without ..", "..")
+_COMMIT = (r"^[A-Za-z0-9][\w./-]*$", "letters, digits and . _ / -, beginning with a letter or digit, without ..", "..")
+_MODEL_NAME = (
+    r"^[A-Za-z0-9][\w./:-]*$",
+    "letters, digits and . _ - / :, beginning with a letter or digit, without ..",
+    "..",
+)
+Repository = Annotated[str, Matches("spec.model.source.huggingFace.repo", *_REPOSITORY)]
+Commit = Annotated[str, Matches("spec.model.source.huggingFace.revision", *_COMMIT)]
+BuiltinName = Annotated[
+    str,
+    Matches(
+        "spec.model.source.builtin",
+        r"^[a-z0-9][a-z0-9.-]*$",
+        "the name of a builtin model in lower case, such as smollm2-135m",
+    ),
+]
+ModelName = Annotated[str, Matches("spec.model.name", *_MODEL_NAME)]
+WeightsRevision = Annotated[
+    str,
+    Matches(
+        "spec.weights.revision",
+        r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
+        "letters, digits and . _ -, beginning and ending with a letter or digit, without ..",
+        "..",
+    ),
+]
+
+
+class HuggingFaceSource(ApiModel):
+    repo: Repository = Field(
+        description="Repository on the Hugging Face hub, as org/name.",
+        max_length=200,
+    )
+    revision: Commit | None = Field(
+        default=None,
+        description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
+        min_length=1,
+        max_length=200,
+    )
+    token_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="Access token for a gated or private repository."
+    )
+
+
+class ClaimSource(ApiModel):
+    claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
+    path: ClaimPath = Field(
+        default="/",
+        description="Absolute path of the model inside the volume, without . and .. parts; {revision} is replaced by "
+        "spec.weights.revision.",
+        max_length=1024,
+    )
+
+
+class ImageSource(ApiModel):
+    reference: str = Field(
+        description="OCI image or artifact that holds the weights; mounted as an image volume (experimental).",
+        min_length=1,
+        max_length=512,
+    )
+    path: ImagePath = Field(
+        default="/",
+        description="Absolute path of the model inside the image, without . and .. parts; {revision} is replaced by "
+        "spec.weights.revision.",
+        max_length=1024,
+    )
+
+
+_URL_PART = r"[A-Za-z0-9_@+=~{}-][A-Za-z0-9_.@+=~{}-]*"
+ObjectUrl = Annotated[
+    str,
+    Matches(
+        "spec.model.source.objectStore.url",
+        rf"^(s3|gs|az|https)://[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{{1,5}})?(/{_URL_PART})*/?$",
+        "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH of letters, digits and "
+        "_ . @ + = ~ -, without a query",
+    ),
+]
+
+
+class SecretRef(ApiModel):
+    name: Name = Field(description="Name of a Secret in the resource's namespace.")
+
+
+class ObjectStoreSource(ApiModel):
+    url: ObjectUrl = Field(
+        description="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH; {revision} is "
+        "replaced by spec.weights.revision.",
+        max_length=1024,
+    )
+    credentials_secret_ref: SecretRef | None = Field(
+        default=None,
+        description="Secret whose keys are the names of variables such as AWS_ACCESS_KEY_ID. Without it, the workload "
+        "identity of the ServiceAccount is used.",
+    )
+
+
+_SOURCES = ("builtin", "huggingFace", "objectStore", "persistentVolumeClaim", "image")
+_SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
+
+
+class ModelSource(ApiModel):
+    model_config = rules(
+        cel(
+            f"{_SET_SOURCES}.exists(set, set)",
+            f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
+        ),
+        cel(
+            f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
+            f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
+        ),
+    )
+
+    builtin: BuiltinName | None = Field(
+        default=None,
+        description="A model that ships with the runtime image, such as smollm2-135m; for demos and tests.",
+        max_length=63,
+    )
+    hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    object_store: ObjectStoreSource | None = Field(
+        default=None, description="A model in S3, Google Cloud Storage, Azure Blob Storage or on an HTTPS server."
+    )
+    persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
+    image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        chosen = (self.builtin, self.hugging_face, self.object_store, self.persistent_volume_claim, self.image)
+        count = sum(source is not None for source in chosen)
+        if count != 1:
+            raise ValueError(f"spec.model.source: {count} sources are set; set exactly one of {', '.join(_SOURCES)}")
+        return self
+
+    @property
+    def path(self) -> str | None:
+        """The path in the volume, with `{revision}` not replaced; None if the source has no path."""
+        for source in (self.persistent_volume_claim, self.image):
+            if source is not None:
+                return source.path
+        return None
+
+    @property
+    def location(self) -> tuple[str, str] | None:
+        """The field, below the source, whose `{revision}` is replaced, and its value; None without such a field."""
+        if self.object_store is not None:
+            return "objectStore.url", self.object_store.url
+        if self.path is None:
+            return None
+        return ("image.path" if self.image is not None else "persistentVolumeClaim.path"), self.path
+
+    @property
+    def downloads(self) -> bool:
+        return self.hugging_face is not None or self.object_store is not None
+
+
+CachePath = Annotated[
+    str,
+    Matches(
+        "spec.model.cache.hostPath",
+        rf"^(/{_URL_PART})+$",
+        "an absolute path of letters, digits and _ . @ + = ~ - without . and .. parts; begin it with /",
+    ),
+]
+_CACHE = "spec.model.cache: set exactly one of persistentVolumeClaim and hostPath"
+
+
+class CacheSpec(ApiModel):
+    model_config = rules(
+        cel("has(self.persistentVolumeClaim) != has(self.hostPath)", _CACHE),
+    )
+
+    persistent_volume_claim: Name | None = Field(
+        default=None, description="PersistentVolumeClaim in the resource's namespace, which all engines mount."
+    )
+    host_path: CachePath | None = Field(
+        default=None,
+        description="Directory of each node, writable for user 65532. The chart value podPolicy.modelCachePaths must "
+        "allow it.",
+        max_length=1024,
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.persistent_volume_claim is None) == (self.host_path is None):
+            raise ValueError(_CACHE)
+        return self
+
+
+_ADAPTER = "spec.model.adapters[].source"
+AdapterRepositoryName = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.repo", *_REPOSITORY)]
+AdapterCommit = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.revision", *_COMMIT)]
+AdapterPath = Annotated[
+    str,
+    Matches(
+        f"{_ADAPTER}.path",
+        r"^(/[\w@+=-][\w.@+=-]*)+$",
+        "an absolute path of letters, digits and _ . @ + = - without . and .. parts; begin it with /",
+    ),
+]
+AdapterName = Annotated[str, Matches("spec.model.adapters[].name", *_MODEL_NAME)]
+
+
+class AdapterRepository(ApiModel):
+    repo: AdapterRepositoryName = Field(
+        description="Repository on the Hugging Face hub, as org/name. The token of the model's source is used.",
+        max_length=200,
+    )
+    revision: AdapterCommit | None = Field(
+        default=None,
+        description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
+        max_length=200,
+    )
+
+
+class AdapterSource(ApiModel):
+    model_config = rules(
+        cel(
+            "has(self.huggingFace) != has(self.path)",
+            "spec.model.adapters: the source of each adapter is exactly one of huggingFace and path",
+        ),
+    )
+
+    hugging_face: AdapterRepository | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    path: AdapterPath | None = Field(
+        default=None,
+        description="Absolute path of the adapter's directory in the volume of the model's source, without . and .. "
+        "parts.",
+        max_length=1000,
+    )
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.hugging_face is None) == (self.path is None):
+            raise ValueError("spec.model.adapters: the source of each adapter is exactly one of huggingFace and path")
+        return self
+
+
+class AdapterSpec(ApiModel):
+    name: AdapterName = Field(
+        description="Name in /v1/models, and of the model in requests.",
+        min_length=1,
+        max_length=MAX_ADAPTER_NAME_CHARACTERS,
+    )
+    source: AdapterSource = Field(description="Source of the adapter: exactly one of the fields below.")
+
+
+_ADAPTER_NAME = "spec.model.adapters: an adapter has the name of the model; give it another one"
+_NOT_CACHED = (
+    "spec.model.cache: only downloaded models are cached; remove it, or set spec.model.source.huggingFace or "
+    "objectStore"
+)
+_ADAPTER_PATH = (
+    "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
+    "persistentVolumeClaim or image; use source.huggingFace"
+)
+
+
+class ModelSpec(ApiModel):
+    model_config = rules(
+        cel(
+            "!has(self.adapters) || !has(self.name) || self.adapters.all(adapter, adapter.name != self.name)",
+            _ADAPTER_NAME,
+        ),
+        cel(
+            "!has(self.adapters) || has(self.source.persistentVolumeClaim) || has(self.source.image) || "
+            "self.adapters.all(adapter, !has(adapter.source.path))",
+            _ADAPTER_PATH,
+        ),
+        cel(
+            "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStore)",
+            _NOT_CACHED,
+        ),
+    )
+
+    name: ModelName | None = Field(
+        default=None,
+        description="Name in /v1/models; metadata.name if absent.",
+        min_length=1,
+        max_length=256,
+    )
+    source: ModelSource = Field(description="Source of the weights: exactly one of the fields below.")
+    cache: CacheSpec | None = Field(
+        default=None,
+        description="A volume that keeps the downloaded model. The first pod that needs it downloads it, others wait, "
+        "and engines mount it read-only.",
+    )
+    format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto detects it from the files.")
+    dtype: Dtype = Field(
+        default=Dtype.AUTO,
+        description="Data type of the computation; Auto chooses by model and device.",
+    )
+    max_sequence_length: int = Field(
+        default=4096,
+        description="Limit of prompt plus completion, in tokens.",
+        ge=1,
+        le=16_777_216,
+    )
+    adapters: list[AdapterSpec] | None = Field(
+        default=None,
+        description="LoRA adapters of the model. Each is served as a model of its own. They are loaded and unloaded "
+        "without a restart of an engine.",
+        max_length=MAX_ADAPTERS,
+        json_schema_extra=list_by("name"),
+    )
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        adapters = self.adapters or []
+        names = [adapter.name for adapter in adapters]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"spec.model.adapters: {twice!r} is listed twice; give each adapter a name of its own")
+        if self.name in names:
+            raise ValueError(_ADAPTER_NAME)
+        if self.source.path is None and any(adapter.source.path is not None for adapter in adapters):
+            raise ValueError(_ADAPTER_PATH)
+        if self.cache is not None and not self.source.downloads:
+            raise ValueError(_NOT_CACHED)
+        return self
+
+
+class WeightsSpec(ApiModel):
+    revision: WeightsRevision = Field(
+        description="Replaces {revision} in the path or URL of the model's source. A change updates the weights in "
+        "place.",
+        min_length=1,
+        max_length=63,
+    )

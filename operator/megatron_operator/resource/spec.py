@@ -1,0 +1,602 @@
+"""`MegatronInference`: the spec and all its defaults.
+
+Cross-field rules are defined twice: as CEL for the API server and as validators for the offline commands (`render`,
+`plan`). Tests check that both give the same results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import lru_cache
+from typing import Annotated, Any, Self
+
+from pydantic import Field, WithJsonSchema, model_validator
+
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, cel, rules, section
+from megatron_operator.resource.server import ServerSpec
+from megatron_operator.resource.source import Dtype, ModelSpec, WeightsSpec
+from megatron_operator.resource.states import DesiredState
+from megatron_runtime.protocol import strict_json as json
+
+SHORT_NAME = "mi"
+
+MAX_NAME_LENGTH = 40
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+RESERVED_SUFFIX_PATTERN = r"-(coordinator|standby|server|keys|config-[0-9a-f]+|rev-[0-9a-f]+|engine-[0-9]+|engines)$"
+QUANTITY_PATTERN = r"^[1-9][0-9]*(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"
+
+MAX_VLLM_ARGS = 64
+VllmArgs = Annotated[
+    dict[str, Any],
+    Field(max_length=MAX_VLLM_ARGS),
+    WithJsonSchema(
+        {"type": "object", "maxProperties": MAX_VLLM_ARGS, "x-kubernetes-preserve-unknown-fields": True},
+    ),
+]
+"""Engine arguments of vLLM by name. `render/vllm.py` checks them, because CEL cannot read untyped objects."""
+
+
+class Backend(StrEnum):
+    NATIVE = "Native"
+    VLLM = "VLLM"
+
+
+CacheMemory = Annotated[
+    str,
+    Matches(
+        "spec.engine.batching.kvCacheMemory",
+        QUANTITY_PATTERN,
+        "a positive Kubernetes quantity of bytes, such as 2Gi or 512Mi",
+    ),
+]
+Alpha = Annotated[
+    str,
+    Matches(
+        "spec.coordinator.routing.alpha",
+        r"^(0(\.[0-9]+)?|1(\.0+)?)$",
+        "a decimal number from 0 to 1, such as 0.5",
+    ),
+]
+
+
+class RoutingPolicy(StrEnum):
+    LOAD_BALANCED = "LoadBalanced"
+    ROUND_ROBIN = "RoundRobin"
+    FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
+    LONGEST_PREFIX = "LongestPrefix"
+
+
+class PauseMode(StrEnum):
+    HOLD = "Hold"
+    REJECT = "Reject"
+
+
+class SuspendLevel(StrEnum):
+    OFFLOAD = "Offload"
+    RELEASE_PODS = "ReleasePods"
+
+
+class KvCacheMode(StrEnum):
+    RECOMPUTE = "Recompute"
+    PERSIST = "Persist"
+    OFFLOAD = "Offload"
+
+
+class PrefixEviction(StrEnum):
+    LRU = "LRU"
+    REF_ZERO = "RefZero"
+
+
+class Parallelism(ApiModel):
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        le=128,
+        description="Tensor-parallel ranks, which share every layer. The model's attention heads must be a multiple.",
+    )
+    pipeline: int = Field(
+        default=1, ge=1, le=128, description="Pipeline stages; at most as many as the model has layers."
+    )
+    expert: int = Field(
+        default=1, ge=1, le=256, description="Expert-parallel ranks. The model's experts must be a multiple."
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor * self.pipeline * self.expert
+
+
+class Batching(ApiModel):
+    model_config = rules(
+        cel(
+            "!has(self.maxTokens) || !has(self.maxRequests) || self.maxTokens >= self.maxRequests",
+            "spec.engine.batching.maxTokens: every running request needs a token of each step; set at least "
+            "spec.engine.batching.maxRequests",
+        ),
+    )
+
+    max_requests: int | None = Field(
+        default=None, ge=1, le=65536, description="Limit of requests in one batch; 64 if absent."
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=16_777_216,
+        description="Limit of tokens in one step; 2048 if absent, and never fewer than the limit of requests.",
+    )
+    block_size_tokens: int = Field(default=256, ge=1, le=65536, description="Tokens per block of the prefix cache.")
+    kv_cache_memory: CacheMemory = Field(
+        default="2Gi",
+        description="KV cache memory of each rank, as a Kubernetes quantity.",
+        max_length=20,
+    )
+    prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
+    chunked_prefill: bool = Field(default=True, description="Split long prompts over several steps.")
+
+    @model_validator(mode="after")
+    def _enough_tokens(self) -> Self:
+        if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
+            raise ValueError(
+                f"spec.engine.batching.maxTokens: is {self.max_tokens}; every running request needs a token of each "
+                f"step; set at least spec.engine.batching.maxRequests = {self.max_requests}"
+            )
+        return self
+
+
+class VllmSpec(ApiModel):
+    image: str | None = Field(
+        default=None,
+        description="Image of the engines, the runtime with vLLM; the operator's vLLM image if absent. Other "
+        "repositories need podPolicy.imageRepositories in the operator's chart.",
+        max_length=512,
+    )
+    args: VllmArgs = Field(
+        default_factory=dict,
+        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects unknown "
+        "arguments, arguments that another field sets, and, without vllm.allowCode in its chart, arguments that can "
+        "load code.",
+    )
+    allow_pickle_between_pods: bool = Field(
+        default=False,
+        description="Accept that the pods of an engine exchange Python pickles without authentication. An engine over "
+        "several pods needs it: a process that can connect to one of its pods can run code there. NetworkPolicies "
+        "limit these connections to the pods of the same engine.",
+    )
+
+
+class NativeSpec(ApiModel):
+    kv_cache_mode: KvCacheMode = Field(
+        default=KvCacheMode.RECOMPUTE,
+        description="What a suspend does with the KV cache: compute it again after the resume, keep it where it is, or "
+        "move it to the memory of the host.",
+    )
+    prefix_eviction: PrefixEviction = Field(
+        default=PrefixEviction.LRU,
+        description="LRU keeps unused blocks of the prefix cache until their memory is needed; RefZero evicts them at "
+        "once.",
+    )
+    step_timeout_seconds: int = Field(
+        default=60,
+        ge=1,
+        le=86400,
+        description="An engine of several ranks ends if no rank makes progress in a step for so long.",
+    )
+
+
+TopologyKey = Annotated[
+    str,
+    Matches(
+        "spec.engine.topology.packBy",
+        r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        "the key of a label of nodes, such as topology.kubernetes.io/zone",
+    ),
+]
+
+
+class TopologySpec(ApiModel):
+    pack_by: TopologyKey = Field(
+        description="Label of nodes whose value all nodes of one engine share, such as that of a rack or an NVLink "
+        "domain. Pods that no such domain has room for stay pending.",
+        max_length=317,
+    )
+
+
+_NATIVE_NEEDS_BACKEND = (
+    "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or remove "
+    "spec.engine.native"
+)
+_VLLM_NEEDS_BACKEND = (
+    "spec.engine.vllm: not allowed with spec.engine.backend Native; set spec.engine.backend to VLLM, or remove "
+    "spec.engine.vllm"
+)
+_VLLM_IMAGE = "spec.engine.image: not allowed with spec.engine.backend VLLM; set spec.engine.vllm.image instead"
+
+
+class EngineSpec(ApiModel):
+    model_config = rules(
+        cel("self.backend == 'VLLM' || !has(self.vllm)", _VLLM_NEEDS_BACKEND),
+        cel("self.backend == 'Native' || !has(self.image)", _VLLM_IMAGE),
+        cel("self.backend == 'Native' || !has(self.native)", _NATIVE_NEEDS_BACKEND),
+    )
+
+    backend: Backend = Field(
+        default=Backend.NATIVE,
+        description="Native is the engine of this project; VLLM runs vLLM behind the same verbs.",
+    )
+    native: NativeSpec | None = Field(default=None, description="Settings of native engines.")
+    vllm: VllmSpec | None = Field(default=None, description="Settings of vLLM engines.")
+    image: str | None = Field(
+        default=None,
+        description="Image of native engines; the operator's runtime image if absent. Other repositories than that of "
+        "the runtime image need podPolicy.imageRepositories in the operator's chart.",
+        max_length=512,
+    )
+    gpus_per_pod: int = Field(
+        default=0, ge=0, le=64, description="GPUs of each pod, with one rank on each; 0 means engines on CPUs."
+    )
+    ranks_per_pod: int = Field(default=1, ge=1, le=64, description="Ranks in each pod of an engine on CPUs.")
+    batching: Batching = section(Batching, "Continuous batching and the KV cache.")
+    startup_seconds: int = Field(
+        default=1800, ge=10, le=86400, description="Time for loading after which a pod is restarted."
+    )
+    topology: TopologySpec | None = Field(default=None, description="Placement of the pods of one engine.")
+    pod_template: PodTemplate | None = Field(
+        default=None,
+        description="Merged into the rendered pod, containers by name (the container is engine): resources, "
+        "tolerations, affinity, volumes, … In labels, annotations and fields of the placement, $(ENGINE_INDEX) and "
+        "$(ENGINE_NAME) are those of the engine. The operator rejects fields that its pod policy does not allow.",
+    )
+
+    @model_validator(mode="after")
+    def _fields_of_backend(self) -> Self:
+        if self.backend is Backend.NATIVE and self.vllm is not None:
+            raise ValueError(_VLLM_NEEDS_BACKEND)
+        if self.backend is Backend.VLLM and self.image is not None:
+            raise ValueError(_VLLM_IMAGE)
+        if self.backend is Backend.VLLM and self.native is not None:
+            raise ValueError(_NATIVE_NEEDS_BACKEND)
+        return self
+
+
+class Routing(ApiModel):
+    policy: RoutingPolicy = Field(default=RoutingPolicy.LOAD_BALANCED, description="Policy that chooses an engine.")
+    alpha: Alpha = Field(
+        default="0.5",
+        description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string.",
+        max_length=20,
+    )
+
+
+class CoordinatorSpec(ApiModel):
+    routing: Routing = section(Routing, "Routing of requests to engines.")
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=2,
+        description="2 adds a standby on another node, which takes over within seconds when the active coordinator is "
+        "lost or stopped.",
+    )
+    priority_class_name: Name | None = Field(
+        default=None,
+        description="PriorityClass of the coordinator's pod, so that the scheduler makes room for it on a full node. "
+        "Names that begin with system- are not allowed.",
+    )
+    pod_template: PodTemplate | None = Field(
+        default=None,
+        description="Merged into the rendered pod, containers by name (the container is coordinator), as far as the "
+        "operator's pod policy allows.",
+    )
+
+
+class PauseSpec(ApiModel):
+    mode: PauseMode = Field(
+        default=PauseMode.HOLD, description="Hold queues requests that arrive while paused; Reject answers 503."
+    )
+    max_queued: int = Field(
+        default=10000, ge=1, le=10_000_000, description="Limit of held requests; further ones are answered with 429."
+    )
+    max_wait_seconds: int = Field(
+        default=300, ge=1, le=86400, description="Time for which a request without an engine is held."
+    )
+
+
+class SuspendSpec(ApiModel):
+    level: SuspendLevel = Field(
+        default=SuspendLevel.OFFLOAD,
+        description="Offload releases memory and keeps the pods; ReleasePods also scales the engines to zero pods.",
+    )
+    escalate_after_seconds: int | None = Field(
+        default=None, ge=0, le=31_536_000, description="Time after which a suspension with Offload becomes ReleasePods."
+    )
+    wake_on_request: bool = Field(
+        default=False,
+        description="A request that arrives while suspended makes the resource run again, until it is idle or "
+        "desiredState changes.",
+    )
+    idle_seconds: int = Field(
+        default=600,
+        ge=10,
+        le=31_536_000,
+        description="Idle time after which a resource that a request woke is suspended again.",
+    )
+
+
+class RestartBudget(ApiModel):
+    restarts: int = Field(
+        default=5,
+        ge=0,
+        le=1000,
+        description="Restarts of one engine, with all its pods, that are tolerated in short succession.",
+    )
+    window_seconds: int = Field(
+        default=600, ge=1, le=86400, description="Time in which as many restarts are forgiven, one after another."
+    )
+
+
+class LifecycleSpec(ApiModel):
+    pause: PauseSpec = section(PauseSpec, "Handling of requests that arrive while paused or suspended.")
+    suspend: SuspendSpec = section(SuspendSpec, "What a suspended resource releases.")
+    drain_seconds: int = Field(
+        default=60, ge=0, le=86400, description="Time for requests to finish before an engine or server is removed."
+    )
+    lost_node_seconds: int = Field(
+        default=60,
+        ge=0,
+        le=86400,
+        description="Time after which a terminating pod of an engine is deleted by force: since the end of its grace "
+        "period, and since its node is not ready. Pods on a node that is ready are never deleted by force.",
+    )
+    restart_budget: RestartBudget = section(RestartBudget, "When the operator stops restarting a crashing engine.")
+
+
+class KeysSpec(ApiModel):
+    generation: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000_000,
+        description="Raise it to rotate all CURVE keys without interrupting requests. Absolute: a generation that "
+        "status.keys has reached is not created again.",
+    )
+    rotate_after_days: int | None = Field(
+        default=None, ge=1, le=36500, description="Age at which keys are rotated automatically; never if absent."
+    )
+
+
+_NO_ROLLOUT = (
+    "spec.rollout.maxUnavailable: is 0 and spec.rollout.maxSurge is 0, so no engine may be replaced; raise one of them"
+)
+
+
+class RolloutSpec(ApiModel):
+    model_config = rules(
+        cel("!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0", _NO_ROLLOUT),
+    )
+
+    max_unavailable: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="Engines that may be unavailable during a rollout. If absent, 1, or 0 if maxSurge is set.",
+    )
+    max_surge: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Engines of the new revision that a rollout adds beyond replicas, and removes at its end. Each "
+        "needs the GPUs and the memory of an engine.",
+    )
+    paused: bool = Field(
+        default=False,
+        description="Replace no engine and begin no update. Engines keep their revision, also when they restart.",
+    )
+    auto_update: bool = Field(
+        default=False,
+        description="Update to the release of a new operator without kubectl megatron update.",
+    )
+
+    @model_validator(mode="after")
+    def _can_proceed(self) -> Self:
+        if self.max_unavailable == 0 and self.max_surge == 0:
+            raise ValueError(_NO_ROLLOUT)
+        return self
+
+    @property
+    def unavailable(self) -> int:
+        """Effective maxUnavailable."""
+        if self.max_unavailable is not None:
+            return self.max_unavailable
+        return 0 if self.max_surge else 1
+
+
+MAX_RANKS = 256
+"""Limit of ranks of one engine: rank 0 sends the plan of each step to every other rank."""
+_NO_PLACE = "has no {revision} placeholder for spec.weights.revision; add it there, or remove spec.weights"
+_NO_REVISION = "contains {revision}, so spec.weights.revision must be set"
+_LOCATIONS = ("objectStore.url", "persistentVolumeClaim.path", "image.path")
+"""Fields of spec.model.source in which {revision} is replaced."""
+
+
+def _revision_rules(field: str) -> tuple[dict[str, str], ...]:
+    source, placed = field.partition(".")[0], f"self.model.source.{field}.contains('{{revision}}')"
+    absent = f"!has(self.model.source.{source})"
+    return (
+        cel(f"has(self.weights) || {absent} || !{placed}", f"spec.model.source.{field}: {_NO_REVISION}"),
+        cel(f"!has(self.weights) || {absent} || {placed}", f"spec.model.source.{field}: {_NO_PLACE}"),
+    )
+
+
+_POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
+_RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
+_NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4)
+_VLLM_DTYPE = (
+    "vLLM quantizes by its argument quantization; use Auto, BFloat16, Float16 or Float32 and set "
+    "spec.engine.vllm.args.quantization, or set spec.engine.backend to Native"
+)
+_VLLM_PICKLE = (
+    "spec.engine.vllm.allowPickleBetweenPods: vLLM engines over several pods exchange Python pickles without "
+    "authentication, so a process that can connect to one of their pods can run code there; set it to true if the "
+    "cluster enforces NetworkPolicies, or raise spec.engine.gpusPerPod (ranksPerPod) so that an engine fits one pod"
+)
+
+
+_REVISION_RULES: list[Any] = [rule for field in _LOCATIONS for rule in _revision_rules(field)]
+
+
+class MegatronInferenceSpec(ApiModel):
+    model_config = rules(
+        # The message cannot contain the values: the estimated cost of string() exceeds the budget.
+        cel(
+            f"{_RANKS} % {_POD_DIVISOR} == 0",
+            "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
+            "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
+        ),
+        cel(
+            f"{_RANKS} <= {MAX_RANKS}",
+            f"spec.parallelism: tensor x pipeline x expert must be at most {MAX_RANKS}, the ranks of one "
+            "engine; lower one of them, and raise spec.replicas for more throughput",
+        ),
+        cel(
+            "!has(self.weights) || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
+            "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
+            "remove one of the two",
+        ),
+        *_REVISION_RULES,
+        cel(
+            "!has(self.weights) || !has(self.model.source.builtin)",
+            "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
+        ),
+        cel(
+            "self.engine.backend != 'VLLM' || !(self.model.dtype in "
+            f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
+            f"spec.model.dtype: {_VLLM_DTYPE}",
+        ),
+        cel(
+            f"self.engine.backend != 'VLLM' || {_RANKS} == {_POD_DIVISOR} || "
+            "(has(self.engine.vllm) && self.engine.vllm.allowPickleBetweenPods)",
+            _VLLM_PICKLE,
+        ),
+    )
+
+    desired_state: DesiredState = Field(
+        default=DesiredState.RUNNING,
+        description="Running serves; Paused pauses generation; Suspended also releases memory; Stopped "
+        "drains and removes the engines.",
+    )
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        le=1024,
+        description="Data-parallel engines; kubectl scale and autoscalers change it. 0 removes all engine pods.",
+    )
+    model: ModelSpec = Field(description="The model.")
+    weights: WeightsSpec | None = Field(default=None, description="The revision of the weights.")
+    parallelism: Parallelism = section(Parallelism, "Parallelism of one engine; the product is its number of ranks.")
+    engine: EngineSpec = section(EngineSpec, "The engines.")
+    coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
+    server: ServerSpec = section(ServerSpec, "The OpenAI servers.")
+    lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
+    keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
+    rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
+
+    @model_validator(mode="after")
+    def _cross_field(self) -> Self:
+        ranks, divisor = self.parallelism.ranks, self.ranks_per_pod
+        if ranks % divisor:
+            field = "gpusPerPod" if self.engine.gpus_per_pod else "ranksPerPod"
+            raise ValueError(
+                f"spec.parallelism: tensor x pipeline x expert = {ranks} ranks is not divisible by "
+                f"spec.engine.{field} = {divisor}; make one a multiple of the other"
+            )
+        if ranks > MAX_RANKS:
+            raise ValueError(
+                f"spec.parallelism: tensor x pipeline x expert = {ranks} must be at most {MAX_RANKS}, the ranks of one "
+                "engine; lower one of them, and raise spec.replicas for more throughput"
+            )
+        source = self.model.source
+        if self.weights is not None and source.hugging_face is not None and source.hugging_face.revision is not None:
+            raise ValueError(
+                "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
+                "remove one of the two"
+            )
+        if self.weights is not None and source.builtin is not None:
+            raise ValueError("spec.weights.revision: a builtin model has no other revisions; remove spec.weights")
+        field, location = source.location or ("", "")
+        placed = "{revision}" in location
+        if self.weights is None and placed:
+            raise ValueError(f"spec.model.source.{field}: {_NO_REVISION}")
+        if self.weights is not None and location and not placed:
+            raise ValueError(f"spec.model.source.{field}: {_NO_PLACE}")
+        return self
+
+    @model_validator(mode="after")
+    def _supported_by_backend(self) -> Self:
+        if self.engine.backend is not Backend.VLLM:
+            return self
+        if self.model.dtype in _NOT_VLLM_DTYPES:
+            raise ValueError(f"spec.model.dtype: is {self.model.dtype.value}; {_VLLM_DTYPE}")
+        allowed = self.engine.vllm is not None and self.engine.vllm.allow_pickle_between_pods
+        if self.pods_per_engine > 1 and not allowed:
+            raise ValueError(_VLLM_PICKLE)
+        return self
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """Ranks in each pod of an engine."""
+        return self.engine.gpus_per_pod or self.engine.ranks_per_pod
+
+    @property
+    def pods_per_engine(self) -> int:
+        return self.parallelism.ranks // self.ranks_per_pod
+
+
+def check_name(name: str) -> None:
+    """Reject a resource name that leads to invalid names of children, with the messages of the CRD.
+
+    Raises:
+        ValueError: with `metadata.name`, its value and the remedy.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        raise ValueError(
+            f"metadata.name: {name!r} has {len(name)} characters; use at most {MAX_NAME_LENGTH}, "
+            "so that the names of its children fit"
+        )
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise ValueError(
+            f"metadata.name: {name!r} is not a DNS-1035 label; start with a letter and use only lower case letters, "
+            "digits and '-'"
+        )
+    if re.search(RESERVED_SUFFIX_PATTERN, name):
+        raise ValueError(f"metadata.name: {name!r} ends in a suffix that children use; choose another name")
+
+
+def check_adapter_names(name: str, spec: MegatronInferenceSpec) -> None:
+    """Reject an adapter with the name of the resource, which is that of the model unless spec.model.name is set.
+
+    Raises ValueError.
+    """
+    if spec.model.name is None and any(adapter.name == name for adapter in spec.model.adapters or ()):
+        raise ValueError(
+            f"spec.model.adapters: {name!r} is the name of the resource, which is that of the model; give the adapter "
+            "another one"
+        )
+
+
+def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
+    """Return the typed spec of a resource from the API server or a file.
+
+    Raises:
+        pydantic.ValidationError: with the path of every invalid field.
+    """
+    return _parse_spec(json.dumps(spec))
+
+
+@lru_cache(maxsize=1024)
+def _parse_spec(text: str) -> MegatronInferenceSpec:
+    """Parse a spec. Cached, because consecutive passes over a resource mostly parse the same spec.
+
+    Strict JSON mode rejects what the API server's schema rejects, such as "yes" for a boolean.
+    """
+    return MegatronInferenceSpec.model_validate_json(text, strict=True)
