@@ -49,11 +49,11 @@ class Event:
 class Context(DynamicInferenceContext):  # type: ignore[misc]
     """Has a list of active requests instead of tensors on a GPU.
 
-    report: called with "suspended" and "resumed".
+    report: called with "suspended", "resumed", "paused" and ("epoch", number).
     """
 
     def __init__(self, report: Callable[[Any], object]) -> None:
-        self._report = report
+        self.report = report
         self.config = InferenceConfig(static_kv_memory_pointers=True)
         self.kv_cache_management_mode, self.static_kv_memory_pointers = self.config.kv_cache_management_mode, True
         self.block_size_tokens, self.enable_prefix_caching = 16, False
@@ -85,10 +85,10 @@ class Context(DynamicInferenceContext):  # type: ignore[misc]
         self.active.append(request.request_id)
 
     def deallocate_inference_state_buffers(self) -> None:
-        self._report("suspended")
+        self.report("suspended")
 
     def reinitialize_inference_state_buffers(self) -> None:
-        self._report("resumed")
+        self.report("resumed")
 
 
 class Controller(TextGenerationController):  # type: ignore[misc]
@@ -154,28 +154,24 @@ def be_engine(coordinator: str, rendezvous: int, report: Connection) -> None:
     asyncio.run(_serve(int(coordinator.rpartition(":")[2]), report.send))
 
 
+class Engine(dynamic_engine.DynamicInferenceEngine):  # type: ignore[misc]
+    """Reports each pause and each epoch as it begins: a poll of the state would miss short ones."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_new = getattr(self, name, None) != value
+        super().__setattr__(name, value)
+        if name == "state" and is_new and value is dynamic_engine.EngineState.PAUSED:
+            self.context.report("paused")
+        elif name == "_generation_epoch" and is_new:
+            self.context.report(("epoch", value))
+
+
 async def _serve(port: int, report: Callable[[Any], object]) -> None:
     context = Context(report)
     controller = Controller(context)
-    engine = controller.engine = dynamic_engine.DynamicInferenceEngine(controller, context)
+    engine = controller.engine = Engine(controller, context)
     await engine.start_listening_to_data_parallel_coordinator(
         port, launch_inference_coordinator=False, hostname="127.0.0.1"
     )
-    watch = asyncio.create_task(_watch(engine, report))
     await engine.engine_loop_task
-    watch.cancel()
     report("stopped")
-
-
-async def _watch(engine: Any, report: Callable[[Any], object]) -> None:
-    """Report each pause and each epoch."""
-    paused, epoch = False, None
-    while True:
-        await asyncio.sleep(STEP_SECONDS)
-        if engine._generation_epoch != epoch:
-            epoch = engine._generation_epoch
-            report(("epoch", epoch))
-        if (engine.state is dynamic_engine.EngineState.PAUSED) is not paused:
-            paused = not paused
-            if paused:
-                report("paused")
