@@ -62,7 +62,9 @@ class Things:
         self.shared = set(os.listdir("/dev/shm"))
 
     def assert_no_more(self, before: "Things") -> None:
-        assert self.threads <= before.threads
+        for thread in self.threads - before.threads:
+            thread.join(SECONDS)  # it may be at its last instruction
+            assert not thread.is_alive(), thread
         assert self.children <= before.children
         assert self.descriptors <= before.descriptors
         assert {name for name in self.shared if f"{os.getpid()}" in name} <= before.shared
