@@ -23,7 +23,7 @@ from machine import scaled
 from warm_python import PLATFORM, WarmProcess
 
 from megatron_operator.cluster.api import KubeApi
-from megatron_operator.cluster.kinds import SECRET
+from megatron_operator.cluster.kinds import RESOURCE, SECRET
 from megatron_operator.resource.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
 from megatron_runtime.cli.processes import free_ports
 
@@ -117,7 +117,9 @@ class FakeNode(FakeKubelet):
                 _end(container, signal.SIGTERM)
         for uid, pod in pods.items():
             if uid not in self.containers and self._may_start(pod):
-                self.containers[uid] = await self._start(pod)
+                container = await self._start(pod)
+                if container is not None:
+                    self.containers[uid] = container
         for instance in {container.instance for container in self.containers.values()}:
             # A kubelet updates mounted Secrets.
             await self._keys(instance)
@@ -141,12 +143,15 @@ class FakeNode(FakeKubelet):
             return all(container.component != COORDINATOR for container in self.containers.values())
         return self.start_engines or component != ENGINE
 
-    async def _start(self, pod: Mapping[str, Any]) -> Container:
+    async def _start(self, pod: Mapping[str, Any]) -> Container | None:
+        """Start the container of a pod. None if its keys are deleted: a kubelet does not start it then."""
         container = Container(pod, None, _free_port())
         if container.component in (CHECK, COORDINATOR, ENGINE):
             name = ENGINE if container.component == CHECK else container.component
             spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == name)
             keys = await self._keys(container.instance)
+            if keys is None:
+                return None
             arguments = self._localize(spec["args"], container.health_port, keys)
             container.process = self._spawn(pod["metadata"]["name"], arguments)
         return container
@@ -180,12 +185,15 @@ class FakeNode(FakeKubelet):
         """Return the folder with a resource's keys, for its processes and for the test's client."""
         return self._folder / f"{instance}-keys"
 
-    async def _keys(self, instance: str) -> Path:
+    async def _keys(self, instance: str) -> Path | None:
+        """Write the keys of a resource as they are now. None if they are deleted and no pod has started with them."""
         folder = self.keys_folder(instance)
         secret = await self._api.get(SECRET, self._namespace, f"{instance}-keys")
         if secret is None:
-            assert folder.exists(), f"a pod of {instance} was made before its keys"
-            return folder
+            resource = await self._api.get(RESOURCE, self._namespace, instance)
+            is_deleted = resource is None or "deletionTimestamp" in resource["metadata"]
+            assert is_deleted or folder.exists(), f"a pod of {instance} was made before its keys"
+            return folder if folder.exists() else None
         folder.mkdir(exist_ok=True)
         for entry, text in secret["data"].items():
             path, content = folder / entry, base64.b64decode(text)
