@@ -78,7 +78,7 @@ cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 
 # Most groups wait for timers and processes: three in parallel use two cores well. The longest begin first. Unit tests get
 # one process less than alone, because each collects all tests. Each group prints its output when it is done.
-test: build/chromium.stamp ## every test that needs no GPU
+test: setup build/chromium.stamp build/test-weights.stamp ## every test that needs no GPU
 	@$(MAKE) --no-print-directory --output-sync=target -j 3 WORKERS=$$(($(WORKERS) > 2 ? $(WORKERS) - 1 : 2)) test-unit test-cluster test-e2e test-survival test-pages lint
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
@@ -94,7 +94,7 @@ test-unit: setup build/test-weights.stamp
 # All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`.
 test-pages: setup build/chromium.stamp
 	@$(BEGIN)
-	$(PYTEST) tests/unit/server tests/unit/dashboard -m page -n 2 --dist loadfile
+	$(PYTEST) tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile
 
 test-survival: setup
 	@$(BEGIN)
