@@ -146,9 +146,9 @@ def test_a_model_is_served_in_every_environment(name: str, tmp_path: Path) -> No
     assert (url and status == 0) or "Error: " in errors, errors
 
 
-EXTRAS = {*("aiohttp", "fastapi", "gguf", "httpx", "httpx2", "huggingface_hub", "kopf", "kubernetes", "llguidance")}
-EXTRAS |= {
-    *("obstore", "psutil", "safetensors", "starlette", "tokenizers", "torch", "transformers", "triton", "uvicorn")
+EXTRAS = {
+    *("aiohttp", "fastapi", "gguf", "httpx", "httpx2", "huggingface_hub", "kopf", "kubernetes", "llguidance"),
+    *("obstore", "psutil", "safetensors", "starlette", "tokenizers", "torch", "transformers", "triton", "uvicorn"),
 }
 """Modules of optional dependencies."""
 BASE_INSTALLATION = f"""import sys
