@@ -24,6 +24,8 @@ import obstore
 from moto.server import ThreadedMotoServer
 from obstore.store import AzureStore, S3Store
 
+from megatron_runtime.cli.processes import free_ports
+
 BUCKET = "models"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 _PIECE_BYTES = 64 << 10
@@ -185,8 +187,7 @@ def gcs_server(programs: Path) -> Iterator[str]:
     if not program.exists():
         environment = os.environ | {"GOBIN": str(programs), "GOFLAGS": "-mod=mod"}
         subprocess.run(["go", "install", GCS_SERVER], check=True, env=environment, cwd=programs, capture_output=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     options = [
         "-scheme",
@@ -245,8 +246,7 @@ def azure_server(programs: Path) -> Iterator[str]:
     if not program.exists():
         install = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", programs, AZURITE]
         subprocess.run(install, check=True, capture_output=True)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     options = ["--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck", "--silent"]
     with subprocess.Popen([program, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:

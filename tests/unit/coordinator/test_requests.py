@@ -1,11 +1,11 @@
 """What becomes of a request, from SUBMIT to its final answer."""
 
 import asyncio
-import socket
 
 import pytest
 from echo_executor import echo_answer
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.client.rejection import RequestRejectedError
 from megatron_runtime.coordinator.environment import MAX_TEXT_CHARACTERS
 from megatron_runtime.megatron_core.inference_client import InferenceClient
@@ -170,9 +170,7 @@ async def test_a_request_that_an_engine_rejects_gets_a_failed_reply(stage) -> No
 
 
 async def test_requests_added_before_the_coordinator_is_there_are_submitted_when_it_is(stage, params, collect) -> None:
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
+    (port,) = free_ports(1)
     client = InferenceClient(port, deserialize=False)
     stage.closers.append(client.stop)
     await client.start(connect_timeout_seconds=0)

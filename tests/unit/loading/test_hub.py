@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -45,6 +44,7 @@ from megatron_runtime.checkpoints.remote.files import (
 from megatron_runtime.checkpoints.remote.hub import Reference, _bar
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli import main
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.tokenization.loader import load_tokenizer
 
@@ -214,8 +214,7 @@ def test_the_progress_is_that_of_all_files(hub: FakeHub, tmp_path: Path) -> None
 
 def test_the_operator_reads_the_progress_of_a_download(hub: FakeHub, tmp_path: Path) -> None:
     hub.delay_seconds = LONG_SECONDS
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     pod = PodView("demo-engine-0-0", "1", "engine", fetching_at="127.0.0.1")
     command = [sys.executable, "-P", "-m", "megatron_runtime.cli", "fetch", "org/name"]
     options = ["--cache", str(tmp_path), "--progress-port", str(port)]

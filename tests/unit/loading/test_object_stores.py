@@ -4,7 +4,6 @@ import http.server
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -52,6 +51,7 @@ from megatron_runtime.checkpoints.remote.object_store import (
 )
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli import main
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.tokenization.loader import load_tokenizer
 
@@ -348,8 +348,7 @@ def test_a_model_cache_is_filled_once_and_read_without_the_network(
 def test_the_operator_reads_the_progress_of_a_download(proxy: FaultyProxy, s3: str, tmp_path: Path) -> None:
     upload(s3, "progress", {"model.safetensors": FILES["model.safetensors"]})
     proxy.paused.set()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     pod = PodView("demo-engine-0-0", "1", "engine", fetching_at="127.0.0.1")
     assert read_progress(pod, port=port) is None
     command = [sys.executable, "-m", "megatron_runtime.cli", "fetch", f"s3://{BUCKET}/progress"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import socket
 from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
@@ -25,6 +24,7 @@ from megatron.core.inference.sampling_params import SamplingParams as MegatronSa
 from megatron_engine import MAX_TOKENS, be_engine
 from scripted_engine import ScriptedEngine
 
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import spawn_coordinator
 from megatron_runtime.megatron_core.apis import MegatronLLM
@@ -58,9 +58,7 @@ class MegatronEngine:
 
     def __init__(self, coordinator: str) -> None:
         self._receiver, sender = _FORK.Pipe(duplex=False)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1)
         self.process = _FORK.Process(target=be_engine, args=(coordinator, port, sender), daemon=True)
         self.process.start()
         sender.close()
