@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -52,3 +54,15 @@ def collect() -> Callable[[Any], Any]:
         raise AssertionError("the stream ended without a final reply")
 
     return read
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[asyncio.AbstractEventLoop]:
+    """Another thread with an event loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

@@ -1,7 +1,6 @@
 """The client of the native protocol: loops, threads, deadlines. Coordinators and engines are tested elsewhere."""
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -44,18 +43,6 @@ async def client(pool):
     await client.start()
     yield client
     client.stop()
-
-
-@pytest.fixture
-def elsewhere():
-    """Another thread with an event loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 async def forgotten(client: CoordinatorClient) -> None:

@@ -9,6 +9,7 @@ import pytest
 from own_children import own_children
 from random_checkpoint import LLAMA, random_model, random_tensors, write_model
 from scripted_pool import collect as collect
+from scripted_pool import elsewhere as elsewhere
 from scripted_pool import params as params
 from scripted_pool import pool as pool
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import threading
 
 import pytest
 import zmq
@@ -34,18 +33,6 @@ async def client(pool):
     await client.start()
     yield client
     client.stop()
-
-
-@pytest.fixture
-def elsewhere():
-    """Another thread with an event loop."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield loop
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
 
 
 def on_loop(loop, coroutine):

@@ -242,10 +242,10 @@ def test_without_a_coordinator_every_rank_of_an_engine_returns_the_answers(
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])
-def test_the_ranks_of_a_killed_rank_end_with_the_cause(
+def test_a_killed_rank_ends_the_others_with_the_cause(
     start: Callable[..., list[WarmProgram]], tiny_directory: Path, tmp_path: Path, use_coordinator: bool, lost: int
 ) -> None:
-    """As torchrun ends all ranks: none of them waits for ever in a call or in its own code."""
+    """No rank waits for ever, neither in a call nor in its own code."""
     folder = tmp_path / "ready"
     folder.mkdir()
     options = {"use_coordinator": use_coordinator, "lost": lost, "folder": str(folder)}
