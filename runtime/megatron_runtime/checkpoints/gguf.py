@@ -29,6 +29,7 @@ _FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
 _LAYER_NAMES = {
     "attn_norm.weight": "attention_norm",
+    "attn_qkv.weight": "qkv",
     "attn_q.weight": "q",
     "attn_k.weight": "k",
     "attn_v.weight": "v",
@@ -199,6 +200,8 @@ def _entries(
         short = _LAYER_NAMES.get(match[2]) if match else _GLOBAL_NAMES.get(own_name)
         if own_name == _FACTORS:
             continue
+        if short == "up" and config.fused:
+            short = "gate_up"
         if short is None or (layer and short not in family.layer_names):
             unknown.append(own_name)
         elif short.startswith("experts."):

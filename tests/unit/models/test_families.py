@@ -18,7 +18,7 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, SlidingWindow
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, SlidingWindow, YarnScaling
 from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.models.families import config_to_hf
@@ -29,11 +29,13 @@ VOCAB = 150
 NEW_TOKENS = 32
 LENGTHS = [1, 7, 40, 75]
 SCALED = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = YarnScaling(factor=8.0, original_max_position_embeddings=32, attention_factor=1.3)
 GEMMA = replace(CONFIGS["gemma3_text"], query_scale=11**-0.5)
 CASES = {
     **CONFIGS,
     "llama, rope of version 3": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=SCALED),
     "llama, linear rope": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=LinearScaling(factor=2.0)),
+    "llama, yarn": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=YARN),
     "qwen2, windows from the second layer on": replace(
         CONFIGS["qwen2"], sliding=SlidingWindow(window=20, is_local=(False, True, True))
     ),

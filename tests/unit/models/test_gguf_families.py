@@ -1,5 +1,6 @@
 """GGUF files of every family, written as llama.cpp's converter writes them, read back as transformers stores them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError, YarnScaling
 from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
@@ -137,6 +138,20 @@ def test_linear_rope_scaling_is_read_and_other_kinds_are_rejected(tmp_path: Path
     linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0}
     write("gemma3_text", model, tmp_path / "linear.gguf", **linear)
     assert GGUFCheckpoint(tmp_path / "linear.gguf").config.rope_scaling == LinearScaling(factor=8.0)
-    write("gemma3_text", model, tmp_path / "yarn.gguf", add_rope_scaling_type=gguf.RopeScalingType.YARN)
-    with pytest.raises(UnsupportedModelError, match=r"'yarn'.*'linear'"):
-        GGUFCheckpoint(tmp_path / "yarn.gguf")
+    write("gemma3_text", model, tmp_path / "long.gguf", add_rope_scaling_type=gguf.RopeScalingType.LONGROPE)
+    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*'linear'"):
+        GGUFCheckpoint(tmp_path / "long.gguf")
+
+
+def test_yarn_is_read_with_the_magnitude_that_llama_cpp_computes(tmp_path: Path) -> None:
+    yarn = {
+        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+        "add_rope_scaling_factor": 4.0,
+        "add_rope_scaling_orig_ctx_len": 128,
+    }
+    write("qwen2", make("qwen2"), tmp_path / "yarn.gguf", **yarn)
+    config = GGUFCheckpoint(tmp_path / "yarn.gguf").config
+    assert config.rope_scaling == YarnScaling(
+        factor=4.0, original_max_position_embeddings=128, attention_factor=0.1 * math.log(4.0) + 1.0
+    )
+    assert config.max_position_embeddings == 512

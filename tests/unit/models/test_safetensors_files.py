@@ -103,8 +103,9 @@ def test_an_inconsistent_header_is_rejected(model: Path, tmp_path: Path) -> None
 
 def test_a_tensor_in_two_files_is_rejected(model: Path, tmp_path: Path) -> None:
     copy(model, tmp_path, lambda held: None)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "more.safetensors")
-    with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is in .*model\.safetensors and in .*more"):
+    with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is in .*more\.safetensors and in .*one"):
         SafetensorsCheckpoint(tmp_path)
 
 
