@@ -47,7 +47,22 @@ class YarnScaling:
     truncate: bool = True
 
 
-RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """Frequency scaling of Ding et al. 2024, arXiv:2402.13753 (transformers `rope_type: longrope`).
+
+    short_factor, long_factor: by rotary pair, divide its frequency in sequences that stay within the original length,
+                               and in longer ones.
+    attention_factor:          of queries and of keys.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +145,12 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor of q·k."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def short_length(self) -> int | None:
+        """Tokens of prompt and answer beyond which a sequence rotates by other frequencies; None if all are alike."""
+        scaling = self.rope_scaling
+        return scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else None
 
     def is_local(self, layer: int) -> bool:
         """Return whether `layer` has a sliding window."""

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 from megatron_runtime.models.config import (
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     ModelConfig,
     RopeScaling,
     SlidingWindow,
@@ -28,6 +29,7 @@ MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
 """Layers, experts of a layer, experts of all layers: each needs Python objects before any tensor is read."""
 MAX_SIZE = (1 << 31) - 1
 _LARGEST_CONSTANT = 1e18
+_MAX_LISTED = 1 << 12
 _TOLERANCE = 1e-3  # of rotary factors that were computed in float32
 _MAX_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "block_count"), MAX_LAYERS),
@@ -107,6 +109,13 @@ class Fields:
             raise self._wrong(key, found, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
         return found
 
+    def constants(self, key: str) -> list[float]:
+        """Return a list of at most _MAX_LISTED finite numbers above zero."""
+        found = self.need(key)
+        if not isinstance(found, list) or len(found) > _MAX_LISTED:
+            raise self._wrong(key, found, f"want a list of at most {_MAX_LISTED} numbers")
+        return [Fields({key: each}, where=self.where).constant(key) for each in found]
+
     def only(self, key: str, *allowed: Any) -> None:
         """Accept a field that is absent, null, false or one of `allowed`."""
         found = self.values.get(key)
@@ -165,10 +174,14 @@ def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json, in the form that transformers 4 and 5 read."""
-    scaling, values = config.rope_scaling, None
-    if scaling is not None:
-        values = {"rope_type": _NAMES_OF_SCALINGS[type(scaling)], **asdict(scaling)}
-    return {"rope_theta": config.rope_theta, "rope_scaling": values}
+    scaling, more = config.rope_scaling, {}
+    if scaling is None:
+        return {"rope_theta": config.rope_theta, "rope_scaling": None}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(scaling).items()}
+    if isinstance(scaling, LongRopeScaling):
+        more["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    values["rope_type"] = _NAMES_OF_SCALINGS[type(scaling)]
+    return {"rope_theta": config.rope_theta, "rope_scaling": values, **more}
 
 
 def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
@@ -220,7 +233,12 @@ def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int,
     return found
 
 
-_NAMES_OF_SCALINGS: dict[type, str] = {LinearScaling: "linear", Llama3Scaling: "llama3", YarnScaling: "yarn"}
+_NAMES_OF_SCALINGS: dict[type, str] = {
+    LinearScaling: "linear",
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+    LongRopeScaling: "longrope",
+}
 
 
 def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
@@ -233,6 +251,8 @@ def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
         return LinearScaling(factor=values.constant("factor"))
     if kind == "yarn":
         return _yarn(values, model)
+    if kind in ("longrope", "su"):
+        return _longrope(values, model)
     if kind != "llama3":
         raise UnsupportedModelError(
             f"{values.where} has rope type {shown(kind)}: supported are 'default', "
@@ -275,3 +295,56 @@ def longest_sequence(declared: int, scaling: RopeScaling | None) -> int:
     if isinstance(scaling, YarnScaling):
         return max(declared, int(scaling.original_max_position_embeddings * scaling.factor))
     return declared
+
+
+def _longrope(values: Fields, model: Fields) -> LongRopeScaling:
+    values.only("short_mscale")
+    values.only("long_mscale")
+    length = model.size("max_position_embeddings")
+    # Phi-3 has it beside the other sizes of the model, where it takes precedence.
+    original = model.size("original_max_position_embeddings", values.size("original_max_position_embeddings", length))
+    has_attention = values.get("attention_factor") is not None
+    return long_rope(
+        values.constants("short_factor"),
+        values.constants("long_factor"),
+        original=original,
+        factor=values.constant("factor", length / original),
+        head_dim=_head_dim(model),
+        attention_factor=values.constant("attention_factor") if has_attention else None,
+        where=values.where,
+    )
+
+
+def long_rope(
+    short: Sequence[float],
+    long: Sequence[float],
+    *,
+    original: int,
+    factor: float,
+    head_dim: int,
+    attention_factor: float | None,
+    where: str,
+) -> LongRopeScaling:
+    """Return the scaling by factors of the rotary pairs.
+
+    factor:           the length of the model, in original lengths; determines the attention factor if that is None.
+
+    Raises UnsupportedModelError unless there is a factor above zero for each pair.
+    """
+    for factors in (short, long):
+        if len(factors) != head_dim // 2 or not all(0 < each < math.inf for each in factors):
+            raise UnsupportedModelError(
+                f"{where} has {len(factors)} factors of rotary pairs: want {head_dim // 2}, all above zero"
+            )
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        short_factor=tuple(short),
+        long_factor=tuple(long),
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+    )
+
+
+def _head_dim(model: Fields) -> int:
+    return model.size("head_dim", model.size("hidden_size") // model.size("num_attention_heads"))

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, YarnScaling
+from megatron_runtime.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +55,29 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """The rotation of the layers of one kind. magnitude: factor of cos and sin."""
+    """The rotation of the layers of one kind.
+
+    magnitude:          factor of cos and sin.
+    long_frequencies_F: of long sequences, where a model distinguishes them. Positions are then twice those in the
+                        sequence, plus one in a long sequence.
+    """
 
     frequencies_F: torch.Tensor
     magnitude: float = 1.0
+    long_frequencies_F: torch.Tensor | None = None
+
+    def table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of all positions in sequences of `length` tokens."""
+        return self.cos_sin(torch.arange(length if self.long_frequencies_F is None else 2 * length))
 
     def cos_sin(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of the angles, float32 [T, F]."""
-        angles_TF = positions_T.float()[:, None] * self.frequencies_F
+        frequencies_TF = self.frequencies_F
+        if self.long_frequencies_F is not None:
+            is_long_T1 = (positions_T % 2).bool()[:, None]
+            frequencies_TF = torch.where(is_long_T1, self.long_frequencies_F, self.frequencies_F)
+            positions_T = positions_T // 2
+        angles_TF = positions_T.float()[:, None] * frequencies_TF
         cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
         return (cos_TF, sin_TF) if self.magnitude == 1.0 else (cos_TF * self.magnitude, sin_TF * self.magnitude)
 
@@ -68,10 +90,14 @@ class RotaryEmbedding:
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
     """Return the rotation of the layers that attend to all tokens, and that of the local layers."""
     scaling, sliding = config.rope_scaling, config.sliding
-    whole = RotaryEmbedding(
-        inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling),
-        scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0,
-    )
+    frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
+    if isinstance(scaling, LongRopeScaling):
+        short_F, long_F = (torch.tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))
+        whole = RotaryEmbedding(frequencies_F / short_F, scaling.attention_factor, frequencies_F / long_F)
+    elif isinstance(scaling, YarnScaling):
+        whole = RotaryEmbedding(frequencies_F, scaling.attention_factor)
+    else:
+        whole = RotaryEmbedding(frequencies_F)
     if sliding is not None and not sliding.rotates:
         return whole, RotaryEmbedding(torch.zeros_like(whole.frequencies_F))
     if sliding is not None and sliding.rope_theta is not None:

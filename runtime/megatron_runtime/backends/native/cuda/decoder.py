@@ -214,7 +214,7 @@ class KernelDecoder(Decoder):
 
 
 def _cos_sin(rotary: RotaryEmbedding, max_length: int) -> torch.Tensor:
-    return torch.cat(rotary.cos_sin(torch.arange(max_length)), dim=1)
+    return torch.cat(rotary.table(max_length), dim=1)
 
 
 def _rotation(cos_sin_S2F: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
