@@ -32,7 +32,9 @@ from megatron_runtime.checkpoints.model_files import (
     parse_json,
     size_of,
 )
+from megatron_runtime.checkpoints.scaled import STORED_DTYPES, scaled_matrices
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
+from megatron_runtime.models.config_fields import Fields
 from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol import strict_json as json
@@ -77,25 +79,39 @@ class SafetensorsCheckpoint(Checkpoint):
         stored: dict[str, tuple[MappedFile, StoredTensor]] = {}
         for file in _files(ModelDirectory(directory)):
             mapped = MappedFile(file)
-            for name, entry in read_header(file)[0].items():
+            for name, entry in read_header(file, DTYPES | STORED_DTYPES)[0].items():
                 if name in stored:
                     other = stored[name][0].file.path
                     raise ModelFileError(f"tensor {shown(name)} is in {other} and in {file.path}: remove one of them")
                 stored[name] = mapped, entry
-        self._entries: dict[str, tuple[MappedFile, int]] = {}
+        self._entries: dict[str, tuple[MappedFile, StoredTensor]] = {}
         self.kinds: dict[str, TensorKind] = {}
         for own_name, name in _names(stored).items():
             mapped, entry = stored[own_name]
-            self._entries[name], self.kinds[name] = (mapped, entry.offset), entry.kind
-        self.config = read_config(directory)
-        is_untied = _says_untied(directory) and f"model.{_EMBEDDING}" in stored
+            self._entries[name], self.kinds[name] = (mapped, entry), entry.kind
+        self.config, values = read_config(directory), _config_json(directory)
+        self._scaled, parts = scaled_matrices(self.kinds, values.below("quantization_config"), self._stored)
+        held = {name: kind for name, kind in self.kinds.items() if name not in parts}
+        for name, kind in held.items():
+            if kind.dtype not in DTYPES.values():
+                raise UnsupportedModelError(
+                    f"tensor {name!r} of {directory} has type {kind.dtype}: supported are {', '.join(DTYPES)}, and "
+                    "others with the scales that `quantization_config` of config.json announces"
+                )
+        self.kinds = held | {name: TensorKind(each.shape, torch.float32) for name, each in self._scaled.items()}
+        is_untied = _says_untied(values) and f"model.{_EMBEDDING}" in stored
         if _HEAD not in self.kinds and not self.config.tie_embeddings and not is_untied:
             _log.warning("%s has no %s: logits are computed with the embedding", directory, _HEAD)
             self.config = replace(self.config, tie_embeddings=True)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a view of the file, of the stored type."""
-        (file, offset), kind = self._entries[name], self.kinds[name]
+        """Return a view of the file, of the stored type; float32 values of scaled matrices."""
+        scaled = self._scaled.get(name)
+        return self._stored(name, part) if scaled is None else scaled.read(self._stored, part)
+
+    def _stored(self, name: str, part: Part) -> torch.Tensor:
+        file, entry = self._entries[name]
+        kind, offset = entry.kind, entry.offset
         size = num_bytes(kind)
         if not size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
@@ -110,13 +126,17 @@ def read_config(directory: Path) -> ModelConfig:
 
     Raises UnsupportedModelError, ModelFileError, OSError.
     """
-    place = ModelDirectory(directory)
+    fields = _config_json(directory)
+    ends = end_tokens(ModelDirectory(directory), dict(fields.values))
+    return config_from_hf(fields.values, ends=ends, where=fields.where)
+
+
+def _config_json(directory: Path) -> Fields:
     path = directory / "config.json"
-    file = place.file("config.json")
+    file = ModelDirectory(directory).file("config.json")
     if file is None:
         raise ModelFileError(f"{path} is missing: complete the directory")
-    values = file.read_json()
-    return config_from_hf(values, ends=end_tokens(place, values), where=str(path))
+    return Fields(file.read_json(), where=str(path))
 
 
 def _names(stored: Collection[str]) -> dict[str, str]:
@@ -136,13 +156,9 @@ def _names(stored: Collection[str]) -> dict[str, str]:
     return names
 
 
-def _says_untied(directory: Path) -> bool:
+def _says_untied(values: Fields) -> bool:
     """Return whether config.json says itself, not only by the default of its family, that the model has a head."""
-    file = ModelDirectory(directory).file("config.json")
-    values = {} if file is None else file.read_json()
-    text = values.get("text_config")
-    parts = (values, text) if isinstance(text, dict) else (values,)
-    return any(part.get("tie_word_embeddings") is False for part in parts)
+    return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
