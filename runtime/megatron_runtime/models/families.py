@@ -312,6 +312,8 @@ _GEMMA3 = Family(
         "head_dim": 256,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "bos_token_id": 2,
     },
     from_gguf=_gemma_of_gguf,
     tied=True,
@@ -493,7 +495,8 @@ def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
     text = fields.below("text_config")
     of_text = FAMILIES.get(str(text.get("model_type")))
     if of_text is not None:
-        whole = {key: fields.get(key) for key in ("tie_word_embeddings", "bos_token_id")}
+        shared = ("tie_word_embeddings", "bos_token_id")
+        whole = {key: fields.get(key) for key in shared if fields.get(key) is not None}
         return of_text, Fields({**of_text.text_defaults, **whole, **text.values}, where=text.where)
     supported = ", ".join(one.architecture for one in FAMILIES.values())
     named = ", ".join(map(shown, architectures[:4]))
