@@ -16,10 +16,11 @@ _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _DIGIT, _DIGITS, _THREE_DIGITS = r"\p{N}", r"\p{N}+", r"\p{N}{1,3}"
 _CJK = "[一-龥ࠀ-一가-\ud7ff]+"
-_DEEPSEEK_LETTERS = (
-    "(?:(?![ՠ-ֈჇ-\u10ffᲀ-\u1c88ⴀ-ⴭ\ua790-\ua7faꬰ-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f"
-    r"\U0001d400-\U0001d7cb\U0001df00-\U0001df1e])[\p{Lu}\p{Ll}\p{Lt}])+"
+_NEWER_LETTERS = (
+    "ՠ-ֈჇ-\u10ffᲀ-\u1c88ⴀ-ⴭ\ua790-\ua7faꬰ-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f"
+    "\U0001d400-\U0001d7cb\U0001df00-\U0001df1e"
 )
+_DEEPSEEK_LETTERS = rf"(?:(?![{_NEWER_LETTERS}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+"
 """Letters with case, without those that came into Unicode after the model."""
 
 
@@ -74,7 +75,7 @@ WORD_RULES: Mapping[str, WordRule] = {
     **dict.fromkeys(("exaone", "minerva-7b", "mellum2"), _DIGITS_GPT2_RULE),
     "falcon": WordRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
         replace(_LLAMA3_RULE, keeps_words=True, adds_bos=True),
     ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LLAMA3_RULE),
@@ -85,7 +86,7 @@ WORD_RULES: Mapping[str, WordRule] = {
     "seed-coder": WordRule((_words(_DIGIT, marks=r" ?[^\s\p{L}\p{N}\r\n]+"),)),
     "minicpm5": WordRule((_THREE_DIGITS, _words(_DIGITS)), keeps_words=True),
     "tekken": WordRule((_cased_words(_DIGIT),), keeps_words=True, adds_bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O_RULE),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2", "talkie"), _GPT4O_RULE),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3_RULE),
     "deepseek-coder": WordRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGIT)),
     "deepseek-llm": WordRule(

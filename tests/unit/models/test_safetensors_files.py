@@ -113,7 +113,9 @@ def test_a_type_that_is_not_floating_point_is_rejected(model: Path, tmp_path: Pa
     def quantise(held: Tensors) -> None:
         held["model.norm.weight"] = held["model.norm.weight"].to(torch.int8)
 
-    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight.* torch\.int8: supported are F64, F32, F16, BF16"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.norm\.weight.* torch\.int8: supported are F64, F32, F16, BF16"
+    ):
         SafetensorsCheckpoint(copy(model, tmp_path, quantise))
 
 
