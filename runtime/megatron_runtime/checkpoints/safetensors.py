@@ -98,14 +98,14 @@ class SafetensorsCheckpoint(Checkpoint):
                     f"tensor {name!r} of {directory} has type {kind.dtype}: supported are {', '.join(DTYPES)}, and "
                     "others with the scales that `quantization_config` of config.json announces"
                 )
-        self.kinds = held | {name: TensorKind(each.shape, torch.float32) for name, each in self._scaled.items()}
+        self.kinds = held | {name: TensorKind(each.shape, torch.bfloat16) for name, each in self._scaled.items()}
         is_untied = _says_untied(values) and f"model.{_EMBEDDING}" in stored
         if _HEAD not in self.kinds and not self.config.tie_embeddings and not is_untied:
             _log.warning("%s has no %s: logits are computed with the embedding", directory, _HEAD)
             self.config = replace(self.config, tie_embeddings=True)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a view of the file, of the stored type; float32 values of scaled matrices."""
+        """Return a view of the file, of the stored type; bfloat16 values of scaled matrices."""
         scaled = self._scaled.get(name)
         return self._stored(name, part) if scaled is None else scaled.read(self._stored, part)
 

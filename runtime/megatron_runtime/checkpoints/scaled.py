@@ -54,7 +54,7 @@ class ScaledMatrix:
     groups: str | None = None
 
     def read(self, stored: Reader, part: Part = ()) -> torch.Tensor:
-        """Return the values of a part, float32."""
+        """Return the values of a part, bfloat16: the type that such models had before."""
         outputs, inputs = (
             slice(*(part[axis] if axis < len(part) else slice(None)).indices(size)[:2])
             for axis, size in enumerate(self.shape)
@@ -75,7 +75,7 @@ class ScaledMatrix:
             if self.bits is not None:
                 zeros = _unpack(zeros.T, self.bits).T
             numbers -= zeros.float()[row_of][:, column_of]
-        return numbers.mul_(scales[row_of][:, column_of])
+        return numbers.mul_(scales[row_of][:, column_of]).bfloat16()
 
     def _places(self, stored: Reader, outputs: slice, inputs: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the row of the scales of each output, and their column of each input."""

@@ -1,5 +1,5 @@
-"""Directories as transformers saves them, of every architecture in a corpus of headers: each is a model of this runtime,
-or is refused with a sentence that names the backend for it.
+"""Directories as transformers saves them, of every architecture in a corpus of headers: each is a model of this
+runtime, or is rejected with a sentence that names the backend for it.
 """
 
 import json
@@ -34,7 +34,7 @@ def write(header: dict[str, Any], directory: Path) -> None:
 
 
 @pytest.mark.parametrize("header", headers(), ids=lambda header: header["model_type"])
-def test_an_architecture_loads_or_is_refused_with_a_remedy(header: dict[str, Any], tmp_path: Path) -> None:
+def test_an_architecture_loads_or_is_rejected_with_a_remedy(header: dict[str, Any], tmp_path: Path) -> None:
     write(header, tmp_path)
     if header["model_type"] in {*FAMILIES, *MULTIMODAL}:
         require_fitting(SafetensorsCheckpoint(tmp_path))
