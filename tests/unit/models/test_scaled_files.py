@@ -145,7 +145,7 @@ def test_scaled_matrices_read_as_their_values(case: str, tmp_path: Path) -> None
         ({"quant_method": "fp8", "weight_block_size": [BLOCK, 2 * BLOCK]}, "weight_scale_inv.*does not fit"),
     ],
 )
-def test_other_methods_and_scales_are_rejected_by_name(quantization: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_other_methods_are_rejected_by_name(quantization: dict[str, Any], named: str, tmp_path: Path) -> None:
     write(tmp_path, quantization, fp8_in_blocks)
     with pytest.raises(UnsupportedModelError, match=named):
         SafetensorsCheckpoint(tmp_path)
