@@ -13,6 +13,7 @@ import torch
 
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 3, 6, 7, 8
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, BF16 = 10, 11, 12, 13, 14, 30
+IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ4_NL, IQ3_S, IQ2_S, IQ4_XS, IQ1_M = 16, 17, 18, 19, 20, 21, 22, 23, 29
 
 KIND_NAMES = {
     F32: "F32",
@@ -28,6 +29,15 @@ KIND_NAMES = {
     Q4_K: "Q4_K",
     Q5_K: "Q5_K",
     Q6_K: "Q6_K",
+    IQ1_S: "IQ1_S",
+    IQ1_M: "IQ1_M",
+    IQ2_XXS: "IQ2_XXS",
+    IQ2_XS: "IQ2_XS",
+    IQ2_S: "IQ2_S",
+    IQ3_XXS: "IQ3_XXS",
+    IQ3_S: "IQ3_S",
+    IQ4_NL: "IQ4_NL",
+    IQ4_XS: "IQ4_XS",
 }
 BLOCK_SIZES = {
     F32: (1, 4),
@@ -43,6 +53,15 @@ BLOCK_SIZES = {
     Q4_K: (256, 144),
     Q5_K: (256, 176),
     Q6_K: (256, 210),
+    IQ1_S: (256, 50),
+    IQ1_M: (256, 56),
+    IQ2_XXS: (256, 66),
+    IQ2_XS: (256, 74),
+    IQ2_S: (256, 82),
+    IQ3_XXS: (256, 98),
+    IQ3_S: (256, 110),
+    IQ4_NL: (32, 18),
+    IQ4_XS: (256, 136),
 }
 """GGML type -> values of a block, bytes of a block."""
 SCALES = {
@@ -56,8 +75,11 @@ SCALES = {
     Q4_K: slice(0, 4),
     Q5_K: slice(0, 4),
     Q6_K: slice(208, 210),
+    **dict.fromkeys((IQ1_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS), slice(0, 2)),
 }
-"""Quantised GGML type -> the bytes of a block that are float16; all other bytes are small integers."""
+"""Quantised GGML type -> the bytes of a block that are float16; all other bytes are small integers. The scale of IQ1_M
+is in parts of other bytes: its values are validated instead.
+"""
 _HALF_EXPONENT = 0x7C00
 PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 

@@ -88,6 +88,7 @@ class EchoExecutor:
         crash_length: int = 1,
     ) -> None:
         self.vocab_size = vocab_size
+        self.short_length = None
         self.eos_ids: tuple[int, ...] = (0,)
         self.max_sequence_length = max_sequence_length
         self.page_size = page_size

@@ -63,6 +63,17 @@ CONFIGS = {
         query_scale=LLAMA.head_dim**-0.5,
         sliding=SlidingWindow(window=5, is_local=(True, True, True, True, True, False, True), rope_theta=10_000.0),
     ),
+    "phi3": replace(LLAMA, family="phi3", fused=True),
+    "phi3, window": replace(
+        LLAMA, family="phi3", fused=True, sliding=SlidingWindow(window=5, is_local=(True, True, True))
+    ),
+    "granite": replace(LLAMA, family="granite", embedding_scale=12.0, query_scale=0.25, logit_scale=1 / 8),
+    "smollm3": replace(
+        LLAMA,
+        family="smollm3",
+        num_layers=4,
+        sliding=SlidingWindow(window=256, is_local=(False, False, False, True), rotates=False),
+    ),
 }
 """Examples of every family: those of its tests against transformers, in GGUF files, of shards, of the kernels for GPUs
 and of the fuzzer. The first example of a family has its name.
@@ -70,12 +81,22 @@ and of the fuzzer. The first example of a family has its name.
 assert {config.family for config in CONFIGS.values()} == set(FAMILIES), "every family has an example"
 FAMILY_EXAMPLES = {family: CONFIGS[family] for family in FAMILIES}
 TORCH_DIST_CONFIGS = {
-    name: config for name, config in CONFIGS.items() if config.family not in ("mistral", "gemma3_text")
+    name: config
+    for name, config in CONFIGS.items()
+    if config.family in ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 }
 """Those that Megatron-LM supports."""
-GGUF_PAIRED_ROWS = frozenset(("llama", "mixtral"))
+GGUF_PAIRED_ROWS = frozenset(("llama", "mixtral", "granite", "smollm3"))
 """Families for which llama.cpp's converter makes the two rows of q and k adjacent that rotate together."""
-GGUF_METADATA: dict[str, dict[str, Any]] = {"gemma3_text": {"add_sliding_window": 5}}
+GGUF_METADATA: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"add_sliding_window": 5},
+    "granite": {
+        "add_embedding_scale": 12.0,
+        "add_residual_scale": 1.0,
+        "add_attention_scale": 0.25,
+        "add_logit_scale": 8.0,
+    },
+}
 """What the converter adds to the metadata of a family's example: methods of GGUFWriter and their arguments."""
 
 

@@ -98,7 +98,8 @@ def convert(
         own = find_beside(found, CONFIG_FILE)
         # The model's own file may have fields that this runtime does not know.
         values = config_to_hf(checkpoint.config) if own is None else own.read_json()
-        values.pop("torch_dtype", None)
+        for name in ("torch_dtype", "quantization_config"):  # the weights are written dequantized
+            values.pop(name, None)
         _write_json(partial / CONFIG_FILE, {**values, "dtype": min(types)})
         write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
 

@@ -7,17 +7,18 @@ are in the order of rotary pairs, the experts of a layer are one tensor, and wei
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, QuantizedTensor, dequantize
-from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf_header
+from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, gguf_parts, read_gguf_header
 from megatron_runtime.checkpoints.mapped import MappedFile
-from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
+from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.config_fields import Fields, scaling_of_factors
 from megatron_runtime.models.families import Family, config_from_gguf, family_of_gguf
@@ -28,6 +29,7 @@ _FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
 _LAYER_NAMES = {
     "attn_norm.weight": "attention_norm",
+    "attn_qkv.weight": "qkv",
     "attn_q.weight": "q",
     "attn_k.weight": "k",
     "attn_v.weight": "v",
@@ -52,12 +54,14 @@ _LAYER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The place of one tensor in the file.
+    """The place of one tensor.
 
+    offset:       in bytes, from the start of the file.
     paired_heads: number of heads, if the rows of each are in the order of rotary pairs; else None.
     less:         to be subtracted from the values.
     """
 
+    file: MappedFile
     kind: int
     shape: tuple[int, ...]
     offset: int
@@ -66,14 +70,14 @@ class _Entry:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """The weights in a .gguf file. The constructor reads the header."""
+    """The weights in a .gguf file, or in the parts of one. The constructor reads the headers.
+
+    path: of the file, or of any part.
+    """
 
     def __init__(self, path: Path) -> None:
-        file = ModelFile(path)
-        self._file = MappedFile(file)
-        metadata, index = read_gguf_header(path, vocabulary=False)
-        _require_whole(path, index, file.status().st_size)
-        infos = {info.name: info for info in index}
+        path, *others = gguf_parts(path)
+        metadata, stored = _read_files(path, others)
         architecture = metadata.get("general.architecture")
         prefix = f"{architecture}."
         fields = Fields(
@@ -81,20 +85,20 @@ class GGUFCheckpoint(Checkpoint):
             where=str(path),
         )
         family = family_of_gguf(architecture, is_mixture=bool(fields.get("expert_count", 0)), where=str(path))
-        if "token_embd.weight" not in infos:
+        if "token_embd.weight" not in stored:
             raise UnsupportedModelError(f"{path} has no tensor 'token_embd.weight', which every model needs")
         tokens = Fields(metadata, where=str(path))
         ends = (tokens.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
         config = config_from_gguf(
             family,
             fields,
-            vocab_size=infos["token_embd.weight"].shape[0],
-            tie_embeddings="output.weight" not in infos,
+            vocab_size=stored["token_embd.weight"].shape[0],
+            tie_embeddings="output.weight" not in stored,
             ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
             bos=tokens.token("tokenizer.ggml.bos_token_id"),
         )
-        self.config = self._with_factors(config, infos.get(_FACTORS))
-        self._entries = dict(_entries(index, family, self.config, path))
+        self.config = _with_factors(config, stored.get(_FACTORS), path)
+        self._entries = dict(_entries(stored, family, self.config, path))
         self.kinds = {
             name: TensorKind(entry.shape, PLAIN_DTYPES.get(entry.kind, torch.float32))
             for name, entry in self._entries.items()
@@ -104,9 +108,9 @@ class GGUFCheckpoint(Checkpoint):
         """Return float32 values; F16 and BF16 tensors keep their type."""
         entry = self._entries[name]
         if len(entry.shape) == 1:
-            values = self._whole(entry)
+            values = _whole(entry)
             return (values - entry.less if entry.less else values)[part]
-        rows = self._rows(entry, part[:1])
+        rows = _rows(entry, part[:1])
         values = dequantize(entry.kind, rows, (len(rows), entry.shape[1]))
         return values[:, part[1]] if len(part) > 1 else values
 
@@ -119,36 +123,64 @@ class GGUFCheckpoint(Checkpoint):
             values = BLOCK_SIZES[entry.kind][0]
             if start % values or stop % values:
                 return None
-        rows = self._rows(entry, part[:1])
+        rows = _rows(entry, part[:1])
         whole = QuantizedTensor(entry.kind, (len(rows), entry.shape[1]), rows)
         return whole.columns(part[1]) if len(part) > 1 else whole
 
-    def _with_factors(self, config: ModelConfig, info: GGUFTensorInfo | None) -> ModelConfig:
-        """Return `config` with the rope scaling in tensor `info` of the file, if there is one."""
-        if info is None:
-            return config
-        if info.shape != (config.head_dim // 2,) or info.kind not in PLAIN_DTYPES:
-            raise UnsupportedModelError(
-                f"tensor {_FACTORS!r} of {self._file.file.path} has shape {info.shape} and type number {info.kind}: "
-                f"want one value for each of {config.head_dim // 2} pairs"
+
+def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dict[str, _Entry]]:
+    """Return the metadata of the file at `path`, and the tensors of all files by their names in them."""
+    metadata: dict[str, Any] = {}
+    stored: dict[str, _Entry] = {}
+    directory = ModelDirectory(path.parent)
+    for each in (path, *others):
+        file = ModelFile(each) if each == path else directory.file(each.name)
+        if file is None:
+            raise ModelFileError(f"{each} is missing: the model has {1 + len(others)} files, complete the directory")
+        found, index = read_gguf_header(each, vocabulary=False)
+        metadata = metadata or found
+        count = found.get("split.count") or 1
+        if count != 1 + len(others):
+            raise ModelFileError(
+                f"{each} is one of {count} files of a model, but its name says that there are {1 + len(others)}: "
+                "name them as they were published, NAME-00001-of-00002.gguf"
             )
-        factors, where = self._whole(info).tolist(), str(self._file.file.path)
-        scaling = scaling_of_factors(factors, theta=config.rope_theta, head_dim=config.head_dim, where=where)
-        return replace(config, rope_scaling=scaling)
+        mapped = MappedFile(file)
+        for info in _whole_tensors(each, index, file.status().st_size):
+            if info.name in stored:
+                raise ModelFileError(f"{each} has tensor {shown(info.name)} a second time: write the file again")
+            stored[info.name] = _Entry(mapped, info.kind, info.shape, info.offset)
+    return metadata, stored
 
-    def _whole(self, place: _Entry | GGUFTensorInfo) -> torch.Tensor:
-        """Return the values of a tensor as they are stored."""
-        data = self._file.piece(place.offset, _num_bytes(place.kind, place.shape))
-        return dequantize(place.kind, data, place.shape)
 
-    def _rows(self, entry: _Entry, part: Part) -> torch.Tensor:
-        """Return the blocks of some rows, uint8 [rows, bytes per row], in the order of transformers."""
-        count, row_bytes = entry.shape[0], _num_bytes(entry.kind, entry.shape[1:])
-        start, stop, _ = (part or (slice(None),))[0].indices(count)
-        if entry.paired_heads is None:
-            return self._file.piece(entry.offset + start * row_bytes, (stop - start) * row_bytes).view(-1, row_bytes)
-        order = torch.arange(count).view(entry.paired_heads, -1, 2).transpose(1, 2).reshape(-1)
-        return self._file.piece(entry.offset, count * row_bytes).view(count, row_bytes)[order[start:stop]]
+def _with_factors(config: ModelConfig, entry: _Entry | None, path: Path) -> ModelConfig:
+    """Return `config` with the rope scaling in tensor `entry` of the file, if there is one."""
+    if entry is None:
+        return config
+    if entry.shape != (config.head_dim // 2,) or entry.kind not in PLAIN_DTYPES:
+        raise UnsupportedModelError(
+            f"tensor {_FACTORS!r} of {path} has shape {entry.shape} and type number {entry.kind}: "
+            f"want one value for each of {config.head_dim // 2} pairs"
+        )
+    factors = _whole(entry).tolist()
+    scaling = scaling_of_factors(factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(path))
+    return replace(config, rope_scaling=scaling)
+
+
+def _whole(entry: _Entry) -> torch.Tensor:
+    """Return the values of a tensor as they are stored."""
+    data = entry.file.piece(entry.offset, _num_bytes(entry.kind, entry.shape))
+    return dequantize(entry.kind, data, entry.shape)
+
+
+def _rows(entry: _Entry, part: Part) -> torch.Tensor:
+    """Return the blocks of some rows, uint8 [rows, bytes per row], in the order of transformers."""
+    count, row_bytes = entry.shape[0], _num_bytes(entry.kind, entry.shape[1:])
+    start, stop, _ = (part or (slice(None),))[0].indices(count)
+    if entry.paired_heads is None:
+        return entry.file.piece(entry.offset + start * row_bytes, (stop - start) * row_bytes).view(-1, row_bytes)
+    order = torch.arange(count).view(entry.paired_heads, -1, 2).transpose(1, 2).reshape(-1)
+    return entry.file.piece(entry.offset, count * row_bytes).view(count, row_bytes)[order[start:stop]]
 
 
 def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
@@ -157,33 +189,35 @@ def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
 
 
 def _entries(
-    index: tuple[GGUFTensorInfo, ...], family: Family, config: ModelConfig, path: Path
+    stored: Mapping[str, _Entry], family: Family, config: ModelConfig, path: Path
 ) -> Iterator[tuple[str, _Entry]]:
     """Yield the tensors by their names in transformers; the experts of a layer are one tensor in the file."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []
-    for info in index:
-        match = re.fullmatch(r"blk\.(\d+)\.(.+)", info.name)
+    for own_name, entry in stored.items():
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
         layer = f"layers.{match[1]}." if match else ""
-        short = _LAYER_NAMES.get(match[2]) if match else _GLOBAL_NAMES.get(info.name)
-        if info.name == _FACTORS:
+        short = _LAYER_NAMES.get(match[2]) if match else _GLOBAL_NAMES.get(own_name)
+        if own_name == _FACTORS:
             continue
+        if short == "up" and config.fused:
+            short = "gate_up"
         if short is None or (layer and short not in family.layer_names):
-            unknown.append(info.name)
+            unknown.append(own_name)
         elif short.startswith("experts."):
-            if config.moe is None or info.shape[0] != config.moe.num_experts:
+            if config.moe is None or entry.shape[0] != config.moe.num_experts:
                 raise UnsupportedModelError(
-                    f"tensor {shown(info.name)} of {path} has shape {info.shape}: the model has "
+                    f"tensor {shown(own_name)} of {path} has shape {entry.shape}: the model has "
                     f"{config.moe.num_experts if config.moe else 0} experts a layer"
                 )
-            shape = info.shape[1:]
-            for expert in range(info.shape[0]):
+            shape = entry.shape[1:]
+            for expert in range(entry.shape[0]):
                 name = family.hf_name(layer + short.replace("experts.", f"experts.{expert}."))
-                yield name, _Entry(info.kind, shape, info.offset + expert * _num_bytes(info.kind, shape))
+                offset = entry.offset + expert * _num_bytes(entry.kind, shape)
+                yield name, replace(entry, shape=shape, offset=offset)
         else:
             less = config.norm_weight_offset if short.endswith("norm") else 0.0
-            entry = _Entry(info.kind, info.shape, info.offset, paired_heads=heads.get(short), less=less)
-            yield family.hf_name(layer + short), entry
+            yield family.hf_name(layer + short), replace(entry, paired_heads=heads.get(short), less=less)
     if unknown:
         raise UnsupportedModelError(
             f"{path} has tensors that {family.architecture} does not have: "
@@ -191,13 +225,9 @@ def _entries(
         )
 
 
-def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> None:
-    """Raise an error unless every tensor is unique, of a known type, in whole blocks and inside the file."""
-    names: set[str] = set()
+def _whole_tensors(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> Iterator[GGUFTensorInfo]:
+    """Yield the tensors of a file. Raise an error unless each is of a known type, in whole blocks and inside."""
     for info in index:
-        if info.name in names:
-            raise ModelFileError(f"{path} has tensor {shown(info.name)} twice: write the file again")
-        names.add(info.name)
         if info.kind not in BLOCK_SIZES:
             raise UnsupportedModelError(
                 f"tensor {shown(info.name)} of {path} has type number {info.kind}: supported are "
@@ -214,3 +244,4 @@ def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> 
                 f"{path} is cut short: tensor {shown(info.name)} ends at byte {end}, the file has {size}: "
                 "fetch it again"
             )
+        yield info

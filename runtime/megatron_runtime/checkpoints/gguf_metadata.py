@@ -7,6 +7,7 @@ has no limits (docs/decisions/030). Format: https://github.com/ggml-org/ggml/blo
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ _TOKENIZER_PREFIX = "tokenizer."
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 20
 _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 24
 """Of a file; of a tensor; and of all arrays of a file together."""
+_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,18 @@ class GGUFTensorInfo:
     shape: tuple[int, ...]
     kind: int
     offset: int
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the paths of the files of a model, given one of them; the first has the metadata.
+
+    Large models are in several files, named NAME-00001-of-00003.gguf and so on. The files need not exist.
+    """
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    name, _, count = match.groups()
+    return [path.with_name(f"{name}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
 
 
 def read_gguf_header(path: Path, *, vocabulary: bool) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:

@@ -106,14 +106,17 @@ def _own_tensors(model: DecoderModel) -> Iterator[tuple[str, torch.Tensor]]:
     for number, layer in enumerate(weights.layers):
         for name, tensor in _of_layer(layer, config):
             yield family.hf_name(f"layers.{number}.{name}"), tensor
-    yield family.hf_name("norm"), weights.norm_D - config.norm_weight_offset
+    yield family.hf_name("norm"), weights.norm_D / config.logit_scale - config.norm_weight_offset
     if not config.tie_embeddings:
         yield family.hf_name("head"), weights.head_WD.dense()
 
 
 def _of_layer(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     rows = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
-    yield from zip("qkv", layer.qkv_QD.dense().split(rows), strict=True)
+    if config.fused:
+        yield "qkv", layer.qkv_QD.dense()
+    else:
+        yield from zip("qkv", layer.qkv_QD.dense().split(rows), strict=True)
     if layer.qkv_bias_Q is not None:
         yield from zip(("q_bias", "k_bias", "v_bias"), layer.qkv_bias_Q.split(rows), strict=True)
     yield "output", layer.output_DH.dense()
@@ -127,6 +130,10 @@ def _of_layer(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[str, t
     ):
         if norm is not None:
             yield name, norm - config.norm_weight_offset
+    if isinstance(layer.mlp, FeedForward) and config.fused:
+        yield "gate_up", layer.mlp.gate_up_FD.dense()
+        yield "down", layer.mlp.down_DF.dense()
+        return
     if isinstance(layer.mlp, FeedForward):
         yield from _of_feed_forward("", layer.mlp)
         return

@@ -7,10 +7,12 @@ tensor straight from a mapping, and it writes only files whose tensors are all i
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -30,14 +32,30 @@ from megatron_runtime.checkpoints.model_files import (
     parse_json,
     size_of,
 )
+from megatron_runtime.checkpoints.scaled import STORED_DTYPES, scaled_matrices
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
+from megatron_runtime.models.config_fields import Fields
 from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import escaped, shown
 
+_log = logging.getLogger(__name__)
+
 INDEX_FILE = "model.safetensors.index.json"
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_SINGLE_FILE = "model.safetensors"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_TEXT_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "language_model.")
+"""Of the tensors of the text model: as transformers writes a causal model, a model without a head, and the text part of
+a multimodal model."""
+_IGNORED = re.compile(
+    r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.(attn|attention)\.(masked_)?bias|.*\.[kv]_scale|mtp\..*"
+)
+"""Tensors that a decoder computes itself or does not use."""
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision|audio|visual|image|multi_modal|mm_|connector|embed_vision|embed_audio)\w*\..*"
+)
+"""Tensors of a multimodal model that its text model does not use."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 64
@@ -58,22 +76,42 @@ class SafetensorsCheckpoint(Checkpoint):
     """The weights in a directory. The constructor reads config.json and the headers of all files."""
 
     def __init__(self, directory: Path) -> None:
-        self.config = read_config(directory)
-        self._entries: dict[str, tuple[MappedFile, int]] = {}
-        self.kinds: dict[str, TensorKind] = {}
+        stored: dict[str, tuple[MappedFile, StoredTensor]] = {}
         for file in _files(ModelDirectory(directory)):
             mapped = MappedFile(file)
-            for name, entry in read_header(file)[0].items():
-                if name.endswith(_IGNORED_SUFFIXES):
-                    continue
-                if name in self._entries:
-                    other = self._entries[name][0].file.path
+            for name, entry in read_header(file, DTYPES | STORED_DTYPES)[0].items():
+                if name in stored:
+                    other = stored[name][0].file.path
                     raise ModelFileError(f"tensor {shown(name)} is in {other} and in {file.path}: remove one of them")
-                self._entries[name], self.kinds[name] = (mapped, entry.offset), entry.kind
+                stored[name] = mapped, entry
+        self._entries: dict[str, tuple[MappedFile, StoredTensor]] = {}
+        self.kinds: dict[str, TensorKind] = {}
+        for own_name, name in _names(stored).items():
+            mapped, entry = stored[own_name]
+            self._entries[name], self.kinds[name] = (mapped, entry), entry.kind
+        self.config, values = read_config(directory), _config_json(directory)
+        self._scaled, parts = scaled_matrices(self.kinds, values.below("quantization_config"), self._stored)
+        held = {name: kind for name, kind in self.kinds.items() if name not in parts}
+        for name, kind in held.items():
+            if kind.dtype not in DTYPES.values():
+                raise UnsupportedModelError(
+                    f"tensor {name!r} of {directory} has type {kind.dtype}: supported are {', '.join(DTYPES)}, and "
+                    "others with the scales that `quantization_config` of config.json announces"
+                )
+        self.kinds = held | {name: TensorKind(each.shape, torch.bfloat16) for name, each in self._scaled.items()}
+        is_untied = _says_untied(values) and f"model.{_EMBEDDING}" in stored
+        if _HEAD not in self.kinds and not self.config.tie_embeddings and not is_untied:
+            _log.warning("%s has no %s: logits are computed with the embedding", directory, _HEAD)
+            self.config = replace(self.config, tie_embeddings=True)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a view of the file, of the stored type."""
-        (file, offset), kind = self._entries[name], self.kinds[name]
+        """Return a view of the file, of the stored type; bfloat16 values of scaled matrices."""
+        scaled = self._scaled.get(name)
+        return self._stored(name, part) if scaled is None else scaled.read(self._stored, part)
+
+    def _stored(self, name: str, part: Part) -> torch.Tensor:
+        file, entry = self._entries[name]
+        kind, offset = entry.kind, entry.offset
         size = num_bytes(kind)
         if not size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
@@ -88,20 +126,48 @@ def read_config(directory: Path) -> ModelConfig:
 
     Raises UnsupportedModelError, ModelFileError, OSError.
     """
-    place = ModelDirectory(directory)
+    fields = _config_json(directory)
+    ends = end_tokens(ModelDirectory(directory), dict(fields.values))
+    return config_from_hf(fields.values, ends=ends, where=fields.where)
+
+
+def _config_json(directory: Path) -> Fields:
     path = directory / "config.json"
-    file = place.file("config.json")
+    file = ModelDirectory(directory).file("config.json")
     if file is None:
         raise ModelFileError(f"{path} is missing: complete the directory")
-    values = file.read_json()
-    return config_from_hf(values, ends=end_tokens(place, values), where=str(path))
+    return Fields(file.read_json(), where=str(path))
+
+
+def _names(stored: Collection[str]) -> dict[str, str]:
+    """Return the names that transformers gives to the tensors of the text model, by their names in the files."""
+    prefixes = [prefix for prefix in _TEXT_PREFIXES if prefix + _EMBEDDING in stored]
+    prefix = prefixes[0] if prefixes else "model."
+    names = {}
+    for name in stored:
+        if _IGNORED.fullmatch(name):
+            continue
+        if name.endswith(_HEAD):
+            names[name] = _HEAD
+        elif name.startswith(prefix):
+            names[name] = "model." + name.removeprefix(prefix)
+        elif not _OTHER_PARTS.fullmatch(name):
+            names[name] = name
+    return names
+
+
+def _says_untied(values: Fields) -> bool:
+    """Return whether config.json says itself, not only by the default of its family, that the model has a head."""
+    return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
-    """Return the files that the index names; all .safetensors files if there is no index."""
+    """Return the files that the index names; without an index model.safetensors, or else all .safetensors files."""
     index = directory.file(INDEX_FILE)
     if index is None:
-        return directory.files(".safetensors")
+        # Other formats of the same weights may lie beside it.
+        single = directory.file(_SINGLE_FILE)
+        return directory.files(".safetensors") if single is None else [single]
     data = index.read_bytes(MAX_INDEX_BYTES)
     listed = parse_json(data, where=str(index.path), elements=MAX_INDEX_ELEMENTS).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
@@ -192,7 +258,7 @@ def write_safetensors(
             size = 0
         parts[-1][key] = kind
         size += num_bytes(kind)
-    names = ["model.safetensors"]
+    names = [_SINGLE_FILE]
     if len(parts) > 1:
         names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
     for name, part in zip(names, parts, strict=True):

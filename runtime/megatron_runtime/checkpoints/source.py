@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
+from megatron_runtime.checkpoints.gguf_metadata import gguf_parts
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.checkpoints.remote import HUB_PREFIX, REMOTE_PREFIXES
 from megatron_runtime.protocol.text import shown
@@ -31,11 +32,11 @@ class ModelSourceError(ValueError):
 class StoredModel:
     """A model in files.
 
-    format: "GGUF" for one .gguf file, "SafeTensors" for a directory with config.json and *.safetensors as transformers
-            writes it, "TorchDist" for a Megatron-Core checkpoint, "Packed" for a directory with config.json and
-            model.packed.
-    path:   of the .gguf file, or of the directory. A Megatron-Core checkpoint has `.metadata` in it; its config.json
-            and tokenizer are there or in the directory above.
+    format: "GGUF" for a .gguf file or the parts of one, "SafeTensors" for a directory with config.json and
+            *.safetensors as transformers writes it, "TorchDist" for a Megatron-Core checkpoint, "Packed" for a
+            directory with config.json and model.packed.
+    path:   of the (first) .gguf file, or of the directory. A Megatron-Core checkpoint has `.metadata` in it; its
+            config.json and tokenizer are there or in the directory above.
     """
 
     format: Literal["GGUF", "SafeTensors", "TorchDist", "Packed"]
@@ -74,8 +75,8 @@ def resolve(model: str) -> StoredModel:
     """Return where the weights of `model` are. Weights of a hub or an object store are fetched once.
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file, or a directory: with
-           config.json and safetensors or model.packed, with one .gguf file, a Megatron-Core checkpoint, or the
-           directory that Megatron-LM loads one from.
+           config.json and safetensors or model.packed, with the .gguf files of one model, a Megatron-Core
+           checkpoint, or the directory that Megatron-LM loads one from. Of a model in several .gguf files any.
 
     Raises ModelSourceError, ModelFileError, and for a hub or a store HubError and HubUnavailableError.
     """
@@ -100,7 +101,7 @@ def resolve(model: str) -> StoredModel:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelSourceError(f"model {model!r} is a file but not a .gguf file: give a .gguf file or a directory")
-        return StoredModel("GGUF", path)
+        return StoredModel("GGUF", gguf_parts(path)[0])
     if not path.is_dir():
         raise ModelSourceError(
             f"model {model!r} does not exist: give {_KNOWN}, {HUB_PREFIX}ORG/NAME, s3://BUCKET/PREFIX, a .gguf file or "
@@ -119,13 +120,14 @@ def resolve(model: str) -> StoredModel:
     if has_config or has_weights:
         missing = "*.safetensors files" if has_config else "config.json"
         raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
-    found = directory.files(".gguf")
-    if len(found) != 1:
+    found = [file.path for file in directory.files(".gguf")]
+    models = {gguf_parts(file)[0] for file in found}
+    if len(models) != 1:
         raise ModelSourceError(
-            f"model {model!r}: {path} holds {len(found)} .gguf files and no config.json with safetensors: "
-            "name one .gguf file or complete the directory"
+            f"model {model!r}: {path} holds {len(found)} .gguf files of {len(models)} models and no config.json with "
+            "safetensors: name one .gguf file or complete the directory"
         )
-    return StoredModel("GGUF", found[0].path)
+    return StoredModel("GGUF", models.pop())
 
 
 def require_format(source: ModelSource, wanted: str, *, model: str) -> None:

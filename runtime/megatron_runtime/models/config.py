@@ -29,7 +29,40 @@ class LinearScaling:
     factor: float
 
 
-RopeScaling = Llama3Scaling | LinearScaling
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """Frequency scaling of Peng et al. 2023, arXiv:2309.00071 (transformers `rope_type: yarn`).
+
+    beta_fast, beta_slow: rotations within the original length, above which a pair keeps its frequency and below which
+                          it is divided by `factor`.
+    truncate:             the bounds between them are whole pairs.
+    attention_factor:     of queries and of keys.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """Frequency scaling of Ding et al. 2024, arXiv:2402.13753 (transformers `rope_type: longrope`).
+
+    short_factor, long_factor: by rotary pair, divide its frequency in sequences that stay within the original length,
+                               and in longer ones.
+    attention_factor:          of queries and of keys.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +71,14 @@ class SlidingWindow:
 
     window:     number of tokens, including the current one.
     is_local:   by layer; the other layers attend to all tokens.
-    rope_theta: of the local layers, without scaling; None means that of the model.
+    rope_theta: of the local layers, without scaling; None means base and scaling of the model.
+    rotates:    whether queries and keys of the local layers are rotated.
     """
 
     window: int
     is_local: tuple[bool, ...]
     rope_theta: float | None = None
+    rotates: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +105,8 @@ class ModelConfig:
     output_norms:       the outputs of attention and feed-forward are normalized before they are added.
     embedding_scale:    factor of the embeddings.
     query_scale:        factor of q·k; None means head_dim ** -0.5.
+    logit_scale:        factor of the logits.
+    fused:              the matrices of q, k and v are one tensor in files, and so are gate and up.
     """
 
     family: str
@@ -94,6 +131,8 @@ class ModelConfig:
     output_norms: bool = False
     embedding_scale: float = 1.0
     query_scale: float | None = None
+    logit_scale: float = 1.0
+    fused: bool = False
     sliding: SlidingWindow | None = None
     moe: MoEConfig | None = None
 
@@ -106,6 +145,12 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor of q·k."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def short_length(self) -> int | None:
+        """Tokens of prompt and answer beyond which a sequence rotates by other frequencies; None if all are alike."""
+        scaling = self.rope_scaling
+        return scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else None
 
     def is_local(self, layer: int) -> bool:
         """Return whether `layer` has a sliding window."""

@@ -13,10 +13,12 @@ from typing import Any, TypeGuard
 from megatron_runtime.models.config import (
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     ModelConfig,
     RopeScaling,
     SlidingWindow,
     UnsupportedModelError,
+    YarnScaling,
 )
 from megatron_runtime.protocol.text import shown
 
@@ -27,6 +29,7 @@ MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
 """Layers, experts of a layer, experts of all layers: each needs Python objects before any tensor is read."""
 MAX_SIZE = (1 << 31) - 1
 _LARGEST_CONSTANT = 1e18
+_MAX_LISTED = 1 << 12
 _TOLERANCE = 1e-3  # of rotary factors that were computed in float32
 _MAX_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "block_count"), MAX_LAYERS),
@@ -106,6 +109,13 @@ class Fields:
             raise self._wrong(key, found, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
         return found
 
+    def constants(self, key: str) -> list[float]:
+        """Return a list of at most _MAX_LISTED finite numbers above zero."""
+        found = self.need(key)
+        if not isinstance(found, list) or len(found) > _MAX_LISTED:
+            raise self._wrong(key, found, f"want a list of at most {_MAX_LISTED} numbers")
+        return [Fields({key: each}, where=self.where).constant(key) for each in found]
+
     def only(self, key: str, *allowed: Any) -> None:
         """Accept a field that is absent, null, false or one of `allowed`."""
         found = self.values.get(key)
@@ -159,25 +169,41 @@ def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
     if "full_attention" in values.values:
         values = values.below("full_attention")
     base = values if values.get("rope_theta") else fields
-    return {"rope_theta": base.constant("rope_theta", theta), "rope_scaling": _scaling(values)}
+    return {"rope_theta": base.constant("rope_theta", theta), "rope_scaling": _scaling(values, fields)}
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json, in the form that transformers 4 and 5 read."""
-    scaling, values = config.rope_scaling, None
-    if scaling is not None:
-        kind = "llama3" if isinstance(scaling, Llama3Scaling) else "linear"
-        values = {"rope_type": kind, **asdict(scaling)}
-    return {"rope_theta": config.rope_theta, "rope_scaling": values}
+    scaling, more = config.rope_scaling, {}
+    if scaling is None:
+        return {"rope_theta": config.rope_theta, "rope_scaling": None}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(scaling).items()}
+    if isinstance(scaling, LongRopeScaling):
+        more["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    values["rope_type"] = _NAMES_OF_SCALINGS[type(scaling)]
+    return {"rope_theta": config.rope_theta, "rope_scaling": values, **more}
 
 
 def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
     """Return base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
     kind = fields.get("rope.scaling.type", "none")
     base = fields.constant("rope.freq_base", theta)
-    if kind not in ("none", "linear"):
-        raise UnsupportedModelError(f"{fields.where} has rope scaling {shown(kind)}: supported are 'none' and 'linear'")
-    scaling = LinearScaling(factor=fields.constant("rope.scaling.factor")) if kind == "linear" else None
+    scaling: RopeScaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(factor=fields.constant("rope.scaling.factor"))
+    elif kind == "yarn":
+        factor = fields.constant("rope.scaling.factor")
+        scaling = YarnScaling(
+            factor=factor,
+            original_max_position_embeddings=fields.size("rope.scaling.original_context_length"),
+            attention_factor=fields.constant("rope.scaling.attn_factor", 1.0) * _yarn_magnitude(factor),
+            beta_fast=fields.constant("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.constant("rope.scaling.yarn_beta_slow", 1.0),
+        )
+    elif kind != "none":
+        raise UnsupportedModelError(
+            f"{fields.where} has rope scaling {shown(kind)}: supported are 'none', 'linear' and 'yarn'"
+        )
     return {"rope_theta": base, "rope_scaling": scaling}
 
 
@@ -207,15 +233,30 @@ def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int,
     return found
 
 
-def _scaling(values: Fields) -> RopeScaling | None:
+_NAMES_OF_SCALINGS: dict[type, str] = {
+    LinearScaling: "linear",
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+    LongRopeScaling: "longrope",
+}
+
+
+def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
+    """Return the scaling that `values` describe. model: the other fields of the model."""
     kind = values.get("rope_type", values.get("type", "default"))
-    if kind == "default":
+    # "dynamic" changes the frequencies of sequences beyond the model's length, which are rejected.
+    if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
         return LinearScaling(factor=values.constant("factor"))
+    if kind == "yarn":
+        return _yarn(values, model)
+    if kind in ("longrope", "su"):
+        return _longrope(values, model)
     if kind != "llama3":
         raise UnsupportedModelError(
-            f"{values.where} has rope type {shown(kind)}: supported are 'default', 'linear' and 'llama3'"
+            f"{values.where} has rope type {shown(kind)}: supported are 'default', "
+            f"{', '.join(map(repr, _NAMES_OF_SCALINGS.values()))}, and 'dynamic' within the model's length"
         )
     return Llama3Scaling(
         factor=values.constant("factor"),
@@ -223,3 +264,87 @@ def _scaling(values: Fields) -> RopeScaling | None:
         high_freq_factor=values.constant("high_freq_factor"),
         original_max_position_embeddings=values.size("original_max_position_embeddings"),
     )
+
+
+def _yarn(values: Fields, model: Fields) -> YarnScaling:
+    length = model.size("max_position_embeddings")
+    # transformers takes the model's length if the file does not say on which length the model was trained.
+    original = values.size("original_max_position_embeddings", model.size("original_max_position_embeddings", length))
+    factor = values.constant("factor", max(length / original, 1.0))
+    attention = values.constant("attention_factor", 1.0)
+    if values.get("attention_factor") is None:
+        scales = [values.get(key) for key in ("mscale", "mscale_all_dim")]
+        ratio = [values.constant(key) for key in ("mscale", "mscale_all_dim")] if all(scales) else [1.0, 0.0]
+        attention = _yarn_magnitude(factor, ratio[0]) / _yarn_magnitude(factor, ratio[1])
+    return YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=attention,
+        beta_fast=values.constant("beta_fast", 32.0),
+        beta_slow=values.constant("beta_slow", 1.0),
+        truncate=values.flag("truncate", True),
+    )
+
+
+def _yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def longest_sequence(declared: int, scaling: RopeScaling | None) -> int:
+    """Return the number of positions of a model. declared: in its file, which may lack what YaRN adds."""
+    if isinstance(scaling, YarnScaling):
+        return max(declared, int(scaling.original_max_position_embeddings * scaling.factor))
+    return declared
+
+
+def _longrope(values: Fields, model: Fields) -> LongRopeScaling:
+    values.only("short_mscale")
+    values.only("long_mscale")
+    length = model.size("max_position_embeddings")
+    # Phi-3 has it beside the other sizes of the model, where it takes precedence.
+    original = model.size("original_max_position_embeddings", values.size("original_max_position_embeddings", length))
+    has_attention = values.get("attention_factor") is not None
+    return long_rope(
+        values.constants("short_factor"),
+        values.constants("long_factor"),
+        original=original,
+        factor=values.constant("factor", length / original),
+        head_dim=_head_dim(model),
+        attention_factor=values.constant("attention_factor") if has_attention else None,
+        where=values.where,
+    )
+
+
+def long_rope(
+    short: Sequence[float],
+    long: Sequence[float],
+    *,
+    original: int,
+    factor: float,
+    head_dim: int,
+    attention_factor: float | None,
+    where: str,
+) -> LongRopeScaling:
+    """Return the scaling by factors of the rotary pairs.
+
+    factor:           the length of the model, in original lengths; determines the attention factor if that is None.
+
+    Raises UnsupportedModelError unless there is a factor above zero for each pair.
+    """
+    for factors in (short, long):
+        if len(factors) != head_dim // 2 or not all(0 < each < math.inf for each in factors):
+            raise UnsupportedModelError(
+                f"{where} has {len(factors)} factors of rotary pairs: want {head_dim // 2}, all above zero"
+            )
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        short_factor=tuple(short),
+        long_factor=tuple(long),
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+    )
+
+
+def _head_dim(model: Fields) -> int:
+    return model.size("head_dim", model.size("hidden_size") // model.size("num_attention_heads"))

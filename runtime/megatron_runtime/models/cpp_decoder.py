@@ -188,11 +188,10 @@ class CppDecoder(DecoderModel):
         """Compute cos and sin of `positions` positions, of twice as many if the tables are too short."""
         if self._rotations and len(self._rotations["cos"]) >= positions:
             return
-        at = torch.arange(max(1024, 2 * positions)).float()[:, None]
-        for prefix, frequencies in (("", self._frequencies), ("local_", self._local_frequencies)):
-            angles = at * frequencies
-            self._rotations[f"{prefix}cos"] = angles.cos().numpy()
-            self._rotations[f"{prefix}sin"] = angles.sin().numpy()
+        at = torch.arange(max(1024, 2 * positions))
+        for prefix, rotary in (("", self._rotary), ("local_", self._local_rotary)):
+            cos, sin = rotary.cos_sin(at)
+            self._rotations[f"{prefix}cos"], self._rotations[f"{prefix}sin"] = cos.numpy(), sin.numpy()
 
     def _model(self) -> Model:
         config, weights = self.config, self.weights

@@ -24,8 +24,7 @@ from megatron_runtime.models.layers.paged_attention import (
     AttentionBatch,
     PagedAttention,
     Rotation,
-    inverse_frequencies,
-    rotation,
+    rotary_embeddings,
 )
 
 
@@ -110,11 +109,7 @@ class Decoder(ABC):
         self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._layer_numbers = shard.layers(config.num_layers)
         self._is_local = [config.is_local(layer) for layer in self._layer_numbers]
-        self._frequencies = self._local_frequencies = inverse_frequencies(
-            head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
-        )
-        if config.sliding is not None and config.sliding.rope_theta is not None:
-            self._local_frequencies = inverse_frequencies(head_dim=config.head_dim, theta=config.sliding.rope_theta)
+        self._rotary, self._local_rotary = rotary_embeddings(config)
 
     @property
     def sliding_window(self) -> int | None:
@@ -187,10 +182,10 @@ class DecoderModel(Decoder):
 
         routing_GTJ: int32; written in this rank's layers with experts: the experts of each token by falling share.
         """
-        in_full = rotation(positions_T, self._frequencies, x_TD.dtype), attention
+        in_full = self._rotary.rotation(positions_T, x_TD.dtype), attention
         in_window = in_full[0], attention.local or attention
-        if self._local_frequencies is not self._frequencies:
-            in_window = rotation(positions_T, self._local_frequencies, x_TD.dtype), in_window[1]
+        if self._local_rotary is not self._rotary:
+            in_window = self._local_rotary.rotation(positions_T, x_TD.dtype), in_window[1]
         for number, layer, cache_PXE, is_local in zip(
             self._layer_numbers, self.weights.layers, cache_LPXE, self._is_local, strict=True
         ):

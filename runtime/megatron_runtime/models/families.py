@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_runtime.models.config import ModelConfig, MoEConfig, UnsupportedModelError
+from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow, UnsupportedModelError
 from megatron_runtime.models.config_fields import (
     MAX_ALL_EXPERTS,
     Fields,
     Traits,
     layer_types,
+    longest_sequence,
     rope_of_gguf,
     rope_of_hf,
     rope_to_hf,
@@ -39,6 +40,7 @@ class Family:
     unsupported:       fields of config.json that must be absent, null or false.
     traits:            of all models of the family.
     from_hf, to_hf:    read and write further traits in config.json.
+    text_defaults:     fields of config.json that the text part of a multimodal model leaves out.
     from_gguf:         reads them in a GGUF file's metadata, whose keys lack the architecture's prefix here.
     tied:              the head is the embedding unless config.json has the field.
     rope_theta:        the base if a file has none.
@@ -54,6 +56,7 @@ class Family:
     traits: Traits = field(default_factory=dict)
     from_hf: Callable[[Fields], Traits] = lambda fields: {}
     to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
     from_gguf: Callable[[Fields], Traits] = lambda fields: {}
     gguf_architecture: str | None = None
     tied: bool = False
@@ -301,15 +304,145 @@ _GEMMA3 = Family(
     traits={"qk_norm": True, "output_norms": True, "norm_weight_offset": 1.0, "activation": "gelu_tanh"},
     from_hf=_gemma_of_hf,
     to_hf=_gemma_to_hf,
+    # Of Gemma3TextConfig in transformers; the files of the models with images leave them out.
+    text_defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
+        "bos_token_id": 2,
+    },
     from_gguf=_gemma_of_gguf,
     tied=True,
     rope_theta=1_000_000.0,
 )
 
+# --- Phi-3, Granite, SmolLM3 ------------------------------------------------------------------------------------------
+
+
+_NO_PADDING = {"pad_token_id": None}
+"""The default in transformers is a token of one vocabulary."""
+
+
+def _granite_of_hf(fields: Fields) -> Traits:
+    """Return traits of a decoder whose layers add their outputs unscaled, which computes the same.
+
+    Each norm undoes a factor of the hidden states but for its epsilon, so the factor of the layers' outputs moves to
+    the embeddings and to epsilon.
+    """
+    residual = fields.constant("residual_multiplier", 1.0)
+    return {
+        "embedding_scale": fields.constant("embedding_multiplier", 1.0) / residual,
+        "query_scale": fields.constant("attention_multiplier", 1.0),
+        "logit_scale": 1.0 / fields.constant("logits_scaling", 1.0),
+        "rms_norm_eps": fields.constant("rms_norm_eps") / residual**2,
+    }
+
+
+def _granite_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": config.embedding_scale,
+        "attention_multiplier": config.attention_scale,
+        "logits_scaling": 1.0 / config.logit_scale,
+        "residual_multiplier": 1.0,
+    }
+
+
+def _granite_of_gguf(fields: Fields) -> Traits:
+    residual = fields.constant("residual_scale", 1.0)
+    return {
+        "embedding_scale": fields.constant("embedding_scale", 1.0) / residual,
+        "query_scale": fields.constant("attention.scale", 1.0),
+        "logit_scale": 1.0 / fields.constant("logit_scale", 1.0),
+        "rms_norm_eps": fields.constant("attention.layer_norm_rms_epsilon") / residual**2,
+    }
+
+
+_NOPE_PERIOD = 4
+
+
+def _smollm3_traits(rotates: list[bool], length: int) -> Traits:
+    # The layers that do not rotate are the local ones, with a window of every position.
+    is_local = tuple(not each for each in rotates)
+    return {"sliding": SlidingWindow(window=length, is_local=is_local, rotates=False)} if any(is_local) else {}
+
+
+def _smollm3_of_hf(fields: Fields) -> Traits:
+    layers, length = fields.size("num_hidden_layers"), fields.size("max_position_embeddings")
+    key = "no_rope_layers"
+    listed = fields.listed(key, int)
+    period = fields.size("no_rope_layer_interval", _NOPE_PERIOD)
+    rotates = [bool(each) for each in listed] if listed else _is_local(layers, period)
+    if len(rotates) != layers:
+        raise UnsupportedModelError(f"{fields.where} has {key} of {len(rotates)} layers: want {layers}")
+    return _smollm3_traits(rotates, length)
+
+
+def _smollm3_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {**_NO_PADDING, "no_rope_layers": [int(not config.is_local(layer)) for layer in range(config.num_layers)]}
+
+
+# arXiv:2404.14219: a Mistral with fused matrices.
+_PHI3 = Family(
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    gguf_architecture="phi3",
+    layer_names={
+        **_LLAMA_NAMES,
+        "qkv": "self_attn.qkv_proj.weight",
+        "gate_up": "mlp.gate_up_proj.weight",
+    },
+    traits={"fused": True},
+    from_hf=window_everywhere,
+    to_hf=lambda config: {**_NO_PADDING, **layer_types(config)},
+)
+# A Llama whose embeddings, scores, outputs of layers and logits have factors.
+_GRANITE = Family(
+    name="granite",
+    architecture="GraniteForCausalLM",
+    gguf_architecture="granite",
+    layer_names=_LLAMA_NAMES,
+    unsupported=("attention_bias", "mlp_bias"),
+    from_hf=_granite_of_hf,
+    to_hf=_granite_to_hf,
+    from_gguf=_granite_of_gguf,
+    pairs_rotary_rows=True,
+)
+# A Llama in which every fourth layer does not rotate (Kazemnejad et al. 2023, arXiv:2305.19466).
+_SMOLLM3 = Family(
+    name="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    gguf_architecture="smollm3",
+    layer_names=_LLAMA_NAMES,
+    unsupported=("attention_bias", "mlp_bias", "use_sliding_window"),
+    from_hf=_smollm3_of_hf,
+    to_hf=_smollm3_to_hf,
+    from_gguf=lambda fields: _smollm3_traits(
+        _is_local(fields.size("block_count"), _NOPE_PERIOD), fields.size("context_length")
+    ),
+    tied=True,
+    pairs_rotary_rows=True,
+)
+
 # --- all families -----------------------------------------------------------------------------------------------------
 
 FAMILIES: Mapping[str, Family] = {
-    family.name: family for family in (_LLAMA, _MISTRAL, _MIXTRAL, _QWEN2, _QWEN3, _QWEN3_MOE, _GEMMA3)
+    family.name: family
+    for family in (
+        _LLAMA,
+        _MISTRAL,
+        _MIXTRAL,
+        _QWEN2,
+        _QWEN3,
+        _QWEN3_MOE,
+        _GEMMA3,
+        _PHI3,
+        _GRANITE,
+        _SMOLLM3,
+    )
 }
 GGUF_ARCHITECTURES = tuple(
     dict.fromkeys(family.gguf_architecture for family in FAMILIES.values() if family.gguf_architecture is not None)
@@ -335,13 +468,7 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
 
     Raises UnsupportedModelError naming the field, its value and what is supported.
     """
-    fields = Fields(values, where=where)
-    architectures = fields.listed("architectures", str)
-    family = next((one for one in FAMILIES.values() if one.architecture in architectures), None)
-    if family is None:
-        supported = ", ".join(one.architecture for one in FAMILIES.values())
-        named = ", ".join(map(shown, architectures[:4]))
-        raise UnsupportedModelError(f"{where} has architectures [{named}]: supported are {supported}")
+    family, fields = _family_of_hf(Fields(values, where=where))
     fields.only("partial_rotary_factor", 1.0)
     fields.only(*family.activation_field)
     for name in family.unsupported:
@@ -356,6 +483,25 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
         eos_token_ids=ends,
         bos_token_id=fields.token("bos_token_id"),
         **traits,
+    )
+
+
+def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
+    """Return the family and the fields of the text model: of a multimodal one only that part is run."""
+    architectures = fields.listed("architectures", str)
+    for family in FAMILIES.values():
+        if family.architecture in architectures:
+            return family, fields
+    text = fields.below("text_config")
+    of_text = FAMILIES.get(str(text.get("model_type")))
+    if of_text is not None:
+        shared = ("tie_word_embeddings", "bos_token_id")
+        whole = {key: fields.get(key) for key in shared if fields.get(key) is not None}
+        return of_text, Fields({**of_text.text_defaults, **whole, **text.values}, where=text.where)
+    supported = ", ".join(one.architecture for one in FAMILIES.values())
+    named = ", ".join(map(shown, architectures[:4]))
+    raise UnsupportedModelError(
+        f"{fields.where} has architectures [{named}]: supported are {supported}; `backend: VLLM` runs others"
     )
 
 
@@ -440,17 +586,17 @@ def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True
 def _config(family: Family, fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
     """Read the sizes under their `names` in the file, and check them against each other."""
     hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
-    for name in ("intermediate_size", "num_layers", "max_position_embeddings"):
+    for name in ("intermediate_size", "num_layers"):
         others[name] = fields.size(names[name])
+    longest = longest_sequence(fields.size(names["max_position_embeddings"]), others["rope_scaling"])
     config = ModelConfig(
         family=family.name,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=fields.size(names["num_kv_heads"], heads),
         head_dim=fields.size(names["head_dim"], hidden // heads),
-        rms_norm_eps=fields.constant(names["rms_norm_eps"]),
-        **family.traits,
-        **others,
+        max_position_embeddings=longest,
+        **{"rms_norm_eps": fields.constant(names["rms_norm_eps"]), **family.traits, **others},
     )
     where, moe = fields.where, config.moe
     if config.num_heads % config.num_kv_heads:

@@ -77,8 +77,11 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     hidden, size = config.hidden_size, config.head_dim
     rows = {"q": config.num_heads * size, "k": config.num_kv_heads * size, "v": config.num_kv_heads * size}
     shapes: dict[str, Shape] = {"attention_norm": (hidden,), "mlp_norm": (hidden,), "output": (hidden, rows["q"])}
+    if config.fused:
+        shapes["qkv"] = (sum(rows.values()), hidden)
     for name, count in rows.items():
-        shapes[name] = (count, hidden)
+        if not config.fused:
+            shapes[name] = (count, hidden)
         if config.qkv_bias:
             shapes[f"{name}_bias"] = (count,)
     if config.qk_norm:
@@ -86,6 +89,9 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if config.output_norms:
         shapes |= {"attention_output_norm": (hidden,), "mlp_output_norm": (hidden,)}
     if config.moe is None or not config.is_mixture(layer):
+        if config.fused:
+            size = config.intermediate_size
+            return shapes | {"gate_up": (2 * size, hidden), "down": (hidden, size)}
         return shapes | _feed_forward("", hidden, config.intermediate_size)
     shapes["router"] = (config.moe.num_experts, hidden)
     for expert in range(config.moe.num_experts):

@@ -127,7 +127,8 @@ class _Loader:
         return DecoderWeights(
             embedding=embedding,
             layers=tuple(layers),
-            norm_D=self._norm("norm") if shard.has_head else None,
+            # The head is linear: a factor of its input is a factor of the logits.
+            norm_D=self._norm("norm", self.config.logit_scale) if shard.has_head else None,
             head_WD=head,
         )
 
@@ -147,12 +148,16 @@ class _Loader:
         at = f"layers.{number}."
         heads, kv_heads = shard.heads(config.num_heads), shard.kv_heads(config.num_kv_heads)
         rows = {"q": _slice(heads, size), "k": _slice(kv_heads, size), "v": _slice(kv_heads, size)}
+        qkv = [(f"{at}{name}", (part,)) for name, part in rows.items()]
+        if config.fused:
+            firsts = (0, config.num_heads * size, (config.num_heads + config.num_kv_heads) * size)
+            qkv = [(f"{at}qkv", (_moved(part, first),)) for part, first in zip(rows.values(), firsts, strict=True)]
         bias = None
         if config.qkv_bias:
             bias = torch.cat([self._dense(f"{at}{name}_bias", (part,)) for name, part in rows.items()])
         return LayerWeights(
             attention_norm_D=self._norm(f"{at}attention_norm"),
-            qkv_QD=self._linear(*((f"{at}{name}", (part,)) for name, part in rows.items())),
+            qkv_QD=self._linear(*qkv),
             qkv_bias_Q=bias,
             q_norm_C=self._norm(f"{at}q_norm") if config.qk_norm else None,
             k_norm_C=self._norm(f"{at}k_norm") if config.qk_norm else None,
@@ -183,12 +188,17 @@ class _Loader:
     def _feed_forward_parts(self, at: str, size: int) -> tuple[list[NamedPart], NamedPart]:
         """Return the parts of gate and up, and the part of down."""
         part = _slice(self.shard.feed_forward(size))
-        return [(f"{at}gate", (part,)), (f"{at}up", (part,))], (f"{at}down", (slice(None), part))
+        if self.config.fused:
+            gate_up: list[NamedPart] = [(f"{at}gate_up", (part,)), (f"{at}gate_up", (_moved(part, size),))]
+        else:
+            gate_up = [(f"{at}gate", (part,)), (f"{at}up", (part,))]
+        return gate_up, (f"{at}down", (slice(None), part))
 
-    def _norm(self, name: str) -> torch.Tensor:
+    def _norm(self, name: str, scale: float = 1.0) -> torch.Tensor:
         weight_D = self._dense(name)
         offset = self.config.norm_weight_offset
-        return weight_D.float().add_(offset).to(self.dtype) if offset else weight_D
+        is_stored = not offset and scale == 1.0
+        return weight_D if is_stored else weight_D.float().add_(offset).mul_(scale).to(self.dtype)
 
     def _linear(self, *parts: NamedPart) -> Linear:
         return self.linears.linear(self._weight(*parts))
@@ -240,6 +250,10 @@ class _Loader:
 
     def _hf_name(self, name: str) -> str:
         return FAMILIES[self.config.family].hf_name(name)
+
+
+def _moved(part: slice, rows: int) -> slice:
+    return slice(part.start + rows, part.stop + rows)
 
 
 def _slice(held: range, size: int = 1) -> slice:

@@ -6,7 +6,6 @@ That is byte-pair encoding with the merges in the order of the scores. Text that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,14 @@ from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import WORD_START, contained
+from megatron_runtime.tokenization.word_rules import DEFAULT_RULE, WORD_RULES
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
 """The name of SentencePiece in GGUF files."""
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+"""Of files that do not name them, as llama.cpp assumes."""
 
 MAX_PIECE_CHARACTERS = 512
 """Finding the merges of a piece takes quadratic time. The longest pieces of known models have some 160 characters."""
@@ -43,23 +45,6 @@ END_OF_TURN_TEXTS = frozenset(
 )
 """Control tokens that end an answer, whatever the metadata calls them: a file can name only one of them."""
 
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DIGIT = r"\p{N}"
-
-PRE_TOKENIZERS: Mapping[str, tuple[str, ...]] = {
-    "gpt-2": (_GPT2_WORDS,),
-    "smollm": (_DIGIT, _GPT2_WORDS),
-    "starcoder": (_DIGIT, _GPT2_WORDS),
-    "refact": (_DIGIT, _GPT2_WORDS),
-    "llama-bpe": (_LLAMA3_WORDS,),
-    "qwen2": (_LLAMA3_WORDS.replace(r"\p{N}{1,3}", _DIGIT),),
-}
-"""The patterns by which each `tokenizer.ggml.pre` splits text into words before the merges apply, one after another."""
-
 
 class _TokenizerFields:
     """The fields of the tokenizer in the metadata of a GGUF file.
@@ -71,21 +56,25 @@ class _TokenizerFields:
         self._path = path
         self._metadata = read_gguf_header(path, vocabulary=True)[0]
         self.model = self._value(f"{_PREFIX}model", str)
-        self.pre = self._value(f"{_PREFIX}pre", str, default="gpt-2")
+        self.pre = self._value(f"{_PREFIX}pre", str, default=DEFAULT_RULE)
         self.is_sentencepiece = self.model == _SENTENCEPIECE
-        self.pieces = self._list("tokens", str)
-        self.kinds = self._list("token_type", int)
+        self.pieces = [piece or f"[EMPTY_{id_}]" for id_, piece in enumerate(self._list("tokens", str))]
+        self.kinds = self._list("token_type", int) or [_NORMAL] * len(self.pieces)
         self.merges = self._list("merges", str)
-        self.scores = self._list("scores", float)
+        # The pieces of a vocabulary are in the order of falling scores.
+        self.scores = self._list("scores", float, int) or [-id_ for id_ in range(len(self.pieces))]
         self.add_space_prefix = bool(self._metadata.get(f"{_PREFIX}add_space_prefix", True))
-        # SentencePiece models add it unless the metadata says otherwise.
-        self.add_bos = bool(self._metadata.get(f"{_PREFIX}add_bos_token", self.is_sentencepiece))
+        rule = WORD_RULES.get(self.pre)
+        adds_bos = self.is_sentencepiece or (rule is not None and rule.adds_bos)
+        self.add_bos = bool(self._metadata.get(f"{_PREFIX}add_bos_token", adds_bos))
         self.chat_template = self._value("tokenizer.chat_template", str)
         self.context_length = self._value(f"{self._metadata.get('general.architecture')}.context_length", int)
+        defaults = _SENTENCEPIECE_IDS if self.is_sentencepiece else {}
         self.ids = {
             name: id_
             for name in ("bos", "eos", "eot", "eom", "unknown", "padding")
-            if (id_ := self._value(f"{_PREFIX}{name}_token_id", int)) is not None and 0 <= id_ < len(self.pieces)
+            if (id_ := self._value(f"{_PREFIX}{name}_token_id", int, default=defaults.get(name))) is not None
+            and 0 <= id_ < len(self.pieces)
         }
         """Token ids by their purpose."""
         longest = max(map(len, self.pieces), default=0)
@@ -102,11 +91,11 @@ class _TokenizerFields:
             raise ValueError(f"{self._path}: {key} is {value!r:.80}: want a value of type {kind.__name__}")
         return default if value is None else value
 
-    def _list(self, name: str, kind: type) -> list[Any]:
+    def _list(self, name: str, *kinds: type) -> list[Any]:
         items = self._metadata.get(f"{_PREFIX}{name}", [])
-        wrong = items if not isinstance(items, list) else [item for item in items if type(item) is not kind]
+        wrong = items if not isinstance(items, list) else [item for item in items if type(item) not in kinds]
         if wrong or not isinstance(items, list):
-            raise ValueError(f"{self._path}: {_PREFIX}{name} has {wrong!r:.80}: want a list of {kind.__name__}")
+            raise ValueError(f"{self._path}: {_PREFIX}{name} has {wrong!r:.80}: want a list of {kinds[0].__name__}")
         return items
 
     def of_kind(self, kind: int) -> dict[int, str]:
@@ -122,10 +111,10 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
     byte-level BPE nor SentencePiece, or an unknown pre-tokenizer.
     """
     fields = _TokenizerFields(path)
-    if not fields.is_sentencepiece and (fields.model != "gpt2" or fields.pre not in PRE_TOKENIZERS):
+    if not fields.is_sentencepiece and (fields.model != "gpt2" or fields.pre not in WORD_RULES):
         raise ValueError(
             f"{path} has tokenizer model {fields.model!r} with pre-tokenizer {fields.pre!r}: supported are "
-            f"{_SENTENCEPIECE!r}, and 'gpt2' with {', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face "
+            f"{_SENTENCEPIECE!r}, and 'gpt2' with {', '.join(sorted(WORD_RULES))}; use the model's Hugging Face "
             "directory, which has a tokenizer.json"
         )
     control, user_defined = fields.of_kind(_CONTROL), fields.of_kind(_USER_DEFINED)
@@ -159,8 +148,11 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
 def _byte_level_backend(fields: _TokenizerFields) -> tokenizers.Tokenizer:
     vocabulary = {piece: id_ for id_, piece in enumerate(fields.pieces)}
     merges = [tuple(merge.split(" ", 1)) for merge in fields.merges]
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in PRE_TOKENIZERS[fields.pre]]
+    rule = WORD_RULES[fields.pre]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=rule.keeps_words)
+    )
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     backend.decoder = decoders.ByteLevel()

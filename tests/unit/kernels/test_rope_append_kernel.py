@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_kernels import qk_norm_rope_append, qk_norm_rope_append_triton
-from megatron_runtime.models.layers.paged_attention import rotation
+from megatron_runtime.models.layers.paged_attention import RotaryEmbedding
 
 few = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 PAGES, PAGE = 3, 16
@@ -16,7 +16,7 @@ PAGES, PAGE = 3, 16
 
 def angles(tokens, pairs, generator):
     positions = torch.randint(0, 5000, (tokens,), generator=generator)
-    return rotation(positions, 1.0 / 10000 ** (torch.arange(pairs) / pairs), torch.float32)
+    return RotaryEmbedding(1.0 / 10000 ** (torch.arange(pairs) / pairs)).rotation(positions, torch.float32)
 
 
 def views(rotary, pairs):

@@ -18,7 +18,14 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, SlidingWindow
+from megatron_runtime.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    SlidingWindow,
+    YarnScaling,
+)
 from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.models.families import config_to_hf
@@ -29,11 +36,21 @@ VOCAB = 150
 NEW_TOKENS = 32
 LENGTHS = [1, 7, 40, 75]
 SCALED = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+YARN = YarnScaling(factor=8.0, original_max_position_embeddings=32, attention_factor=1.3)
+LONG_ROPE = LongRopeScaling(
+    short_factor=(1.0, 1.1, 1.3, 1.6, 1.9, 2.1, 2.6, 3.0),
+    long_factor=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 8.0, 8.0),
+    original_max_position_embeddings=64,
+    attention_factor=1.2,
+)
+"""For a head of 16; sized() leaves as many factors as a head has pairs."""
 GEMMA = replace(CONFIGS["gemma3_text"], query_scale=11**-0.5)
 CASES = {
     **CONFIGS,
     "llama, rope of version 3": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=SCALED),
     "llama, linear rope": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=LinearScaling(factor=2.0)),
+    "llama, yarn": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=YARN),
+    "phi3, long rope": replace(CONFIGS["phi3"], rope_scaling=LONG_ROPE),
     "qwen2, windows from the second layer on": replace(
         CONFIGS["qwen2"], sliding=SlidingWindow(window=20, is_local=(False, True, True))
     ),
@@ -51,6 +68,10 @@ DECODERS: dict[type[DecoderModel], dict[str, Any]] = {
 def sized(config: ModelConfig, decoder: type[DecoderModel]) -> ModelConfig:
     """Return the example with sizes for a decoder."""
     config = replace(config, **DECODERS[decoder])
+    if isinstance(config.rope_scaling, LongRopeScaling):
+        pairs, scaling = config.head_dim // 2, config.rope_scaling
+        factors = {"short_factor": scaling.short_factor[:pairs], "long_factor": scaling.long_factor[:pairs]}
+        config = replace(config, rope_scaling=replace(scaling, **factors))
     if config.moe is not None:
         config = replace(config, moe=replace(config.moe, intermediate_size=config.intermediate_size))
     return config

@@ -1,5 +1,7 @@
 """GGUF files of every family, written as llama.cpp's converter writes them, read back as transformers stores them."""
 
+import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,9 @@ from torch import nn
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError
+from megatron_runtime.checkpoints.model_files import ModelFileError
+from megatron_runtime.checkpoints.source import ModelSourceError, resolve
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError, YarnScaling
 from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
@@ -65,13 +69,14 @@ def write(
     path: Path,
     *,
     factors: torch.Tensor | None = None,
+    tensors_per_file: int = 0,
     **more: Any,
 ) -> None:
     config, architecture = CONFIGS[family], FAMILIES[family].gguf_architecture
     assert architecture is not None
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, config.num_layers)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -137,6 +142,67 @@ def test_linear_rope_scaling_is_read_and_other_kinds_are_rejected(tmp_path: Path
     linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0}
     write("gemma3_text", model, tmp_path / "linear.gguf", **linear)
     assert GGUFCheckpoint(tmp_path / "linear.gguf").config.rope_scaling == LinearScaling(factor=8.0)
-    write("gemma3_text", model, tmp_path / "yarn.gguf", add_rope_scaling_type=gguf.RopeScalingType.YARN)
-    with pytest.raises(UnsupportedModelError, match=r"'yarn'.*'linear'"):
-        GGUFCheckpoint(tmp_path / "yarn.gguf")
+    write("gemma3_text", model, tmp_path / "long.gguf", add_rope_scaling_type=gguf.RopeScalingType.LONGROPE)
+    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*'linear'"):
+        GGUFCheckpoint(tmp_path / "long.gguf")
+
+
+def test_yarn_is_read_with_the_magnitude_that_llama_cpp_computes(tmp_path: Path) -> None:
+    yarn = {
+        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+        "add_rope_scaling_factor": 4.0,
+        "add_rope_scaling_orig_ctx_len": 128,
+    }
+    write("qwen2", make("qwen2"), tmp_path / "yarn.gguf", **yarn)
+    config = GGUFCheckpoint(tmp_path / "yarn.gguf").config
+    assert config.rope_scaling == YarnScaling(
+        factor=4.0, original_max_position_embeddings=128, attention_factor=0.1 * math.log(4.0) + 1.0
+    )
+    assert config.max_position_embeddings == 512
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in several files, and in one file in another directory."""
+    directory, model = tmp_path_factory.mktemp("gguf"), make("qwen2")
+    (directory / "parts").mkdir()
+    (directory / "whole").mkdir()
+    write("qwen2", model, directory / "parts/m.gguf", tensors_per_file=9)
+    write("qwen2", model, directory / "whole/m.gguf")
+    return directory
+
+
+def test_a_model_in_several_files_is_read_from_any_of_them_or_their_directory(in_parts: Path) -> None:
+    files = sorted((in_parts / "parts").iterdir())
+    assert len(files) > 2
+    expected = GGUFCheckpoint(in_parts / "whole/m.gguf")
+    for reference in (in_parts / "parts", files[0], files[-1]):
+        source = resolve(str(reference))
+        assert source.path == files[0]
+        found = GGUFCheckpoint(source.path)
+        assert found.config == expected.config
+        assert found.kinds == expected.kinds
+        for name in expected.kinds:
+            assert torch.equal(found.read(name), expected.read(name)), name
+
+
+def test_a_missing_part_is_named(in_parts: Path, tmp_path: Path) -> None:
+    files = sorted((in_parts / "parts").iterdir())
+    for file in files[:-1]:
+        shutil.copy(file, tmp_path)
+    with pytest.raises(ModelFileError, match=rf"{files[-1].name} is missing: the model has {len(files)} files"):
+        GGUFCheckpoint(tmp_path / files[0].name)
+
+
+def test_a_renamed_part_is_no_model(in_parts: Path, tmp_path: Path) -> None:
+    first = sorted((in_parts / "parts").iterdir())[0]
+    shutil.copy(first, tmp_path / "model.gguf")
+    with pytest.raises(ModelFileError, match=r"one of \d files.*NAME-00001-of-00002\.gguf"):
+        GGUFCheckpoint(tmp_path / "model.gguf")
+
+
+def test_two_models_in_a_directory_are_not_guessed(in_parts: Path, tmp_path: Path) -> None:
+    for file in (*(in_parts / "parts").iterdir(), in_parts / "whole/m.gguf"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(ModelSourceError, match=r"\.gguf files of 2 models"):
+        resolve(str(tmp_path))

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_kernels import quantized
-from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, SCALES, QuantizedTensor
+from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError, VerifiedCheckpoint
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.models.layers.linear import dense
 from megatron_runtime.models.tensors import Part
 
 ROWS, COLUMNS = 6, 768
-KINDS = [kind for kind in KIND_NAMES if kind not in PLAIN_DTYPES]
+KINDS = list(SCALES)
 NAME = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -53,6 +53,14 @@ def test_values_are_those_of_the_gguf_package(kind: int) -> None:
     two = quantized.concatenate([whole.rows(slice(0, 2)), whole])
     assert np.array_equal(two.dequantize().numpy(), np.concatenate([expected[:2], expected]))
     assert np.array_equal(dense([whole.rows(slice(0, 2)), whole]).numpy(), np.concatenate([expected[:2], expected]))
+
+
+def test_a_type_without_a_scale_of_its_own_is_decoded() -> None:
+    values, size = BLOCK_SIZES[quantized.IQ1_M]
+    blocks = np.random.default_rng(0).integers(0, 256, (ROWS, COLUMNS // values * size), dtype=np.uint8)
+    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.IQ1_M)
+    found = quantized.dequantize(quantized.IQ1_M, torch.from_numpy(blocks), (ROWS, COLUMNS))
+    assert np.array_equal(found.numpy(), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES.get)

@@ -11,7 +11,7 @@ from random_checkpoint import all_tensors
 from safetensors.torch import load_file, save_file
 
 from megatron_runtime.checkpoints.model_files import ModelFileError
-from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint
+from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint, read_config
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.weights import load_weights
 
@@ -103,8 +103,9 @@ def test_an_inconsistent_header_is_rejected(model: Path, tmp_path: Path) -> None
 
 def test_a_tensor_in_two_files_is_rejected(model: Path, tmp_path: Path) -> None:
     copy(model, tmp_path, lambda held: None)
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "more.safetensors")
-    with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is in .*model\.safetensors and in .*more"):
+    with pytest.raises(ModelFileError, match=r"'model\.norm\.weight' is in .*more\.safetensors and in .*one"):
         SafetensorsCheckpoint(tmp_path)
 
 
@@ -112,7 +113,9 @@ def test_a_type_that_is_not_floating_point_is_rejected(model: Path, tmp_path: Pa
     def quantise(held: Tensors) -> None:
         held["model.norm.weight"] = held["model.norm.weight"].to(torch.int8)
 
-    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight.* I8: supported are F64, F32, F16, BF16"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"model\.norm\.weight.* torch\.int8: supported are F64, F32, F16, BF16"
+    ):
         SafetensorsCheckpoint(copy(model, tmp_path, quantise))
 
 
@@ -157,3 +160,98 @@ def test_types_are_converted_while_they_are_loaded(model: Path, tmp_path: Path, 
     name = "model.layers.1.mlp.down_proj.weight"
     expected = load_file(tmp_path / "model.safetensors")[name].to(torch.bfloat16)
     assert torch.equal(weights.layers[1].mlp.down_DF.dense(), expected)
+
+
+def values_of(directory: Path) -> Tensors:
+    return all_tensors(SafetensorsCheckpoint(directory))
+
+
+def test_a_copy_of_the_weights_in_another_format_is_not_read(model: Path, tmp_path: Path) -> None:
+    copy(model, tmp_path, lambda held: None)
+    save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, tmp_path / "consolidated.safetensors")
+    assert values_of(tmp_path).keys() == values_of(model).keys()
+
+
+def test_tensors_without_the_prefix_and_the_head_are_a_whole_model(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As models for embeddings are published."""
+
+    def flatten(held: Tensors) -> None:
+        del held["lm_head.weight"]
+        for name in list(held):
+            held[name.removeprefix("model.")] = held.pop(name)
+
+    expected = values_of(model)
+    del expected["lm_head.weight"]
+    found = SafetensorsCheckpoint(copy(model, tmp_path, flatten))
+    assert found.config.tie_embeddings
+    assert "computed with the embedding" in caplog.text
+    assert found.kinds.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found.read(name), tensor)
+    load_weights(found, torch.float32)
+
+
+def test_a_model_that_says_it_has_a_head_and_lacks_it_is_rejected(model: Path, tmp_path: Path) -> None:
+    def behead(held: Tensors) -> None:
+        del held["lm_head.weight"]
+
+    found = SafetensorsCheckpoint(copy(model, tmp_path, behead))
+    with pytest.raises(UnsupportedModelError, match=r"no 'lm_head\.weight'"):
+        load_weights(found, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.rotary_emb.cos_cached",
+        "model.layers.1.self_attn.k_scale",
+        "mtp.layers.0.mlp.up_proj.weight",
+    ],
+)
+def test_tensors_that_a_decoder_does_not_use_are_ignored(name: str, model: Path, tmp_path: Path) -> None:
+    copy(model, tmp_path, lambda held: held.update({name: torch.ones(3)}))
+    assert values_of(tmp_path).keys() == values_of(model).keys()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_multimodal_model_is_read(prefix: str, model: Path, tmp_path: Path) -> None:
+    def embed(held: Tensors) -> None:
+        for name in list(held):
+            stored = name.replace("model.", prefix, 1) if name.startswith("model.") else f"language_model.{name}"
+            held[stored] = held.pop(name)
+        held["vision_tower.encoder.layers.0.weight"] = torch.ones(3)
+        held["multi_modal_projector.linear.weight"] = torch.ones(3)
+
+    copy(model, tmp_path, embed)
+    text = json.loads((model / "config.json").read_text())
+    whole = {"architectures": ["SomeForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    expected = values_of(model)
+    found = SafetensorsCheckpoint(tmp_path)
+    assert found.config == SafetensorsCheckpoint(model).config
+    assert found.kinds.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found.read(name), tensor)
+
+
+def test_a_text_part_has_the_defaults_of_its_family(tmp_path: Path) -> None:
+    """Published models leave out what transformers adds."""
+    from transformers import Gemma3Config
+
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config, expected = read_config(tmp_path), Gemma3Config(text_config=text).text_config
+    assert config.num_heads == expected.num_attention_heads
+    assert config.num_kv_heads == expected.num_key_value_heads
+    assert config.head_dim == expected.head_dim
+    assert config.vocab_size == expected.vocab_size
+    assert config.rms_norm_eps == expected.rms_norm_eps
+    assert config.max_position_embeddings == expected.max_position_embeddings
+    assert config.sliding is not None
+    assert config.sliding.window == expected.sliding_window
+    assert config.bos_token_id == expected.bos_token_id
+    assert config.tie_embeddings

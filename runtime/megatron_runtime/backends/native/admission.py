@@ -30,11 +30,16 @@ if TYPE_CHECKING:  # llguidance takes long to import, and most engines never nee
     from megatron_runtime.sampling.structured_output import GrammarState
 
 
+_LONG_VARIANT = "\0long"
+"""After the key of an adapter, which has no such character."""
+
+
 @dataclass(slots=True, eq=False)
 class CoreRequest:
     """A request that an engine works on.
 
     tokens:      int32; prompt and answer; kept here only while the request holds no slot.
+    is_long:     whether prompt and answer may exceed the `short_length` of the model.
     rank:        order in the queues: (priority, place, arrival), the lowest first. `place` counts the open requests of
                  its tenant and priority that arrived before it; it is 0 while all requests are of one tenant.
     digests:     keys of the complete blocks of its prompt.
@@ -47,6 +52,7 @@ class CoreRequest:
     tokens: npt.NDArray[np.int32]
     max_total_tokens: int
     stop_ids: frozenset[int]
+    is_long: bool
     rank: tuple[int, int, int]
     digests: list[bytes]
     reads_cache: bool
@@ -155,14 +161,19 @@ class Admission:
         params, config, vocabulary = request.sampling_params, self.config, self.executor.vocab_size
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
         self._check(request, tokens, has_grammar=grammar is not None)
+        max_total_tokens, short_length = request.max_total_tokens(self.longest), self.executor.short_length
+        is_long = short_length is not None and max_total_tokens > short_length
         digests = []
         if config.enable_prefix_caching:
             salt = (params.cache_salt or "").encode()
-            digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=request.adapter)
+            # The keys of a long sequence are rotated by other frequencies.
+            variant = request.adapter + _LONG_VARIANT if is_long else request.adapter
+            digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=variant)
         return CoreRequest(
             request,
             tokens=tokens,
-            max_total_tokens=request.max_total_tokens(self.longest),
+            max_total_tokens=max_total_tokens,
+            is_long=is_long,
             stop_ids=frozenset(token for token in request.stop_ids(self.executor.eos_ids) if 0 <= token < vocabulary),
             rank=(params.priority, 0, arrival),
             digests=digests,

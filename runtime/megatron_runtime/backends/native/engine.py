@@ -223,9 +223,10 @@ class EngineCore:
         pages = context.block_tables[token_slots, positions // context.page_size].astype(np.int64)
         width = int(context.num_pages[slots].max())
         self._cache_slots = pages * context.page_size + positions % context.page_size
+        rotary = positions if self.executor.short_length is None else 2 * positions + context.is_long[token_slots]
         return StepPlan(
             token_ids=context.tokens[token_slots, positions],
-            positions=positions,
+            positions=rotary,
             query_lengths=counts,
             context_lengths=starts + counts,
             block_tables=context.block_tables[slots, :width],

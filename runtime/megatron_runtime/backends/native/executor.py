@@ -24,7 +24,8 @@ Bool = npt.NDArray[np.bool_]
 class StepPlan:
     """One step: T tokens of n rows (a row is one sequence) with up to P pages.
 
-    token_ids, positions: int32 [T]; row by row.
+    token_ids, positions: int32 [T]; row by row. Positions are those of the rotary embedding: twice the place in the
+                      sequence, plus one in a long sequence, where the model has a `short_length`.
     query_lengths:    int32 [n]; tokens of each row in this step.
     context_lengths:  int32 [n]; tokens of each row in the KV cache after this step.
     block_tables:     int32 [n, P]; pages of each row, padded with the dummy page.
@@ -86,12 +87,14 @@ class Executor(Protocol):
     """Runs steps. Sizes are known before load(), from the model's metadata and the memory for the KV cache.
 
     page_size: tokens of a KV page.
+    short_length: of the model's configuration.
     num_pages: pages of the KV cache; the last one is the dummy page.
     """
 
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_sequence_length: int
+    short_length: int | None
     page_size: int
     num_pages: int
 

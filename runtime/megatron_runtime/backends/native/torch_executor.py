@@ -168,6 +168,7 @@ class TorchExecutor(ABC):
         self.vocab_size = self.controller.padded_vocab_size = config.vocab_size
         self.eos_ids = config.eos_token_ids
         limit = config.max_position_embeddings
+        self.short_length = config.short_length
         self.max_sequence_length = limit if max_sequence_length is None else max_sequence_length
         if not 2 <= self.max_sequence_length <= limit:
             raise ValueError(f"max_sequence_length={max_sequence_length}: want 2 to {limit} tokens, the model's limit")

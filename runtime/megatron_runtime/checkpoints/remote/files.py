@@ -31,6 +31,8 @@ _OWN_PREFIX = ".megatron-"
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _READ_BYTES = 1 << 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
+_MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
+"""Beside them, consolidated*.safetensors are the same weights in another format."""
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
 
 
@@ -151,6 +153,8 @@ def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFi
         distributed = any(file.path.endswith(".distcp") for file in kept)
         needed = ("common.pt",) if distributed else ()
         kept = [file for file in kept if file.path.endswith(needed) or not _matches(file, _OTHER_FORMATS)]
+    if any(file.path in _MODEL_FILES for file in kept):
+        kept = [file for file in kept if not _matches(file, ("consolidated*.safetensors",))]
     return kept
 
 

@@ -162,7 +162,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
         "layernorm_epsilon": config.rms_norm_eps,
         "rotary_base": int(config.rope_theta) if config.rope_theta.is_integer() else config.rope_theta,
         "use_rope_scaling": isinstance(scaling, Llama3Scaling),
-        "rope_scaling_factor": scaling.factor if scaling is not None else 8.0,
+        "rope_scaling_factor": scaling.factor if isinstance(scaling, Llama3Scaling) else 8.0,
         "add_qkv_bias": config.qkv_bias,
         "qk_layernorm": config.qk_norm,
         "untie_embeddings_and_output_weights": not config.tie_embeddings,

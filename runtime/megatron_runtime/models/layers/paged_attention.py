@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, RopeScaling
+from megatron_runtime.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    RopeScaling,
+    YarnScaling,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +48,61 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
         return _scale_llama3(frequencies, scaling)
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor
+    if isinstance(scaling, YarnScaling):
+        return _scale_yarn(frequencies, scaling, theta)
     return frequencies
 
 
-def rotation(positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    """Return the rotation of tokens at `positions_T`, computed in float32."""
-    angles_T1F = (positions_T.float()[:, None] * frequencies)[:, None]
-    cos, sin = angles_T1F.cos(), angles_T1F.sin()
-    return Rotation(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
+@dataclass(frozen=True, slots=True)
+class RotaryEmbedding:
+    """The rotation of the layers of one kind.
+
+    magnitude:          factor of cos and sin.
+    long_frequencies_F: of long sequences, where a model distinguishes them. Positions are then twice those in the
+                        sequence, plus one in a long sequence.
+    """
+
+    frequencies_F: torch.Tensor
+    magnitude: float = 1.0
+    long_frequencies_F: torch.Tensor | None = None
+
+    def table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of all positions in sequences of `length` tokens."""
+        return self.cos_sin(torch.arange(length if self.long_frequencies_F is None else 2 * length))
+
+    def cos_sin(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of the angles, float32 [T, F]."""
+        frequencies_TF = self.frequencies_F
+        if self.long_frequencies_F is not None:
+            is_long_T1 = (positions_T % 2).bool()[:, None]
+            frequencies_TF = torch.where(is_long_T1, self.long_frequencies_F, self.frequencies_F)
+            positions_T = positions_T // 2
+        angles_TF = positions_T.float()[:, None] * frequencies_TF
+        cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
+        return (cos_TF, sin_TF) if self.magnitude == 1.0 else (cos_TF * self.magnitude, sin_TF * self.magnitude)
+
+    def rotation(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Rotation:
+        """Return the rotation of tokens at `positions_T`, computed in float32."""
+        cos_T1F, sin_T1F = (part_TF[:, None] for part_TF in self.cos_sin(positions_T))
+        return Rotation(torch.cat((cos_T1F, cos_T1F), -1).to(dtype), torch.cat((-sin_T1F, sin_T1F), -1).to(dtype))
+
+
+def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
+    """Return the rotation of the layers that attend to all tokens, and that of the local layers."""
+    scaling, sliding = config.rope_scaling, config.sliding
+    frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
+    if isinstance(scaling, LongRopeScaling):
+        short_F, long_F = (torch.tensor(factors) for factors in (scaling.short_factor, scaling.long_factor))
+        whole = RotaryEmbedding(frequencies_F / short_F, scaling.attention_factor, frequencies_F / long_F)
+    elif isinstance(scaling, YarnScaling):
+        whole = RotaryEmbedding(frequencies_F, scaling.attention_factor)
+    else:
+        whole = RotaryEmbedding(frequencies_F)
+    if sliding is not None and not sliding.rotates:
+        return whole, RotaryEmbedding(torch.zeros_like(whole.frequencies_F))
+    if sliding is not None and sliding.rope_theta is not None:
+        return whole, RotaryEmbedding(inverse_frequencies(head_dim=config.head_dim, theta=sliding.rope_theta))
+    return whole, whole
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
@@ -57,6 +111,24 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
     rotations = scaling.original_max_position_embeddings / wavelength
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
+    """As _scale_llama3(), with a blend that is linear in the number of the pair instead of its rotations."""
+    count = len(frequencies)
+
+    def pair_of(rotations: float) -> float:
+        """Return the pair, a fraction, that rotates so often within the original length."""
+        length = scaling.original_max_position_embeddings / (2 * math.pi * rotations)
+        return count * math.log(length) / math.log(theta)
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * count - 1)
+    ramp = (torch.arange(count, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    blend = 1 - ramp.clamp(0.0, 1.0)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 

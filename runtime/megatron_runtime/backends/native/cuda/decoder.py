@@ -22,6 +22,7 @@ from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.decoder import Decoder, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
 from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.paged_attention import RotaryEmbedding
 
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
@@ -100,9 +101,9 @@ class KernelDecoder(Decoder):
         self._mlps = [
             layer.mlp if isinstance(layer.mlp, FeedForward) else DeviceMixture(layer.mlp, device) for layer in layers
         ]
-        self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(self._frequencies, max_length).to(device)
-        if self._local_frequencies is not self._frequencies:
-            self._local_cos_sin_S2F = _cos_sin(self._local_frequencies, max_length).to(device)
+        self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(self._rotary, max_length).to(device)
+        if self._local_rotary is not self._rotary:
+            self._local_cos_sin_S2F = _cos_sin(self._local_rotary, max_length).to(device)
 
     def __call__(
         self, step: DeviceStep, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
@@ -212,9 +213,8 @@ class KernelDecoder(Decoder):
         return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
 
-def _cos_sin(frequencies_F: torch.Tensor, max_length: int) -> torch.Tensor:
-    angles_SF = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies_F
-    return torch.cat((angles_SF.cos(), angles_SF.sin()), dim=1)
+def _cos_sin(rotary: RotaryEmbedding, max_length: int) -> torch.Tensor:
+    return torch.cat(rotary.table(max_length), dim=1)
 
 
 def _rotation(cos_sin_S2F: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,6 +62,7 @@ class DynamicInferenceContext:
     num_tokens:   int32 [slots]; number of these tokens.
     num_computed: int32 [slots]; number of them in the KV cache.
     num_pages:    int32 [slots]; pages held.
+    is_long:      int32 [slots]; 1 if the request may become longer than the model's `short_length`.
     block_tables: int32 [slots, pages per sequence]; pages held, then the dummy page.
 
     A block is `block_size_tokens` tokens of a prompt, the unit in which KV is shared.
@@ -85,6 +86,7 @@ class DynamicInferenceContext:
         self.num_computed = np.zeros(slots, dtype=np.int32)
         self.num_pages = np.zeros(slots, dtype=np.int32)
         self.prompt_length = np.zeros(slots, dtype=np.int32)
+        self.is_long = np.zeros(slots, dtype=np.int32)
         self.block_tables = np.full((slots, pages), self.prefix_cache.dummy, dtype=np.int32)
         self.sampling = SamplingColumns(slots)
         self.routing = RecordedRouting(num_pages, page_size)
@@ -136,6 +138,7 @@ class DynamicInferenceContext:
         self.num_tokens[slot] = len(tokens)
         self.num_computed[slot] = len(matched) * self.block_size
         self.prompt_length[slot] = request.prompt_length
+        self.is_long[slot] = request.is_long
         self.sampling.admit(
             slot,
             request.params,

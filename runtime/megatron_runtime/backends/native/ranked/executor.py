@@ -153,6 +153,7 @@ class RankedExecutor(Ranks):
         self.vocab_size = local.vocab_size
         self.eos_ids = local.eos_ids
         self.max_sequence_length = local.max_sequence_length
+        self.short_length = local.short_length
         self.page_size = local.page_size
         self.num_pages = local.num_pages
         for rank, own in self._everywhere("sizes").items():
