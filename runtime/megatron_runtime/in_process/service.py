@@ -26,7 +26,7 @@ REGISTRATION_SECONDS = 300.0
 """How long the engine of a program tries to reach its coordinator."""
 
 
-class Service:
+class EngineService:
     """Runs a worker for `engine` on the event loop of start(), until stop() or the end of the engine."""
 
     def __init__(self, engine: EngineCore, text: ModelText | None, *, name: str) -> None:

@@ -36,7 +36,7 @@ from megatron_runtime.in_process.calls import (
     require_process,
     token_ids,
 )
-from megatron_runtime.in_process.service import FollowedService, Service, unless_ended
+from megatron_runtime.in_process.service import EngineService, FollowedService, unless_ended
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
@@ -80,7 +80,7 @@ class DynamicInferenceEngine(EngineCore):
         super().__init__(executor, config, clock=clock)
         self._following = FollowedService(follower) if follower is not None else None
         self._calls = self._following.calls if self._following is not None else DirectCalls(self, self._text)
-        self._service: Service | FollowedService | None = None
+        self._service: EngineService | FollowedService | None = None
         self._pid = os.getpid()
 
     @property
@@ -283,7 +283,7 @@ class DynamicInferenceEngine(EngineCore):
             )
         elif inference_coordinator_port is None:
             raise ValueError("inference_coordinator_port is required if no coordinator is launched")
-        self._service = self._following or Service(self, self._text, name=name)
+        self._service = self._following or EngineService(self, self._text, name=name)
         starting = self._service.start(f"tcp://{hostname or LOOPBACK}:{inference_coordinator_port}", launch=launch)
         try:
             if loop is None or loop is asyncio.get_running_loop():
@@ -303,7 +303,7 @@ class DynamicInferenceEngine(EngineCore):
     @property
     def coordinator(self) -> CoordinatorProcess | None:
         """The coordinator process that this engine launched."""
-        return self._service.coordinator if isinstance(self._service, Service) else None
+        return self._service.coordinator if isinstance(self._service, EngineService) else None
 
     @property
     def state_events(self) -> StateEvents:
@@ -327,7 +327,7 @@ class DynamicInferenceEngine(EngineCore):
             await self._service.stop()
             self._service = None
 
-    def _serving(self) -> Service | FollowedService:
+    def _serving(self) -> EngineService | FollowedService:
         if self._service is None:
             raise RuntimeError(
                 "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
