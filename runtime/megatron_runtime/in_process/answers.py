@@ -1,35 +1,158 @@
-"""The answer to a prompt of a program, from the reply map of an engine or a client."""
+"""The prompts of a call, as token ids, and their answers, from the reply maps of an engine or a client."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any, TypeAlias
 
 import torch
 
+from megatron_runtime.backends.text import ModelText
+from megatron_runtime.client.pending import failed_reply
+from megatron_runtime.engine.output_stage import error_map
+from megatron_runtime.in_process.streams import GenerationChunk, ReadChunk
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
 
+Prompt: TypeAlias = str | list[int]
 
-class TextOfTokens(Protocol):
-    """Converts token ids to text."""
+MAX_TOKEN = (1 << 31) - 1
+"""Largest token id that a message can carry."""
 
-    def detokenize(self, tokens: Iterable[int]) -> str: ...
+
+class Prompts:
+    """The prompts of one call, and their answers in the same order.
+
+    sampling_params: of all prompts, or one for each; also of Megatron-Core.
+    text: None for an engine whose tokens have no text.
+    sent: numbers of the prompts that the engine gets. The others cannot be token ids, and fail alone.
+
+    Raises InvalidSamplingParamsError.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        text: ModelText | None,
+    ) -> None:
+        if isinstance(sampling_params, Sequence):
+            if len(sampling_params) != len(prompts):
+                raise ValueError(
+                    f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: want one, or one for each"
+                )
+            self.params = list(map(_validated, sampling_params))
+        else:
+            self.params = [_validated(sampling_params or SamplingParams())] * len(prompts)
+        self._text = text
+        self._prompts = prompts
+        self.tokens: list[list[int]] = []
+        """Token ids of each prompt; empty if it has none."""
+        self._replies: dict[int, dict[str, Any]] = {}
+        for number, (prompt, params) in enumerate(zip(prompts, self.params, strict=True)):
+            try:
+                self.tokens.append(token_ids(prompt, params, text))
+            except (ValueError, TypeError) as error:
+                self.tokens.append([])
+                self.fail(number, ErrorCode.INVALID_REQUEST, error)
+        self.sent = [number for number in range(len(prompts)) if number not in self._replies]
+
+    def take(self, number: int, reply: dict[str, Any]) -> None:
+        """Take the reply to a prompt."""
+        self._replies[number] = reply
+
+    def fail(self, number: int, code: ErrorCode, error: Exception | str) -> None:
+        """Answer a prompt with an error."""
+        self._replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
+
+    def reply(self, number: int) -> dict[str, Any]:
+        """Return the reply to a prompt, which was taken or failed."""
+        return self._replies[number]
+
+    def answer(self, number: int) -> DynamicInferenceRequest:
+        """Return the answer to a prompt, whose reply was taken or which failed."""
+        return answered_request(
+            self._replies[number],
+            prompt=self._prompts[number],
+            prompt_tokens=self.tokens[number],
+            sampling_params=self.params[number],
+            text=self._text,
+        )
+
+    def answers(self) -> list[DynamicInferenceRequest]:
+        return [self.answer(number) for number in range(len(self._prompts))]
+
+    def chunk_reader(self) -> ReadChunk:
+        """Return a function that converts the items of a stream, in their order, to chunks. There is one prompt."""
+        detokenizer = self._text.detokenizer() if self._text is not None else None
+        length = count = 0  # characters and tokens in the chunks so far
+
+        def read(item: dict[str, Any]) -> GenerationChunk:
+            nonlocal length, count
+            if "partial" in item:
+                frame = item["partial"]
+                tokens: list[int] = frame["new_tokens"]
+                new_text = detokenizer.feed(tokens) if detokenizer is not None else ""
+                length += len(new_text)
+                count += len(tokens)
+                return GenerationChunk(new_text, tokens, frame.get("new_log_probs"))
+            self.take(0, item["final"])
+            request = self.answer(0)
+            rest, log_probs = request.generated_tokens[count:], request.generated_log_probs
+            rest_log_probs = log_probs[-len(rest) :] if log_probs and rest else None
+            return GenerationChunk((request.generated_text or "")[length:], rest, rest_log_probs, request)
+
+        return read
+
+
+def _validated(params: Any) -> SamplingParams:
+    """Return sampling parameters of this project. Their owner may have changed them since the construction."""
+    own = SamplingParams.of(params)
+    own.validate()
+    return own
+
+
+def token_ids(prompt: Any, params: SamplingParams, text: ModelText | None) -> list[int]:
+    """Return the token ids of a prompt, which may be token ids already.
+
+    Raises TypeError, ValueError for anything else, also for a text that is not valid Unicode, and RuntimeError for a
+    text if the engine's tokens have none.
+    """
+    if isinstance(prompt, str):
+        if text is None:
+            raise RuntimeError("the tokens of this engine have no text: pass a prompt of token ids")
+        return text.tokenize_prompt(prompt, params.add_BOS)
+    if isinstance(prompt, bytes | bytearray | Mapping):
+        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]")
+    try:
+        tokens = list(prompt)
+    except TypeError:
+        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]") from None
+    if not set(map(type, tokens)) <= {int}:
+        for place, token in enumerate(tokens):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise TypeError(f"prompt[{place}] is {token!r:.80}: want a token id, which is an integer")
+            tokens[place] = index(token)
+    if tokens and not 0 <= min(tokens) <= max(tokens) <= MAX_TOKEN:
+        bad = next(token for token in tokens if not 0 <= token <= MAX_TOKEN)
+        raise ValueError(f"prompt has the token id {bad}: want 0 to {MAX_TOKEN}, and less than the vocabulary's size")
+    return tokens
 
 
 def answered_request(
     reply: dict[str, Any],
     *,
-    prompt: str | list[int],
+    prompt: Prompt,
     prompt_tokens: list[int],
     sampling_params: SamplingParams,
-    text: TextOfTokens | None,
+    text: ModelText | None,
 ) -> DynamicInferenceRequest:
     """Return the request of a reply map, with its texts.
 
     prompt: as the caller passed it. A prompt of tokens is also converted to text.
-    text:   None for an engine whose tokens have no text.
     """
     request = DynamicInferenceRequestRecord.from_reply(reply).merge()
     request.sampling_params = copy.copy(sampling_params)  # a copy, because the caller may reuse the object

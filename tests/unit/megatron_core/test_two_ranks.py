@@ -52,7 +52,7 @@ RANK = """
             llm.unpause()
         if not llm.is_primary_rank:
             llm.wait_for_shutdown()
-            reported["steps"] = llm.engine.stats().generation_tokens
+            reported["steps"] = llm.engine.core.stats().generation_tokens
         llm.shutdown()
         print(json.dumps(reported), flush=True)
         torch.distributed.destroy_process_group()

@@ -7,9 +7,11 @@ import contextlib
 from functools import partial
 from typing import Any, Self
 
+from megatron_runtime.in_process.answers import Prompts
 from megatron_runtime.in_process.front_end import ServeConfig
 from megatron_runtime.in_process.streams import ChunkIterator, ReadChunk
-from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_runtime.megatron_core.apis._llm_base import AnyPrompts, _MegatronLLMBase
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.async_stream import BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -25,7 +27,7 @@ class MegatronLLM(_MegatronLLMBase):
     """
 
     def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
+        self, prompts: AnyPrompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
 
@@ -52,12 +54,11 @@ class MegatronLLM(_MegatronLLMBase):
         def begin() -> tuple[BlockingStream, ReadChunk]:
             if self._use_coordinator:
                 self._manager().require_other_thread("generate_stream()")
-            tokens = self._engine.tokenize_or_fail(single, params)
-            return self._open_stream(single, tokens, params, partial(BlockingStream, None))
+            return self._open_stream(Prompts([single], params, self._engine.text), partial(BlockingStream, None))
 
         def settle() -> None:
             if not self._use_coordinator:
-                self._engine.settle()
+                self._engine.calls.settle()
             elif self._loop_manager is not None:
                 with contextlib.suppress(RuntimeError):  # it was shut down, or this is its own thread
                     self._loop_manager.run_sync(asyncio.sleep(0))
@@ -88,11 +89,11 @@ class MegatronLLM(_MegatronLLMBase):
                 in memory; every rank makes the call, and may train on when it returns.
         epoch:  None: one more than the present epoch.
         """
-        self._manager().run_sync(self._update_weights_impl(source, epoch))
+        self._manager().run_sync(self._lifecycle().update_weights(source, epoch))
 
     def set_generation_epoch(self, epoch: int) -> None:
         """Label tokens that are sampled from now on with `epoch`."""
-        self._manager().run_sync(self._verb("set_generation_epoch", epoch))
+        self._manager().run_sync(self._lifecycle().verb(Header.SET_GENERATION_EPOCH, epoch=epoch))
 
     def shutdown(self) -> None:
         """Stop the engines and the coordinator. Idempotent.
@@ -102,7 +103,7 @@ class MegatronLLM(_MegatronLLMBase):
         if self._use_coordinator:
             self._shut_down()
         else:
-            self._engine.close_calls()
+            self._engine.calls.close()
 
     def wait_for_shutdown(self) -> None:
         """Wait until this rank's engine has stopped. Does nothing in direct mode."""
