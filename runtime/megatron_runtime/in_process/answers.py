@@ -23,12 +23,14 @@ MAX_TOKEN = (1 << 31) - 1
 """Largest token id that a message can carry."""
 
 
-class Prompts:
+class PromptBatch:
     """The prompts of one call, and their answers in the same order.
 
     sampling_params: of all prompts, or one for each; also of Megatron-Core.
     text: None for an engine whose tokens have no text.
-    sent: numbers of the prompts that the engine gets. The others cannot be token ids, and fail alone.
+    sent:    numbers of the prompts that the engine gets. The others cannot be token ids, and fail alone.
+    tokens:  token ids of each prompt; empty if it has none.
+    replies: reply maps by the number of their prompt. Those of prompts that fail alone are there from the beginning.
 
     Raises InvalidSamplingParamsError.
     """
@@ -50,37 +52,42 @@ class Prompts:
         self._text = text
         self._prompts = prompts
         self.tokens: list[list[int]] = []
-        """Token ids of each prompt; empty if it has none."""
-        self._replies: dict[int, dict[str, Any]] = {}
+        self.replies: dict[int, dict[str, Any]] = {}
         for number, (prompt, params) in enumerate(zip(prompts, self.params, strict=True)):
             try:
                 self.tokens.append(token_ids(prompt, params, text))
             except (ValueError, TypeError) as error:
                 self.tokens.append([])
                 self.fail(number, ErrorCode.INVALID_REQUEST, error)
-        self.sent = [number for number in range(len(prompts)) if number not in self._replies]
-
-    def take(self, number: int, reply: dict[str, Any]) -> None:
-        """Take the reply to a prompt."""
-        self._replies[number] = reply
+        self.sent = [number for number in range(len(prompts)) if number not in self.replies]
 
     def fail(self, number: int, code: ErrorCode, error: Exception | str) -> None:
         """Answer a prompt with an error."""
-        self._replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
-
-    def reply(self, number: int) -> dict[str, Any]:
-        """Return the reply to a prompt, which was taken or failed."""
-        return self._replies[number]
+        self.replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
 
     def answer(self, number: int) -> DynamicInferenceRequest:
-        """Return the answer to a prompt, whose reply was taken or which failed."""
-        return answered_request(
-            self._replies[number],
-            prompt=self._prompts[number],
-            prompt_tokens=self.tokens[number],
-            sampling_params=self.params[number],
-            text=self._text,
-        )
+        """Return the request of a prompt's reply, with its texts. A prompt of tokens is also converted to text."""
+        request = DynamicInferenceRequestRecord.from_reply(self.replies[number]).merge()
+        prompt, params, text = self._prompts[number], self.params[number], self._text
+        request.sampling_params = copy.copy(params)  # a copy, because the caller may reuse the object
+        request.prompt_tokens = self.tokens[number]
+        request.prompt = prompt if isinstance(prompt, str) else None
+        for name in ("policy_staleness", "kv_cache_staleness"):
+            if (staleness := getattr(request, name)) is not None:
+                setattr(request, name, torch.from_numpy(staleness))
+        if request.routing_indices is not None:
+            request.routing_indices = torch.as_tensor(request.routing_indices).long()
+        if text is None:
+            return request
+        if request.prompt is None:
+            request.prompt = text.detokenize(request.prompt_tokens)
+        if request.generated_text is None:
+            tokens = request.generated_tokens
+            ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
+            request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
+        if params.return_segments:
+            request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
+        return request
 
     def answers(self) -> list[DynamicInferenceRequest]:
         return [self.answer(number) for number in range(len(self._prompts))]
@@ -99,7 +106,7 @@ class Prompts:
                 length += len(new_text)
                 count += len(tokens)
                 return GenerationChunk(new_text, tokens, frame.get("new_log_probs"))
-            self.take(0, item["final"])
+            self.replies[0] = item["final"]
             request = self.answer(0)
             rest, log_probs = request.generated_tokens[count:], request.generated_log_probs
             rest_log_probs = log_probs[-len(rest) :] if log_probs and rest else None
@@ -140,37 +147,3 @@ def token_ids(prompt: Any, params: SamplingParams, text: ModelText | None) -> li
         bad = next(token for token in tokens if not 0 <= token <= MAX_TOKEN)
         raise ValueError(f"prompt has the token id {bad}: want 0 to {MAX_TOKEN}, and less than the vocabulary's size")
     return tokens
-
-
-def answered_request(
-    reply: dict[str, Any],
-    *,
-    prompt: Prompt,
-    prompt_tokens: list[int],
-    sampling_params: SamplingParams,
-    text: ModelText | None,
-) -> DynamicInferenceRequest:
-    """Return the request of a reply map, with its texts.
-
-    prompt: as the caller passed it. A prompt of tokens is also converted to text.
-    """
-    request = DynamicInferenceRequestRecord.from_reply(reply).merge()
-    request.sampling_params = copy.copy(sampling_params)  # a copy, because the caller may reuse the object
-    request.prompt_tokens = prompt_tokens
-    request.prompt = prompt if isinstance(prompt, str) else None
-    for name in ("policy_staleness", "kv_cache_staleness"):
-        if (staleness := getattr(request, name)) is not None:
-            setattr(request, name, torch.from_numpy(staleness))
-    if request.routing_indices is not None:
-        request.routing_indices = torch.as_tensor(request.routing_indices).long()
-    if text is None:
-        return request
-    if request.prompt is None:
-        request.prompt = text.detokenize(prompt_tokens)
-    if request.generated_text is None:
-        tokens = request.generated_tokens
-        ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
-        request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
-    if sampling_params.return_segments:
-        request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
-    return request

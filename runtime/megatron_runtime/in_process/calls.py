@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -26,15 +27,14 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.client.pending import PendingRequest, partial_frames
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.output_stage import OutputStage
-from megatron_runtime.in_process.answers import Prompts
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import DETAILS, Dispatch, Final, Frames, Partial, decode, pack, unpack
-from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.async_stream import AnyStream, AsyncStream, BlockingStream
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 MakeStream: TypeAlias = Callable[[Callable[[], object]], AnyStream]
 """Returns the stream of a call. Its argument aborts the call; it takes no lock."""
 
@@ -79,7 +79,7 @@ class Call:
         self.stream.put(item)
 
 
-def fingerprint(prompts: Prompts, *, streaming: bool) -> str:
+def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
     """Return a digest of the arguments of a call, which all ranks of an engine have to make alike."""
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
@@ -123,7 +123,7 @@ class DirectCalls:
         self.close()
         executor.end(None)
 
-    def open(self, prompts: Prompts, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
+    def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
         """Start a call and return its stream, which aborts the call if it is closed early.
 
         A request without a seed gets a random one.
@@ -149,28 +149,23 @@ class DirectCalls:
         Raises the errors of `action`, and CallsClosedError if the thread ends first.
         """
         require_process(self._pid)
-        done = threading.Event()
-        outcome: list[tuple[T | None, BaseException | None]] = []
+        outcome: Future[T] = Future()
 
         def run(runner: _Runner) -> None:
             try:
-                outcome.append((action(runner), None))
+                outcome.set_result(action(runner))
             except BaseException as error:
-                outcome.append((None, error))
-            done.set()
+                outcome.set_exception(error)
 
         with self._lock:
             commands = self._started()
             thread = self._thread
             assert thread is not None
             commands.put((self, run))
-        while not done.wait(_LOOK_SECONDS):
-            if not thread.is_alive() and not done.is_set():
+        while not wait([outcome], _LOOK_SECONDS).done:
+            if not thread.is_alive() and not outcome.done():
                 raise CallsClosedError("the engine was closed")
-        ((result, failure),) = outcome
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
+        return outcome.result()
 
     def between_steps(self, action: Callable[[], T]) -> T:
         """Run `action`, which uses the engine, while no step runs, and return its result."""
@@ -246,7 +241,7 @@ class FollowedCalls:
         """Let this process wait for the first rank at its end. The first rank loads the weights of all ranks."""
         atexit.register(self._wait)
 
-    def open(self, prompts: Prompts, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
+    def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
         """Start a call as DirectCalls.open() does.
 
         The stream raises ValueError if the first rank's call of this number has other arguments, EngineFailedError for
@@ -481,7 +476,7 @@ class _Runner:
                     self._end(call)
 
 
-def _pending_requests(prompts: Prompts, *, streaming: bool) -> deque[PendingRequest]:
+def _pending_requests(prompts: PromptBatch, *, streaming: bool) -> deque[PendingRequest]:
     """Return the requests of a call, with the numbers of their prompts as ids."""
     requests: deque[PendingRequest] = deque()
     for number in prompts.sent:

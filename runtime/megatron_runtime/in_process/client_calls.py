@@ -9,9 +9,10 @@ from functools import partial
 
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.client.rejection import DeadlineExceededError, QueueFullError, RequestRejectedError
-from megatron_runtime.in_process.answers import Prompts
-from megatron_runtime.in_process.calls import AnyStream, MakeStream
+from megatron_runtime.in_process.answers import PromptBatch
+from megatron_runtime.in_process.calls import MakeStream
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.async_stream import AnyStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 
 RETRY_SECONDS = 1.0
@@ -19,9 +20,8 @@ RETRY_SECONDS = 1.0
 
 
 class ClientCalls:
-    """Sends the prompts of all calls of this program, and reads their answers.
+    """Sends the prompts of all calls of this program, and reads their answers. Made on the client's event loop.
 
-    loop:   event loop of the client's connection.
     places: prompts that answer() submits at once, in all calls together.
     raise_failure: raises the error that ended the coordinator or the last engine, if there is one.
     """
@@ -30,19 +30,18 @@ class ClientCalls:
         self,
         client: CoordinatorClient,
         *,
-        loop: asyncio.AbstractEventLoop,
         places: int,
         raise_failure: Callable[[], object],
     ) -> None:
         self._client = client
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._raise_failure = raise_failure
         self._answered = self._submitted = 0
         """Prompts of answer() that were answered, and those that are submitted now."""
         self._place_count = places
         self._places = asyncio.Semaphore(places)
 
-    def open(self, prompts: Prompts, make_stream: MakeStream[AnyStream]) -> AnyStream:
+    def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream]) -> AnyStream:
         """Submit the only prompt of a call, from any thread, and return its stream."""
         self._raise_failure()
 
@@ -54,7 +53,7 @@ class ClientCalls:
             prompts.tokens[0], prompts.params[0], lambda request_id: make_stream(partial(abort, request_id))
         )
 
-    async def answer(self, prompts: Prompts) -> list[DynamicInferenceRequest]:
+    async def answer(self, prompts: PromptBatch) -> list[DynamicInferenceRequest]:
         """Return the answers. Only as many prompts are submitted as the engines can take soon.
 
         Call it on the connection's loop. Raises the RequestRejectedError of a reason that is not in the prompt itself.
@@ -74,14 +73,15 @@ class ClientCalls:
             raise
         return prompts.answers()
 
-    async def _answer_one(self, prompts: Prompts, number: int) -> None:
+    async def _answer_one(self, prompts: PromptBatch, number: int) -> None:
         while True:
             async with self._places:  # in order of arrival, so calls take turns
                 self._raise_failure()
                 answered = self._answered
                 self._submitted += 1
                 try:
-                    prompts.take(number, await self._client.add_request(prompts.tokens[number], prompts.params[number]))
+                    reply = await self._client.add_request(prompts.tokens[number], prompts.params[number])
+                    prompts.replies[number] = reply
                     self._answered += 1
                     return
                 except (QueueFullError, DeadlineExceededError) as error:

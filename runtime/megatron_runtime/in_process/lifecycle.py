@@ -18,6 +18,7 @@ from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.client.rejection import UnavailableError
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.in_process.calls import EngineFailedError
+from megatron_runtime.in_process.client_calls import ClientCalls
 from megatron_runtime.in_process.front_end import FrontEnd
 from megatron_runtime.in_process.ranks import ProgramRanks
 from megatron_runtime.in_process.service import ServedEngine
@@ -45,7 +46,7 @@ REACHED: dict[Header, EngineState] = {
 """The state that a rank without a client waits for instead of sending a verb."""
 
 
-class Lifecycle:
+class ProgramLifecycle:
     """One rank of an engine, from its registration at the coordinator to its end.
 
     If the coordinator's process ends, or this engine fails and no other one serves, every open and later call raises
@@ -54,10 +55,17 @@ class Lifecycle:
     core, service: of this rank. The service has started.
     client: on the primary rank, which sends the verbs; None on the others, which wait for the states of their engines.
     ranks:  of the program.
+    places: prompts of lists that the client submits at once, in all calls together.
     """
 
     def __init__(
-        self, core: EngineCore, service: ServedEngine, *, client: CoordinatorClient | None, ranks: ProgramRanks
+        self,
+        core: EngineCore,
+        service: ServedEngine,
+        *,
+        client: CoordinatorClient | None,
+        ranks: ProgramRanks,
+        places: int,
     ) -> None:
         self.front_end: FrontEnd | None = None
         """The HTTP server, after serve()."""
@@ -73,10 +81,20 @@ class Lifecycle:
         # A joining engine may pass through states without a call of this program.
         self._reached = {state: service.events.times(state) for state in REACHED.values()}
         """On a rank without a client: how often its own calls have waited for each state."""
-        self._watching = asyncio.create_task(self._watch_engine(client)) if client is not None else None
-        if client is not None and service.coordinator is not None:
-            loop = asyncio.get_running_loop()
-            service.coordinator.ended.add_done_callback(partial(self._on_coordinator_end, loop))
+        self._calls: ClientCalls | None = None
+        self._watching: asyncio.Task[None] | None = None
+        if client is not None:
+            self._calls = ClientCalls(client, places=places, raise_failure=self.raise_failure)
+            self._watching = asyncio.create_task(self._watch_engine(client))
+            if service.coordinator is not None:
+                loop = asyncio.get_running_loop()
+                service.coordinator.ended.add_done_callback(partial(self._on_coordinator_end, loop))
+
+    @property
+    def calls(self) -> ClientCalls:
+        """The calls of generate() and generate_stream(), on the primary rank."""
+        assert self._calls is not None
+        return self._calls
 
     # --- failures -----------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class ServedEngine:
     coordinator: the process of the coordinator, if this rank launched it.
     """
 
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[Any] | None = None
     coordinator: CoordinatorProcess | None = None
     events: StateEvents
 
@@ -166,12 +166,9 @@ class FollowedService(ServedEngine):
             self._loop, early = asyncio.get_running_loop(), self._early
         for action in early:
             action()
-        self.task = asyncio.create_task(self._wait_for_end())
+        self.task = asyncio.create_task(self._ended.wait())
         await self._unless_ended(self._joined.wait())
         return address
-
-    async def _wait_for_end(self) -> None:
-        await self._ended.wait()
 
     async def stop(self) -> None:
         """Ask the first rank to end the engine, if it runs, and wait for that."""

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
-from megatron_runtime.in_process.answers import Prompt, Prompts
+from megatron_runtime.in_process.answers import Prompt, PromptBatch
 from megatron_runtime.in_process.builder import build_executor, default_config
-from megatron_runtime.in_process.calls import AnyStream, MakeStream
-from megatron_runtime.in_process.client_calls import ClientCalls
+from megatron_runtime.in_process.calls import MakeStream, require_process
 from megatron_runtime.in_process.event_loop import EventLoopManager as _EventLoopManager
 from megatron_runtime.in_process.front_end import FrontEnd, ServeConfig
-from megatron_runtime.in_process.lifecycle import Lifecycle
+from megatron_runtime.in_process.lifecycle import ProgramLifecycle
 from megatron_runtime.in_process.ranks import global_rank, parallel_sizes, world_size
 from megatron_runtime.in_process.streams import GenerationChunk, ReadChunk
 from megatron_runtime.megatron_core.apis._runtime import _CoordinatorRuntime
@@ -32,6 +31,7 @@ from megatron_runtime.megatron_core.text_generation_controllers.text_generation_
     TextGenerationController,
 )
 from megatron_runtime.protocol.headers import Header
+from megatron_runtime.requests.async_stream import AnyStream
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -119,6 +119,7 @@ class _MegatronLLMBase:
         self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
         self._use_coordinator = use_coordinator
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._loop_manager: _EventLoopManager | None = None
         self._coord_runtime: _CoordinatorRuntime | None = None
         if use_coordinator:
@@ -148,7 +149,7 @@ class _MegatronLLMBase:
             manager.stop()
             raise
         self._loop_manager, self._coord_runtime = manager, runtime
-        self._finalizer = weakref.finalize(self, _release, manager, runtime, os.getpid())
+        self._finalizer = weakref.finalize(self, _release, manager, runtime, self._pid)
         manager.run_sync(runtime.ranks.wait())  # so that no rank misses a signal
 
     # --- state ------------------------------------------------------------------------------------------------
@@ -203,12 +204,12 @@ class _MegatronLLMBase:
 
     def _manager(self) -> _EventLoopManager:
         self._assert_coordinator()
-        self._engine.require_own_process()
+        require_process(self._pid)
         if self._loop_manager is None:
             raise RuntimeError("this MegatronLLM has been shut down: create a new one")
         return self._loop_manager
 
-    def _lifecycle(self) -> Lifecycle:
+    def _lifecycle(self) -> ProgramLifecycle:
         """Return what runs on the background loop."""
         runtime = self._coord_runtime
         assert runtime is not None
@@ -217,51 +218,41 @@ class _MegatronLLMBase:
 
     # --- generate -----------------------------------------------------------------------------------------------
 
-    def _prepare(
-        self, prompts: Any, sampling_params: SamplingParams | None, multi_modal_data: Any = None
-    ) -> tuple[list[Prompt], bool, SamplingParams]:
-        """Return (prompts as a list, whether it is a batch, sampling parameters).
-
-        sampling_params: of this project or of Megatron-Core.
-        """
+    def _prepare(self, prompts: Any, multi_modal_data: Any = None) -> tuple[list[Prompt], bool]:
+        """Return (prompts as a list, whether it is a batch). Raises if this object cannot answer them."""
         self._assert_primary()
-        self._engine.require_own_process()
+        require_process(self._pid)
         if multi_modal_data is not None:
             raise ValueError("multi_modal_data: this model accepts text only: leave it out")
-        listed, is_batch = self._normalize_prompts(prompts)
-        return listed, is_batch, SamplingParams.of(sampling_params or SamplingParams())
+        return self._normalize_prompts(prompts)
 
-    async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams) -> list[DynamicInferenceRequest]:
+    def _prepare_stream(self, prompt: Any) -> Prompt:
+        listed, is_batch = self._prepare(prompt)
+        if is_batch:
+            raise TypeError("generate_stream() takes one prompt: str or list[int]")
+        return listed[0]
+
+    async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams | None) -> list[DynamicInferenceRequest]:
         """Return the answers in the order of `prompts`.
+
+        sp: of this project or of Megatron-Core.
 
         Runs on the background loop in coordinator mode. In direct mode it runs on the caller's loop.
         """
         if not self._use_coordinator:
             return await self._engine.generate_async(prompts, sp)
-        call = await asyncio.to_thread(Prompts, prompts, sp, self._engine.text)
-        return await self._client_calls().answer(call)
+        call = await asyncio.to_thread(PromptBatch, prompts, sp, self._engine.text)
+        return await self._lifecycle().calls.answer(call)
 
-    def _client_calls(self) -> ClientCalls:
-        assert self._coord_runtime is not None
-        calls = self._coord_runtime.calls
-        assert calls is not None, "it is the primary rank"
-        return calls
-
-    def _prepare_stream(self, prompt: Any, sampling_params: SamplingParams | None) -> tuple[Prompt, SamplingParams]:
-        listed, is_batch, params = self._prepare(prompt, sampling_params)
-        if is_batch:
-            raise TypeError("generate_stream() takes one prompt: str or list[int]")
-        return listed[0], params
-
-    def _open_stream(self, prompts: Prompts, make_stream: MakeStream[AnyStream]) -> tuple[AnyStream, ReadChunk]:
+    def _open_stream(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream]) -> tuple[AnyStream, ReadChunk]:
         """Submit the request of a stream. Return the stream, and a function that converts its items to chunks."""
         if not prompts.sent:
             stream = make_stream(lambda: None)
-            stream.put({"final": prompts.reply(0)})
+            stream.put({"final": prompts.replies[0]})
             stream.finish()
         elif self._use_coordinator:
             self._manager()  # raises if it was shut down
-            stream = self._client_calls().open(prompts, make_stream)
+            stream = self._lifecycle().calls.open(prompts, make_stream)
         else:
             stream = self._engine.open(prompts, make_stream, streaming=True)
         return stream, prompts.chunk_reader()
@@ -296,7 +287,7 @@ class _MegatronLLMBase:
             manager, runtime = self._loop_manager, self._coord_runtime
             if manager is None or runtime is None:
                 return
-            self._engine.require_own_process()
+            require_process(self._pid)
             manager.require_other_thread("shutdown()")
             try:
                 manager.run_sync(self._shutdown_impl())

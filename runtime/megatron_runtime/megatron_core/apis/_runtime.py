@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_runtime.in_process.client_calls import ClientCalls
-from megatron_runtime.in_process.lifecycle import Lifecycle
+from megatron_runtime.in_process.lifecycle import ProgramLifecycle
 from megatron_runtime.in_process.ranks import ProgramRanks
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.megatron_core.inference_client import InferenceClient
@@ -37,10 +36,8 @@ class _CoordinatorRuntime:
         self.coord_addr: str | None = None
         """ "tcp://host:port", once set up."""
         self.ranks = ProgramRanks(None)
-        self.lifecycle: Lifecycle | None = None
+        self.lifecycle: ProgramLifecycle | None = None
         """Once set up."""
-        self.calls: ClientCalls | None = None
-        """On the primary rank, once set up."""
         self._engine = engine
         self._name = name
         self._is_primary = is_primary
@@ -59,12 +56,13 @@ class _CoordinatorRuntime:
             else:
                 await self._share()
                 self.coord_addr = await self._listen(loop, launch=False)
-            client = self.client.native if self.client is not None else None
-            engine = self._engine
-            self.lifecycle = Lifecycle(engine.core, engine.service, client=client, ranks=self.ranks)
-            if client is not None:
-                failed = self.lifecycle.raise_failure
-                self.calls = ClientCalls(client, loop=loop, places=self._places, raise_failure=failed)
+            self.lifecycle = ProgramLifecycle(
+                self._engine.core,
+                self._engine.service,
+                client=self.client.native if self.client is not None else None,
+                ranks=self.ranks,
+                places=self._places,
+            )
         except BaseException:
             await self.teardown()
             raise

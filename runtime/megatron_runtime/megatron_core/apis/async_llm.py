@@ -7,7 +7,7 @@ import contextlib
 from functools import partial
 from typing import Any, Self
 
-from megatron_runtime.in_process.answers import Prompts
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.in_process.front_end import ServeConfig
 from megatron_runtime.in_process.streams import AsyncChunkIterator, ReadChunk
 from megatron_runtime.megatron_core.apis._llm_base import AnyPrompts, _MegatronLLMBase
@@ -42,10 +42,10 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
         Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
         """
-        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        listed, is_batch = self._prepare(prompts, multi_modal_data)
         if not listed:
             return []
-        generating = self._generate_impl(listed, params)
+        generating = self._generate_impl(listed, sampling_params)
         answers = await (self._manager().run_async(generating) if self._use_coordinator else generating)
         return answers if is_batch else answers[0]
 
@@ -56,10 +56,10 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
         aclose() aborts the request, as leaving a loop over the iterator and cancelling its task do.
         """
-        single, params = self._prepare_stream(prompt, sampling_params)
+        single = self._prepare_stream(prompt)
 
         async def begin() -> tuple[AsyncStream, ReadChunk]:
-            prompts = await asyncio.to_thread(Prompts, [single], params, self._engine.text)
+            prompts = await asyncio.to_thread(PromptBatch, [single], sampling_params, self._engine.text)
             return self._open_stream(prompts, partial(AsyncStream, None, loop=asyncio.get_running_loop()))
 
         async def settle() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import partial
 from typing import Any, Self
 
-from megatron_runtime.in_process.answers import Prompts
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.in_process.front_end import ServeConfig
 from megatron_runtime.in_process.streams import ChunkIterator, ReadChunk
 from megatron_runtime.megatron_core.apis._llm_base import AnyPrompts, _MegatronLLMBase
@@ -35,13 +34,13 @@ class MegatronLLM(_MegatronLLMBase):
 
         Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
         """
-        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        listed, is_batch = self._prepare(prompts, multi_modal_data)
         if not listed:
             return []
         if self._use_coordinator:
-            answers = self._manager().run_sync(self._generate_impl(listed, params))
+            answers = self._manager().run_sync(self._generate_impl(listed, sampling_params))
         else:
-            answers = self._engine.generate(listed, params)
+            answers = self._engine.generate(listed, sampling_params)
         return answers if is_batch else answers[0]
 
     def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> ChunkIterator:
@@ -49,12 +48,12 @@ class MegatronLLM(_MegatronLLMBase):
 
         Other calls may run meanwhile. close() aborts the request, as leaving a loop over the iterator does.
         """
-        single, params = self._prepare_stream(prompt, sampling_params)
+        single = self._prepare_stream(prompt)
 
         def begin() -> tuple[BlockingStream, ReadChunk]:
             if self._use_coordinator:
                 self._manager().require_other_thread("generate_stream()")
-            return self._open_stream(Prompts([single], params, self._engine.text), partial(BlockingStream, None))
+            return self._open_stream(PromptBatch([single], sampling_params, self._engine.text), BlockingStream)
 
         def settle() -> None:
             if not self._use_coordinator:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 from functools import partial
@@ -17,19 +16,17 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.coordinator.spawn import CoordinatorProcess
 from megatron_runtime.distributed.rendezvous import LOOPBACK
 from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.in_process.answers import Prompts
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.in_process.builder import build_executor, coordinator_settings
 from megatron_runtime.in_process.calls import (
-    AnyStream,
     CallsClosedError,
     DirectCalls,
     EngineFailedError,
     MakeStream,
-    require_process,
 )
 from megatron_runtime.in_process.service import EngineService, FollowedService
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.async_stream import AnyStream, AsyncStream, BlockingStream
 from megatron_runtime.requests.config import IGNORED_FIELDS, InferenceConfig
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -67,7 +64,6 @@ class DynamicInferenceEngine:
         self.calls = self._following.calls if self._following is not None else DirectCalls(self.core, self.text)
         """Calls without a coordinator."""
         self._service: EngineService | FollowedService | None = None
-        self._pid = os.getpid()
 
     @property
     def controller(self) -> ModelText:
@@ -79,10 +75,6 @@ class DynamicInferenceEngine:
     @property
     def context(self) -> DynamicInferenceContext:
         return self.core.context
-
-    def require_own_process(self) -> None:
-        """Raise RuntimeError in a process that was forked after the engine was made: it lacks the engine's threads."""
-        require_process(self._pid)
 
     # --- without a coordinator ----------------------------------------------------------------------------------
 
@@ -97,11 +89,11 @@ class DynamicInferenceEngine:
 
         Raises RuntimeError while the engine serves a coordinator, InvalidSamplingParamsError.
         """
-        call = Prompts(prompts, sampling_params, self.text)
+        call = PromptBatch(prompts, sampling_params, self.text)
         if call.sent:
-            with contextlib.closing(self.open(call, partial(BlockingStream, None), streaming=False)) as stream:
+            with contextlib.closing(self.open(call, BlockingStream, streaming=False)) as stream:
                 for item in stream:
-                    call.take(item["final"]["request_id"], item["final"])
+                    call.replies[item["final"]["request_id"]] = item["final"]
         return call.answers()
 
     async def generate_async(
@@ -110,17 +102,17 @@ class DynamicInferenceEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
         """Do what generate() does, without blocking the caller's event loop. Cancelling it aborts the requests."""
-        call = await asyncio.to_thread(Prompts, prompts, sampling_params, self.text)
+        call = await asyncio.to_thread(PromptBatch, prompts, sampling_params, self.text)
         if call.sent:
             stream = self.open(call, partial(AsyncStream, None, loop=asyncio.get_running_loop()), streaming=False)
             try:
                 async for item in stream:
-                    call.take(item["final"]["request_id"], item["final"])
+                    call.replies[item["final"]["request_id"]] = item["final"]
             finally:
                 stream.close()
         return call.answers()
 
-    def open(self, prompts: Prompts, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
+    def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
         """Start a call and return its stream: see DirectCalls. Raises RuntimeError while it serves a coordinator."""
         self._require_no_coordinator()
         return self.calls.open(prompts, make_stream, streaming=streaming)
@@ -201,7 +193,7 @@ class DynamicInferenceEngine:
         return self._service
 
     @property
-    def engine_loop_task(self) -> asyncio.Task[None]:
+    def engine_loop_task(self) -> asyncio.Task[Any]:
         """Task that ends when the engine has stopped, with EngineFailedError if it failed."""
         task = self.service.task
         assert task is not None
