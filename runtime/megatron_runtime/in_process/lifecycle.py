@@ -17,13 +17,14 @@ from megatron_runtime.checkpoints.source import IN_MEMORY
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.client.rejection import UnavailableError
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
+from megatron_runtime.engine.lifecycle import LANDED
 from megatron_runtime.in_process.calls import EngineFailedError
 from megatron_runtime.in_process.client_calls import ClientCalls
 from megatron_runtime.in_process.front_end import FrontEnd
 from megatron_runtime.in_process.ranks import ProgramRanks
 from megatron_runtime.in_process.service import ServedEngine
 from megatron_runtime.protocol.headers import ErrorCode, Header
-from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.protocol.lifecycle import TRANSITIONS
 from megatron_runtime.protocol.messages import Control
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
@@ -35,14 +36,7 @@ logger = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 30.0
 """Timeout of each control signal of a shutdown, which then continues without the engines that have not answered."""
 
-SHUT_DOWN = "the engine was shut down before the answer was complete"
-
-REACHED: dict[Header, EngineState] = {
-    Header.PAUSE: EngineState.PAUSED,
-    Header.UNPAUSE: EngineState.RUNNING,
-    Header.SUSPEND: EngineState.SUSPENDED,
-    Header.RESUME: EngineState.RESUMED,
-}
+REACHED = {kind: LANDED[change.passing, change.lands_in] for kind, change in TRANSITIONS.items()}
 """The state that a rank without a client waits for instead of sending a verb."""
 
 
@@ -250,4 +244,5 @@ class ProgramLifecycle:
                 await self.front_end.stop()
         finally:
             if self._client is not None:
-                self._client.stop(self._failure or partial(UnavailableError, ErrorCode.UNAVAILABLE, SHUT_DOWN))
+                message = "the engine was shut down before the answer was complete"
+                self._client.stop(self._failure or partial(UnavailableError, ErrorCode.UNAVAILABLE, message))

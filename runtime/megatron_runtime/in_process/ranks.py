@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from functools import partial
 from itertools import count
 from typing import Any, Self
 
@@ -15,9 +14,11 @@ import torch.distributed as dist
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked.executor import Follower, join, lead
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
+from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.rendezvous import LOOPBACK, open_store
 from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, IndivisibleError, ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
@@ -163,13 +164,13 @@ def executor_of_ranks(
     store.set(f"buffer_size_gb/{identity.rank}", str(config.buffer_size_gb))
     config = config.for_engine()
     config.buffer_size_gb = min(float(store.get(f"buffer_size_gb/{rank}")) for rank in range(identity.world))
-    make_part = partial(_part, text=text, config=config, local_rank=identity.local_rank, **options)
+    options |= {"local_rank": identity.local_rank, "kv_cache_memory": config.buffer_bytes}
+
+    def make_part(opened: ModelSource, groups: Groups) -> TorchExecutor:
+        return select_executor(opened, text, config, groups=groups, **options)
+
     # Without a watchdog, because the program's own code may hold the interpreter.
     if identity.rank == 0:
         return lead(settings, identity, lambda: source, make_part, has_watchdog=False), config, None
     follower = join(settings, identity, lambda: source, make_part, has_watchdog=False)
     return follower.part.executor, config, follower
-
-
-def _part(source: ModelSource, groups: Any, *, text: ModelText, config: InferenceConfig, **options: Any) -> Any:
-    return select_executor(source, text, config, groups=groups, kv_cache_memory=config.buffer_bytes, **options)

@@ -32,7 +32,7 @@ RANK = """
             reported["answers"] = [one.generated_tokens for one in llm.generate([[n, 1] for n in range(12)], params)]
 
             async def names():
-                return sorted(engine.name for engine in (await llm._client().status()).engines)
+                return sorted(engine.name for engine in (await llm._coord_runtime.client.status()).engines)
 
             reported["engines"] = llm.run_sync(names())
         else:

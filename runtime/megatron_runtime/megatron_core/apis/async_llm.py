@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from functools import partial
 from typing import Any, Self
 
 from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.in_process.front_end import ServeConfig
 from megatron_runtime.in_process.streams import AsyncChunkIterator, ReadChunk
-from megatron_runtime.megatron_core.apis._llm_base import AnyPrompts, _MegatronLLMBase
+from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.async_stream import AsyncStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
@@ -34,7 +33,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         super().__init__(use_coordinator=use_coordinator, **options)
 
     async def generate(
-        self, prompts: AnyPrompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
 
@@ -62,14 +61,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             prompts = await asyncio.to_thread(PromptBatch, [single], sampling_params, self._engine.text)
             return self._open_stream(prompts, partial(AsyncStream, None, loop=asyncio.get_running_loop()))
 
-        async def settle() -> None:
-            if not self._use_coordinator:
-                await asyncio.to_thread(self._engine.calls.settle)
-            elif self._loop_manager is not None:
-                with contextlib.suppress(RuntimeError):  # it was shut down
-                    await self._loop_manager.run_async(asyncio.sleep(0))
-
-        return AsyncChunkIterator(begin, settle)
+        return AsyncChunkIterator(begin, partial(asyncio.to_thread, self._settle))
 
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 

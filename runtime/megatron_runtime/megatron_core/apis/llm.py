@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from typing import Any, Self
 
 from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.in_process.front_end import ServeConfig
 from megatron_runtime.in_process.streams import ChunkIterator, ReadChunk
-from megatron_runtime.megatron_core.apis._llm_base import AnyPrompts, _MegatronLLMBase
+from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.async_stream import BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
@@ -26,7 +24,7 @@ class MegatronLLM(_MegatronLLMBase):
     """
 
     def generate(
-        self, prompts: AnyPrompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
 
@@ -55,14 +53,7 @@ class MegatronLLM(_MegatronLLMBase):
                 self._manager().require_other_thread("generate_stream()")
             return self._open_stream(PromptBatch([single], sampling_params, self._engine.text), BlockingStream)
 
-        def settle() -> None:
-            if not self._use_coordinator:
-                self._engine.calls.settle()
-            elif self._loop_manager is not None:
-                with contextlib.suppress(RuntimeError):  # it was shut down, or this is its own thread
-                    self._loop_manager.run_sync(asyncio.sleep(0))
-
-        return ChunkIterator(begin, settle)
+        return ChunkIterator(begin, self._settle)
 
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
