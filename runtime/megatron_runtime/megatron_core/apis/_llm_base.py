@@ -50,17 +50,13 @@ PLACES_PER_SLOT = 2
 """Prompts of lists that are submitted at once, per request that the engines run at once."""
 
 
-DEFAULT_PLACES = 1024
-"""The same without a number of requests."""
-
-
 class _CoordinatorRuntime:
     """Owns the coordinator and the client of one MegatronLLM. setup() and teardown() run on the background loop.
 
     The primary rank starts a coordinator and a client. Worker ranks connect to the coordinator at host and port, or
     receive its address through torch.distributed.
 
-    places: prompts of lists that are submitted at once, in all calls together.
+    engine_ranks: number of consecutive ranks of the program that are one engine.
     """
 
     def __init__(
@@ -70,8 +66,7 @@ class _CoordinatorRuntime:
         is_primary: bool,
         coordinator_host: str | None,
         coordinator_port: int | None,
-        name: str = "engine-0",
-        places: int = DEFAULT_PLACES,
+        engine_ranks: int = 1,
     ) -> None:
         self.client: InferenceClient | None = None
         """On the primary rank; None on workers."""
@@ -81,11 +76,10 @@ class _CoordinatorRuntime:
         self.lifecycle: ProgramLifecycle | None = None
         """Once set up."""
         self._engine = engine
-        self._name = name
+        self._engine_ranks = engine_ranks
         self._is_primary = is_primary
         self._host = coordinator_host
         self._port = coordinator_port
-        self._places = places
 
     async def setup(self, *, loop: asyncio.AbstractEventLoop) -> None:
         """Start coordinator and client. After a failure neither is left running."""
@@ -98,12 +92,13 @@ class _CoordinatorRuntime:
             else:
                 await self._share()
                 self.coord_addr = await self._listen(loop, launch=False)
+            engines = max(1, world_size() // self._engine_ranks)
             self.lifecycle = ProgramLifecycle(
                 self._engine.core,
                 self._engine.service,
                 client=self.client.native if self.client is not None else None,
                 ranks=self.ranks,
-                places=self._places,
+                places=PLACES_PER_SLOT * self._engine.core.config.request_slots * engines,
             )
         except BaseException:
             await self.teardown()
@@ -112,8 +107,9 @@ class _CoordinatorRuntime:
     async def _listen(self, loop: asyncio.AbstractEventLoop, *, launch: bool) -> str:
         """Connect the engine. Without a host and a port it binds a free port."""
         where: dict[str, str] = {} if self._host is None else {"hostname": self._host}
+        name = f"engine-{global_rank() // self._engine_ranks}"
         return await self._engine.start_listening_to_data_parallel_coordinator(
-            self._port, launch, loop=loop, name=self._name, **where
+            self._port, launch, loop=loop, name=name, **where
         )
 
     async def _share(self) -> None:
@@ -225,11 +221,10 @@ class _MegatronLLMBase:
         manager.start()
         runtime = _CoordinatorRuntime(
             self._engine,
-            name=f"engine-{global_rank() // self._sizes.world}",
             is_primary=global_rank() == 0,
             coordinator_host=host,
             coordinator_port=port,
-            places=PLACES_PER_SLOT * self._engine.core.config.request_slots * max(1, world_size() // self._sizes.world),
+            engine_ranks=self._sizes.world,
         )
         try:
             manager.run_sync(runtime.setup(loop=manager.loop))
