@@ -30,10 +30,10 @@ import torch
 from bench.gpu_kernels import Ceilings, measure_ceilings
 from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import num_parameters
 from megatron_runtime.protocol import strict_json as json
@@ -114,7 +114,7 @@ def our_engine(options: Options) -> Generate:
         max_sequence_length=longest,
         enable_prefix_caching=False,
     )
-    engine = DynamicInferenceEngine(executor, inference)
+    engine = EngineCore(executor, inference)
     executor.load()
     nothing = np.empty(0, dtype=np.int32)
 

@@ -35,6 +35,7 @@ import torch
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda import executor as cuda_executor
 from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked import executor as ranked
 from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with, follow, lead
@@ -46,7 +47,6 @@ from megatron_runtime.distributed.local_group import LocalGroup
 from megatron_runtime.distributed.shard import FOLDER_VARIABLE, ParallelSizes, rank_identity
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.process import logs
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -100,7 +100,7 @@ def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
 
     top, prompt_top: for each token the likeliest ones, as in EngineOutput.
     """
-    engine = DynamicInferenceEngine(executor, _config())
+    engine = EngineCore(executor, _config())
     found: dict[int, dict[str, list[Any]]] = {}
     for index, (prompt, sampling) in enumerate(zip(options["prompts"], options["sampling"], strict=True)):
         params = SamplingParams(num_tokens_to_generate=12, termination_id=IGNORE_EOS, **sampling)

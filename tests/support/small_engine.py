@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from bench.random_model import LLAMA_8B, RandomCheckpoint
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -51,7 +51,7 @@ PROMPTS = [list(range(1, 40)), list(range(1, 40)), [7], list(range(60, 90))]
 
 def engine_on(
     make_executor: Callable[..., TorchExecutor], mode: KVCacheManagementMode, model: ModelConfig = SMALL
-) -> DynamicInferenceEngine:
+) -> EngineCore:
     """Return an engine. make_executor: CpuExecutor, or CudaExecutor with its size arguments bound."""
     config = InferenceConfig(
         max_requests=4,
@@ -70,10 +70,10 @@ def engine_on(
         max_sequence_length=96,
     )
     executor.load()
-    return DynamicInferenceEngine(executor, config)
+    return EngineCore(executor, config)
 
 
-def answers(engine: DynamicInferenceEngine, *, suspend_after: int | None = None) -> dict[int, list[int]]:
+def answers(engine: EngineCore, *, suspend_after: int | None = None) -> dict[int, list[int]]:
     nothing = np.empty(0, dtype=np.int32)
     for number, prompt in enumerate(PROMPTS):
         params = SamplingParams(

@@ -12,7 +12,7 @@ from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving
 from soak import size
 
-from megatron_runtime.client.rejection import EngineFailedError
+from megatron_runtime.client.rejection import RequestFailedError
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 POISON = 666
@@ -33,7 +33,7 @@ async def test_a_poison_request_fails_after_three_crashes(fleet: Fleet, report: 
     for number in range(STREAMS):
         load.add([number, 5], 300)
     await load.until(STREAMS * 5)
-    with pytest.raises(EngineFailedError) as failed:
+    with pytest.raises(RequestFailedError) as failed:
         await client.add_request([POISON, 5], SamplingParams(num_tokens_to_generate=20))
     assert failed.value.code == 500
     assert not failed.value.is_transient

@@ -41,7 +41,7 @@ from megatron_runtime.protocol.messages import (
     Reserve,
     StatusReply,
 )
-from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.async_stream import AnyStream, AsyncStream
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_calls import ControlCalls
 from megatron_runtime.transport.peer_link import GOODBYE_LINGER_MS, PeerLink, PeerSocket, coordinator_address
@@ -50,7 +50,6 @@ from megatron_runtime.transport.security import PeerKeys
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 
 Connect: TypeAlias = Callable[[PeerLink, PeerKeys | None], PeerSocket]
 """Opens a socket to `address` of the link that passes each message to its receive()."""

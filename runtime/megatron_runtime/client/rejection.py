@@ -62,7 +62,7 @@ class DeadlineExceededError(RequestRejectedError, TimeoutError):
     """The deadline of the request has passed."""
 
 
-class EngineFailedError(RequestRejectedError):
+class RequestFailedError(RequestRejectedError):
     """The request ends the engines that run it, or its answer cannot be read. The message has its uid."""
 
     is_transient = False
@@ -80,7 +80,7 @@ _CLASSES: dict[int, type[RequestRejectedError]] = {
     ErrorCode.MODEL_CHANGED: ModelChangedError,
     ErrorCode.TOO_LARGE: RequestTooLargeError,
     ErrorCode.QUEUE_FULL: QueueFullError,
-    ErrorCode.ENGINE_FAILED: EngineFailedError,
+    ErrorCode.ENGINE_FAILED: RequestFailedError,
     ErrorCode.UNSUPPORTED: UnsupportedByBackendError,
     ErrorCode.UNAVAILABLE: UnavailableError,
     ErrorCode.DEADLINE: DeadlineExceededError,

@@ -1,53 +1,149 @@
-"""The answer to a prompt of a program, from the reply map of an engine or a client."""
+"""The prompts of a call, as token ids, and their answers, from the reply maps of an engine or a client."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any, TypeAlias
 
 import torch
 
+from megatron_runtime.backends.text import ModelText
+from megatron_runtime.client.pending import failed_reply
+from megatron_runtime.engine.output_stage import error_map
+from megatron_runtime.in_process.streams import GenerationChunk, ReadChunk
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
 
+Prompt: TypeAlias = str | list[int]
 
-class TextOfTokens(Protocol):
-    """Converts token ids to text."""
-
-    def detokenize(self, tokens: Iterable[int]) -> str: ...
+MAX_TOKEN = (1 << 31) - 1
+"""Largest token id that a message can carry."""
 
 
-def answered_request(
-    reply: dict[str, Any],
-    *,
-    prompt: str | list[int],
-    prompt_tokens: list[int],
-    sampling_params: SamplingParams,
-    text: TextOfTokens | None,
-) -> DynamicInferenceRequest:
-    """Return the request of a reply map, with its texts.
+class PromptBatch:
+    """The prompts of one call, and their answers in the same order.
 
-    prompt: as the caller passed it. A prompt of tokens is also converted to text.
-    text:   None for an engine whose tokens have no text.
+    sampling_params: of all prompts, or one for each; also of Megatron-Core.
+    text: None for an engine whose tokens have no text.
+    sent:    numbers of the prompts that the engine gets. The others cannot be token ids, and fail alone.
+    tokens:  token ids of each prompt; empty if it has none.
+    replies: reply maps by the number of their prompt. Those of prompts that fail alone are there from the beginning.
+
+    Raises InvalidSamplingParamsError.
     """
-    request = DynamicInferenceRequestRecord.from_reply(reply).merge()
-    request.sampling_params = copy.copy(sampling_params)  # a copy, because the caller may reuse the object
-    request.prompt_tokens = prompt_tokens
-    request.prompt = prompt if isinstance(prompt, str) else None
-    for name in ("policy_staleness", "kv_cache_staleness"):
-        if (staleness := getattr(request, name)) is not None:
-            setattr(request, name, torch.from_numpy(staleness))
-    if request.routing_indices is not None:
-        request.routing_indices = torch.as_tensor(request.routing_indices).long()
-    if text is None:
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        text: ModelText | None,
+    ) -> None:
+        if isinstance(sampling_params, Sequence):
+            if len(sampling_params) != len(prompts):
+                raise ValueError(
+                    f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: want one, or one for each"
+                )
+            self.params = list(map(_validated, sampling_params))
+        else:
+            self.params = [_validated(sampling_params or SamplingParams())] * len(prompts)
+        self._text = text
+        self._prompts = prompts
+        self.tokens: list[list[int]] = []
+        self.replies: dict[int, dict[str, Any]] = {}
+        for number, (prompt, params) in enumerate(zip(prompts, self.params, strict=True)):
+            try:
+                self.tokens.append(token_ids(prompt, params, text))
+            except (ValueError, TypeError) as error:
+                self.tokens.append([])
+                self.fail(number, ErrorCode.INVALID_REQUEST, error)
+        self.sent = [number for number in range(len(prompts)) if number not in self.replies]
+
+    def fail(self, number: int, code: ErrorCode, error: Exception | str) -> None:
+        """Answer a prompt with an error."""
+        self.replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
+
+    def answer(self, number: int) -> DynamicInferenceRequest:
+        """Return the request of a prompt's reply, with its texts. A prompt of tokens is also converted to text."""
+        request = DynamicInferenceRequestRecord.from_reply(self.replies[number]).merge()
+        prompt, params, text = self._prompts[number], self.params[number], self._text
+        request.sampling_params = copy.copy(params)  # a copy, because the caller may reuse the object
+        request.prompt_tokens = self.tokens[number]
+        request.prompt = prompt if isinstance(prompt, str) else None
+        for name in ("policy_staleness", "kv_cache_staleness"):
+            if (staleness := getattr(request, name)) is not None:
+                setattr(request, name, torch.from_numpy(staleness))
+        if request.routing_indices is not None:
+            request.routing_indices = torch.as_tensor(request.routing_indices).long()
+        if text is None:
+            return request
+        if request.prompt is None:
+            request.prompt = text.detokenize(request.prompt_tokens)
+        if request.generated_text is None:
+            tokens = request.generated_tokens
+            ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
+            request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
+        if params.return_segments:
+            request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
         return request
-    if request.prompt is None:
-        request.prompt = text.detokenize(prompt_tokens)
-    if request.generated_text is None:
-        tokens = request.generated_tokens
-        ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
-        request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
-    if sampling_params.return_segments:
-        request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
-    return request
+
+    def answers(self) -> list[DynamicInferenceRequest]:
+        return [self.answer(number) for number in range(len(self._prompts))]
+
+    def chunk_reader(self) -> ReadChunk:
+        """Return a function that converts the items of a stream, in their order, to chunks. There is one prompt."""
+        detokenizer = self._text.detokenizer() if self._text is not None else None
+        length = count = 0  # characters and tokens in the chunks so far
+
+        def read(item: dict[str, Any]) -> GenerationChunk:
+            nonlocal length, count
+            if "partial" in item:
+                frame = item["partial"]
+                tokens: list[int] = frame["new_tokens"]
+                new_text = detokenizer.feed(tokens) if detokenizer is not None else ""
+                length += len(new_text)
+                count += len(tokens)
+                return GenerationChunk(new_text, tokens, frame.get("new_log_probs"))
+            self.replies[0] = item["final"]
+            request = self.answer(0)
+            rest, log_probs = request.generated_tokens[count:], request.generated_log_probs
+            rest_log_probs = log_probs[-len(rest) :] if log_probs and rest else None
+            return GenerationChunk((request.generated_text or "")[length:], rest, rest_log_probs, request)
+
+        return read
+
+
+def _validated(params: Any) -> SamplingParams:
+    """Return sampling parameters of this project. Their owner may have changed them since the construction."""
+    own = SamplingParams.of(params)
+    own.validate()
+    return own
+
+
+def token_ids(prompt: Any, params: SamplingParams, text: ModelText | None) -> list[int]:
+    """Return the token ids of a prompt, which may be token ids already.
+
+    Raises TypeError, ValueError for anything else, also for a text that is not valid Unicode, and RuntimeError for a
+    text if the engine's tokens have none.
+    """
+    if isinstance(prompt, str):
+        if text is None:
+            raise RuntimeError("the tokens of this engine have no text: pass a prompt of token ids")
+        return text.tokenize_prompt(prompt, params.add_BOS)
+    if isinstance(prompt, bytes | bytearray | Mapping):
+        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]")
+    try:
+        tokens = list(prompt)
+    except TypeError:
+        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]") from None
+    if not set(map(type, tokens)) <= {int}:
+        for place, token in enumerate(tokens):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise TypeError(f"prompt[{place}] is {token!r:.80}: want a token id, which is an integer")
+            tokens[place] = index(token)
+    if tokens and not 0 <= min(tokens) <= max(tokens) <= MAX_TOKEN:
+        bad = next(token for token in tokens if not 0 <= token <= MAX_TOKEN)
+        raise ValueError(f"prompt has the token id {bad}: want 0 to {MAX_TOKEN}, and less than the vocabulary's size")
+    return tokens

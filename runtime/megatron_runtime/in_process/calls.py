@@ -5,6 +5,7 @@ The callers read streams, so a call may be left, cancelled or interrupted at any
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import logging
@@ -12,11 +13,11 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from operator import index
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,20 +27,17 @@ from megatron_runtime.backends.text import ModelText
 from megatron_runtime.client.pending import PendingRequest, partial_frames
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import DETAILS, Dispatch, Final, Frames, Partial, decode, pack, unpack
-from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
-from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.requests.async_stream import AnyStream, AsyncStream, BlockingStream
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 MakeStream: TypeAlias = Callable[[Callable[[], object]], AnyStream]
 """Returns the stream of a call. Its argument aborts the call; it takes no lock."""
 
-MAX_TOKEN = (1 << 31) - 1
-"""Largest token id that a message can carry."""
 END_SECONDS = 10.0
 """How long close() and the end of the interpreter wait for the step in progress."""
 _LOOK_SECONDS = 0.5
@@ -81,54 +79,24 @@ class Call:
         self.stream.put(item)
 
 
-def token_ids(prompt: Any) -> list[int]:
-    """Return a prompt of token ids as a list. Raises TypeError, ValueError if it is none."""
-    if isinstance(prompt, str | bytes | bytearray | Mapping):
-        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]")
-    try:
-        tokens = list(prompt)
-    except TypeError:
-        raise TypeError(f"prompt is {type(prompt).__name__}: want str or list[int]") from None
-    if not set(map(type, tokens)) <= {int}:
-        for place, token in enumerate(tokens):
-            if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise TypeError(f"prompt[{place}] is {token!r:.80}: want a token id, which is an integer")
-            tokens[place] = index(token)
-    if tokens and not 0 <= min(tokens) <= max(tokens) <= MAX_TOKEN:
-        bad = next(token for token in tokens if not 0 <= token <= MAX_TOKEN)
-        raise ValueError(f"prompt has the token id {bad}: want 0 to {MAX_TOKEN}, and less than the vocabulary's size")
-    return tokens
-
-
-def pending_requests(
-    prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], *, streaming: bool
-) -> deque[PendingRequest]:
-    """Return the requests of a call, numbered. Raises InvalidSamplingParamsError."""
-    requests: deque[PendingRequest] = deque()
-    for number, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
-        params.validate()
-        request = PendingRequest.make(prompt, params, streaming=streaming, record=True)
-        request.request_id = number
-        requests.append(request)
-    return requests
-
-
-def fingerprint(prompts: Sequence[Sequence[int]], sampling_params: Sequence[SamplingParams], *, streaming: bool) -> str:
+def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
     """Return a digest of the arguments of a call, which all ranks of an engine have to make alike."""
-    arguments = [streaming, list(map(list, prompts)), [params.serialize() for params in sampling_params]]
-    return hashlib.sha256(pack(arguments)).hexdigest()
+    params = [prompts.params[number].serialize() for number in prompts.sent]
+    return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
 
 
 class DirectCalls:
     """Runs the calls of all threads and event loops of this process on one thread, which owns `core` meanwhile.
 
-    The thread starts with the first call, and ends with close(), with `core`, or at the end of the interpreter. While
-    no call is open it holds no reference to `core`.
+    The thread starts with the first call, and ends with close(), with this object, or at the end of the interpreter.
+    While no call is open it holds no reference to either.
+
+    text: of the engine's tokens; None if they have none.
     """
 
     def __init__(self, core: EngineCore, text: ModelText | None) -> None:
-        self._core = weakref.ref(core)
-        self._text = text
+        self.core = core
+        self.text = text
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -139,43 +107,40 @@ class DirectCalls:
         self._pid = os.getpid()
 
     @property
-    def is_running(self) -> bool:
+    def _is_running(self) -> bool:
         """Whether the thread runs. Otherwise no call is open."""
         return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def has_open_calls(self) -> bool:
-        return self.is_running and self.perform(lambda runner: bool(runner.calls))
+    def begin(self) -> None:
+        """Load the weights. The other ranks of the engine end with this process; the loss of one ends all of them."""
+        executor = self.core.executor
+        executor.load()
+        if isinstance(executor, RankedExecutor):
+            executor.watch(on_failure=lambda _failure: None, on_leave=lambda: None)
+            atexit.register(self._end_ranks, executor)
 
-    def open(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Sequence[SamplingParams],
-        make_stream: MakeStream[AnyStream],
-        *,
-        streaming: bool,
-    ) -> AnyStream:
+    def _end_ranks(self, executor: RankedExecutor) -> None:
+        self.close()
+        executor.end(None)
+
+    def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
         """Start a call and return its stream, which aborts the call if it is closed early.
 
-        prompts:         token ids of each.
-        sampling_params: of each; a request without a seed gets a random one. Later changes have no effect.
-
-        Raises InvalidSamplingParamsError.
+        A request without a seed gets a random one.
         """
-        self.require_own_process()
-        core = self._engine()
-        is_ranked = isinstance(core.executor, RankedExecutor)
+        require_process(self._pid)
+        is_ranked = isinstance(self.core.executor, RankedExecutor)
         call = Call(
-            waiting=pending_requests(prompts, sampling_params, streaming=streaming),
+            waiting=_pending_requests(prompts, streaming=streaming),
             number=next(self._numbers),
-            fingerprint=fingerprint(prompts, sampling_params, streaming=streaming) if is_ranked else "",
+            fingerprint=fingerprint(prompts, streaming=streaming) if is_ranked else "",
             items=[] if is_ranked else None,
         )
         number = call.number  # a stream that refers to its call would keep both until the next garbage collection
         with self._lock:
             commands = self._started()
-            stream = call.stream = make_stream(lambda: commands.put((core, lambda runner: runner.abort(number))))
-            commands.put((core, lambda runner: runner.add(call)))
+            stream = call.stream = make_stream(lambda: commands.put((self, lambda runner: runner.abort(number))))
+            commands.put((self, lambda runner: runner.add(call)))
         return stream
 
     def perform(self, action: Callable[[_Runner], T]) -> T:
@@ -183,38 +148,45 @@ class DirectCalls:
 
         Raises the errors of `action`, and CallsClosedError if the thread ends first.
         """
-        self.require_own_process()
-        done = threading.Event()
-        outcome: list[tuple[T | None, BaseException | None]] = []
+        require_process(self._pid)
+        outcome: Future[T] = Future()
 
         def run(runner: _Runner) -> None:
             try:
-                outcome.append((action(runner), None))
+                outcome.set_result(action(runner))
             except BaseException as error:
-                outcome.append((None, error))
-            done.set()
+                outcome.set_exception(error)
 
         with self._lock:
             commands = self._started()
             thread = self._thread
             assert thread is not None
-            commands.put((self._engine(), run))
-        while not done.wait(_LOOK_SECONDS):
-            if not thread.is_alive() and not done.is_set():
+            commands.put((self, run))
+        while not wait([outcome], _LOOK_SECONDS).done:
+            if not thread.is_alive() and not outcome.done():
                 raise CallsClosedError("the engine was closed")
-        ((result, failure),) = outcome
-        if failure is not None:
-            raise failure
-        return result  # type: ignore[return-value]
+        return outcome.result()
+
+    def between_steps(self, action: Callable[[], T]) -> T:
+        """Run `action`, which uses the engine, while no step runs, and return its result."""
+        return self.perform(lambda _: action()) if self._is_running else action()
+
+    def require_none_open(self, what: str) -> None:
+        """Raise RuntimeError if a call is open."""
+        if self._is_running and self.perform(lambda runner: bool(runner.calls)):
+            raise RuntimeError(f"{what} while calls of generate() or generate_stream() are open: close them first")
 
     def reset(self, *, preserve_prefix_cache: bool) -> None:
         """Drop every request, also of open calls, whose readers get CallsClosedError: see EngineCore.reset()."""
-        error = partial(CallsClosedError, "reset() dropped the request")
-        self.perform(lambda runner: runner.fail_all(error, preserve_prefix_cache=preserve_prefix_cache))
+        if self._is_running:
+            error = partial(CallsClosedError, "reset() dropped the request")
+            self.perform(lambda runner: runner.fail_all(error, preserve_prefix_cache=preserve_prefix_cache))
+        else:
+            self.core.reset(preserve_prefix_cache=preserve_prefix_cache)
 
     def settle(self) -> None:
         """Wait until the calls that were aborted before have left the engine. Not in the engine's thread."""
-        if self.is_running and threading.current_thread() is not self._thread:
+        if self._is_running and threading.current_thread() is not self._thread:
             with contextlib.suppress(CallsClosedError):
                 self.perform(lambda _: None)
 
@@ -227,27 +199,18 @@ class DirectCalls:
                 self._is_ending = True
                 self._commands.put(None)
                 self._thread.join()
-        if self._text is not None:
-            self._text.close_grammars()
-
-    def require_own_process(self) -> None:
-        """Raise RuntimeError in a process that was forked after the engine was made."""
-        require_process(self._pid)
-
-    def _engine(self) -> EngineCore:
-        core = self._core()
-        assert core is not None, "its owner holds it"
-        return core
+        if self.text is not None:
+            self.text.close_grammars()
 
     def _started(self) -> SimpleQueue[_Command | None]:
         """Return the commands of the thread, which is started if it does not run. Call it with the lock."""
         if self._is_ending and self._thread is not None:
             self._thread.join()  # an interrupt may have kept close() from it
-        if self._thread is None or not self._thread.is_alive():
+        if not self._is_running:
             if self._end is not None:
                 self._end.detach()
             commands: SimpleQueue[_Command | None] = SimpleQueue()
-            thread = threading.Thread(target=_serve, args=(commands, self._text), name="engine", daemon=True)
+            thread = threading.Thread(target=_serve, args=(commands,), name="engine", daemon=True)
             thread.start()
             self._thread, self._commands, self._is_ending = thread, commands, False
             self._end = weakref.finalize(self, _end_thread, thread, commands, os.getpid())
@@ -258,10 +221,13 @@ class FollowedCalls:
     """The calls of another rank than the first one, which runs them: their streams get all items at the end.
 
     Calls are numbered on every rank, so they may end in another order than they began in.
+
+    wait: waits until the first rank has ended the engine.
     """
 
-    def __init__(self, part: EnginePart, *, rank: int) -> None:
+    def __init__(self, part: EnginePart, *, rank: int, wait: Callable[[], object]) -> None:
         self._rank = rank
+        self._wait = wait
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[str, AsyncStream | BlockingStream] | None] = {}
@@ -271,22 +237,17 @@ class FollowedCalls:
         self._has_ended = False
         part.on_answers = self._take
 
-    def open(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: Sequence[SamplingParams],
-        make_stream: MakeStream[AnyStream],
-        *,
-        streaming: bool,
-    ) -> AnyStream:
+    def begin(self) -> None:
+        """Let this process wait for the first rank at its end. The first rank loads the weights of all ranks."""
+        atexit.register(self._wait)
+
+    def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
         """Start a call as DirectCalls.open() does.
 
         The stream raises ValueError if the first rank's call of this number has other arguments, EngineFailedError for
         an error of the first rank.
         """
-        for params in sampling_params:
-            params.validate()
-        expected = fingerprint(prompts, sampling_params, streaming=streaming)
+        expected = fingerprint(prompts, streaming=streaming)
         with self._lock:
             number = next(self._numbers)
             stream = make_stream(lambda: self._waiting.update({number: None}))
@@ -296,6 +257,16 @@ class FollowedCalls:
                 return stream
         self._deliver(early, expected, stream)
         return stream
+
+    def between_steps(self, action: Callable[[], T]) -> T:
+        """Run `action`: the first rank runs the steps."""
+        return action()
+
+    def require_none_open(self, what: str) -> None:
+        """Do nothing: the first rank has the requests."""
+
+    def reset(self, *, preserve_prefix_cache: bool) -> None:
+        """Do nothing: the first rank has the requests."""
 
     def settle(self) -> None:
         """Do nothing: an aborted call has left at once."""
@@ -351,12 +322,12 @@ def _end_thread(thread: threading.Thread, commands: SimpleQueue[_Command | None]
             thread.join(END_SECONDS)
 
 
-def _serve(commands: SimpleQueue[_Command | None], text: ModelText | None) -> None:
+def _serve(commands: SimpleQueue[_Command | None]) -> None:
     """The engine's thread: run commands, and steps while a call is open, until a command is None."""
     ended = False
     while not ended and (command := commands.get()) is not None:
-        core, action = command
-        runner = _Runner(core, text, commands)
+        calls, action = command
+        runner = _Runner(calls.core, calls.text, commands)
         try:
             action(runner)
             ended = runner.run()
@@ -364,7 +335,7 @@ def _serve(commands: SimpleQueue[_Command | None], text: ModelText | None) -> No
             logger.exception("the engine's thread failed")
             runner.fail_all(partial(_itself, error))
         runner.close()
-        del command, core, action, runner  # an idle thread keeps no engine
+        del command, calls, action, runner  # an idle thread keeps no engine
 
 
 def _itself(error: BaseException) -> BaseException:
@@ -446,7 +417,7 @@ class _Runner:
         for dispatch_id in list(self._stage.open):
             self._stage.forget(dispatch_id)
         try:
-            EngineCore.reset(self.core, preserve_prefix_cache=preserve_prefix_cache)
+            self.core.reset(preserve_prefix_cache=preserve_prefix_cache)
         except Exception:
             logger.exception("the engine could not be reset")
         for call in calls.values():
@@ -505,5 +476,15 @@ class _Runner:
                     self._end(call)
 
 
-_Command: TypeAlias = tuple[EngineCore, Callable[[_Runner], object]]
-"""An engine, and what its thread does with it."""
+def _pending_requests(prompts: PromptBatch, *, streaming: bool) -> deque[PendingRequest]:
+    """Return the requests of a call, with the numbers of their prompts as ids."""
+    requests: deque[PendingRequest] = deque()
+    for number in prompts.sent:
+        request = PendingRequest.make(prompts.tokens[number], prompts.params[number], streaming=streaming, record=True)
+        request.request_id = number
+        requests.append(request)
+    return requests
+
+
+_Command: TypeAlias = tuple[DirectCalls, Callable[[_Runner], object]]
+"""The calls of an engine, and what its thread does with them."""

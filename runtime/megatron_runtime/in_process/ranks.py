@@ -1,20 +1,24 @@
-"""The ranks of a program under torchrun: how many an engine has, and which of them this process is."""
+"""The ranks of a program under torchrun: how many an engine has, which of them this process is, what they share."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked.executor import Follower, join, lead
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.checkpoints.torch_dist.live_model import is_megatron_model, unwrapped
+from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.rendezvous import LOOPBACK, open_store
 from megatron_runtime.distributed.shard import RENDEZVOUS_PORT, IndivisibleError, ParallelSizes, RankIdentity
 from megatron_runtime.engine.settings import EngineSettings
@@ -22,6 +26,9 @@ from megatron_runtime.process.secrets import integer
 from megatron_runtime.requests.config import InferenceConfig
 
 _DIMENSIONS = ("tensor", "pipeline", "expert")
+
+MAX_TEXT_BYTES = 512
+"""Of a text that the first rank sends to the others."""
 
 _attempts = count()
 
@@ -32,6 +39,8 @@ def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
     given: by dimension ("tensor", "pipeline", "expert"). None means the larger one of the sizes in the configuration of
            a model of Megatron-Core and in its initialised parallel state, else 1.
     """
+    if is_megatron_model(model):
+        model = unwrapped(model)
     return ParallelSizes(**{name: given.get(name) or _configured(model, name) for name in _DIMENSIONS})
 
 
@@ -65,6 +74,39 @@ def local_world() -> int:
 
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+class ProgramRanks:
+    """All ranks of the program. Without torch.distributed, or with one rank, a call returns at once.
+
+    group: communicates on the host, because the GPUs of other ranks may be in a step; None for one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    @classmethod
+    async def join(cls) -> Self:
+        """Return the ranks. Every rank must call this, and the methods."""
+        if not _is_initialized() or dist.get_world_size() == 1:
+            return cls(None)
+        group = await asyncio.to_thread(dist.new_group, backend="gloo")
+        assert isinstance(group, dist.ProcessGroup), "it has every rank"
+        return cls(group)
+
+    async def wait(self) -> None:
+        """Wait until every rank has made this call."""
+        if self.group is not None:
+            await asyncio.to_thread(dist.barrier, group=self.group)
+
+    async def text_of_first(self, text: str) -> str:
+        """Return the text of the first rank, of at most MAX_TEXT_BYTES; a longer one is cut off."""
+        if self.group is None:
+            return text
+        data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
+        tensor = torch.tensor(list(data), dtype=torch.uint8)
+        await asyncio.to_thread(dist.broadcast, tensor, src=0, group=self.group)
+        return bytes(tensor.tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
@@ -122,13 +164,13 @@ def executor_of_ranks(
     store.set(f"buffer_size_gb/{identity.rank}", str(config.buffer_size_gb))
     config = config.for_engine()
     config.buffer_size_gb = min(float(store.get(f"buffer_size_gb/{rank}")) for rank in range(identity.world))
-    make_part = partial(_part, text=text, config=config, local_rank=identity.local_rank, **options)
+    options |= {"local_rank": identity.local_rank, "kv_cache_memory": config.buffer_bytes}
+
+    def make_part(opened: ModelSource, groups: Groups) -> TorchExecutor:
+        return select_executor(opened, text, config, groups=groups, **options)
+
     # Without a watchdog, because the program's own code may hold the interpreter.
     if identity.rank == 0:
         return lead(settings, identity, lambda: source, make_part, has_watchdog=False), config, None
     follower = join(settings, identity, lambda: source, make_part, has_watchdog=False)
     return follower.part.executor, config, follower
-
-
-def _part(source: ModelSource, groups: Any, *, text: ModelText, config: InferenceConfig, **options: Any) -> Any:
-    return select_executor(source, text, config, groups=groups, kv_cache_memory=config.buffer_bytes, **options)

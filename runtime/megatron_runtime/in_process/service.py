@@ -26,21 +26,43 @@ REGISTRATION_SECONDS = 300.0
 """How long the engine of a program tries to reach its coordinator."""
 
 
-class Service:
-    """Runs a worker for `engine` on the event loop of start(), until stop() or the end of the engine."""
+class ServedEngine:
+    """One rank of an engine that serves a coordinator, on the event loop of start().
 
-    def __init__(self, engine: EngineCore, text: ModelText | None, *, name: str) -> None:
-        self.coordinator: CoordinatorProcess | None = None
-        self.task: asyncio.Task[None] | None = None
+    task:        ends when the engine has stopped, with EngineFailedError if it failed; None before start().
+    coordinator: the process of the coordinator, if this rank launched it.
+    """
+
+    task: asyncio.Task[Any] | None = None
+    coordinator: CoordinatorProcess | None = None
+    events: StateEvents
+
+    async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
+        """Wait until the engine has reached `state` (for the n-th time). Raises EngineFailedError if it ends first."""
+        if not self.events.has_reached(state, times=times):
+            await self._unless_ended(self.events.wait(state, times=times))
+
+    async def _unless_ended(self, wait: Coroutine[Any, Any, object]) -> None:
+        """Await `wait`. Raises EngineFailedError if the engine ends first."""
+        assert self.task is not None
+        waiting = asyncio.create_task(wait)
+        try:
+            await asyncio.wait({waiting, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                await asyncio.shield(self.task)
+                raise EngineFailedError("the engine has stopped")
+        finally:
+            waiting.cancel()
+
+
+class EngineService(ServedEngine):
+    """The first rank: runs a worker for `core` until stop() or the end of the engine."""
+
+    def __init__(self, core: EngineCore, text: ModelText | None, *, name: str) -> None:
         self.worker: EngineWorker | None = None
-        self._engine = engine
+        self._core = core
         self._text = text
         self._name = name
-
-    @property
-    def events(self) -> StateEvents:
-        assert self.worker is not None
-        return self.worker.lifecycle.events
 
     async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
         """Serve the coordinator at `address`, or launch one with the settings `launch`. Return its address."""
@@ -51,16 +73,17 @@ class Service:
             settings = EngineSettings(
                 coordinator=address,
                 name=self._name,
-                max_requests=self._engine.config.request_slots,
+                max_requests=self._core.config.request_slots,
                 registration_seconds=REGISTRATION_SECONDS,
             )
-            executor = self._engine.executor
+            executor = self._core.executor
             ranks = executor if isinstance(executor, RankedExecutor) else None
-            worker = self.worker = EngineWorker(settings, NativeBackend(self._engine, self._text, ranks=ranks))
+            worker = self.worker = EngineWorker(settings, NativeBackend(self._core, self._text, ranks=ranks))
+            self.events = worker.lifecycle.events
             if ranks is not None:
                 self.events.on_enter = ranks.share_state
             self.task = asyncio.create_task(self._serve(worker))
-            await unless_ended(worker.joined.wait(), self.task)
+            await self._unless_ended(worker.joined.wait())
             if ranks is not None:
                 ranks.share_state(self.events.state, has_joined=True)
         except BaseException:
@@ -92,14 +115,13 @@ class Service:
             raise EngineFailedError(f"engine {self._name} failed: {worker.failure}") from worker.failure
 
 
-class FollowedService:
+class FollowedService(ServedEngine):
     """Another rank of an engine than the first: performs its orders, and follows the states that it reports.
 
     The orders are performed on a thread from the construction on.
     """
 
     def __init__(self, follower: Follower) -> None:
-        self.task: asyncio.Task[None] | None = None
         self.events = StateEvents(EngineState.PAUSED)
         self._joined = asyncio.Event()
         self._ended = asyncio.Event()
@@ -108,12 +130,12 @@ class FollowedService:
         self._early: list[Callable[[], object]] = []
         """What happened before start()."""
         self._follower = follower
-        self.calls = FollowedCalls(follower.part, rank=follower.rank)
+        self.calls = FollowedCalls(follower.part, rank=follower.rank, wait=self._wait_at_exit)
         follower.channel.on_state = lambda state, has_joined: self._call(lambda: self._enter(state, has_joined))
         self._thread = threading.Thread(target=self._run, name="engine rank", daemon=True)
         self._thread.start()
 
-    def wait_at_exit(self) -> None:
+    def _wait_at_exit(self) -> None:
         """Perform orders until the first rank ends, unless an error ends this process."""
         if getattr(sys, "last_value", None) is None:
             self._thread.join()
@@ -144,27 +166,12 @@ class FollowedService:
             self._loop, early = asyncio.get_running_loop(), self._early
         for action in early:
             action()
-        self.task = asyncio.create_task(self._wait_for_end())
-        await unless_ended(self._joined.wait(), self.task)
+        self.task = asyncio.create_task(self._ended.wait())
+        await self._unless_ended(self._joined.wait())
         return address
-
-    async def _wait_for_end(self) -> None:
-        await self._ended.wait()
 
     async def stop(self) -> None:
         """Ask the first rank to end the engine, if it runs, and wait for that."""
         if self.task is not None:
             self._follower.channel.leave()
             await self.task
-
-
-async def unless_ended(wait: Coroutine[Any, Any, object], engine: asyncio.Task[None]) -> None:
-    """Await `wait`. Raises EngineFailedError if the engine, whose task is `engine`, ends first."""
-    waiting = asyncio.create_task(wait)
-    try:
-        await asyncio.wait({waiting, engine}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            await asyncio.shield(engine)
-            raise EngineFailedError("the engine has stopped")
-    finally:
-        waiting.cancel()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias
+from typing import Any, Generic, Self, TypeAlias
 
-from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
+from megatron_runtime.requests.async_stream import AnyStream, AsyncStream, BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 
 
@@ -28,7 +28,30 @@ ReadChunk: TypeAlias = Callable[[dict[str, Any]], GenerationChunk]
 """Converts an item of a request's stream."""
 
 
-class ChunkIterator(Iterator[GenerationChunk]):
+class _Chunks(Generic[AnyStream]):
+    """The stream of a request, from its submission by the first chunk to its end."""
+
+    def __init__(self) -> None:
+        self._stream: AnyStream | None = None
+        self._read: ReadChunk | None = None
+        self._is_closed = False
+
+    def _abort(self) -> bool:
+        """Abort the request. Return whether it was open.
+
+        Takes no lock and waits for nothing, because the garbage collector may run it at any point of any thread.
+        """
+        was_open = not self._is_closed and self._stream is not None and not self._stream.finished
+        self._is_closed = True
+        if self._stream is not None:
+            self._stream.close()
+        return was_open
+
+    def __del__(self) -> None:
+        self._abort()
+
+
+class ChunkIterator(_Chunks[BlockingStream], Iterator[GenerationChunk]):
     """Chunks for a thread. The first next() submits the request.
 
     close() aborts the request, as an exception of next() does, for example KeyboardInterrupt, and the end of the
@@ -39,11 +62,9 @@ class ChunkIterator(Iterator[GenerationChunk]):
     """
 
     def __init__(self, begin: Callable[[], tuple[BlockingStream, ReadChunk]], settle: Callable[[], object]) -> None:
+        super().__init__()
         self._begin = begin
         self._settle = settle
-        self._stream: BlockingStream | None = None
-        self._read: ReadChunk | None = None
-        self._is_closed = False
 
     def __iter__(self) -> Self:
         return self
@@ -64,23 +85,11 @@ class ChunkIterator(Iterator[GenerationChunk]):
 
     def close(self) -> None:
         """Abort the request if it is open. Returns when it has left the engine. Idempotent."""
-        stream = self._stream
-        is_open = not self._is_closed and stream is not None and not stream.finished
-        self._abort()
-        if is_open:
+        if self._abort():
             self._settle()
 
-    def __del__(self) -> None:
-        self._abort()
 
-    def _abort(self) -> None:
-        # Takes no lock and waits for nothing, because the garbage collector may run it at any point of any thread.
-        self._is_closed = True
-        if self._stream is not None:
-            self._stream.close()
-
-
-class AsyncChunkIterator(AsyncIterator[GenerationChunk]):
+class AsyncChunkIterator(_Chunks[AsyncStream], AsyncIterator[GenerationChunk]):
     """The same for a task: cancelling the task that awaits a chunk aborts the request."""
 
     def __init__(
@@ -88,11 +97,9 @@ class AsyncChunkIterator(AsyncIterator[GenerationChunk]):
         begin: Callable[[], Awaitable[tuple[AsyncStream, ReadChunk]]],
         settle: Callable[[], Awaitable[object]],
     ) -> None:
+        super().__init__()
         self._begin = begin
         self._settle = settle
-        self._stream: AsyncStream | None = None
-        self._read: ReadChunk | None = None
-        self._is_closed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -113,16 +120,5 @@ class AsyncChunkIterator(AsyncIterator[GenerationChunk]):
 
     async def aclose(self) -> None:
         """Abort the request if it is open. Returns when it has left the engine. Idempotent."""
-        stream = self._stream
-        is_open = not self._is_closed and stream is not None and not stream.finished
-        self._abort()
-        if is_open:
+        if self._abort():
             await self._settle()
-
-    def __del__(self) -> None:
-        self._abort()
-
-    def _abort(self) -> None:
-        self._is_closed = True
-        if self._stream is not None:
-            self._stream.close()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 MAX_UNREAD_ITEMS = 64
 """Items that wait for a reader before further ones are merged, which takes less memory."""
@@ -128,12 +128,13 @@ class AsyncStream:
 class BlockingStream:
     """The same for a reader that blocks its thread. Every method may be called from any thread.
 
-    No method takes a lock, so close() is safe in a finalizer. cancel: as of AsyncStream.
+    No method takes a lock, so close() is safe in a finalizer.
+
+    cancel: called at most once, if the reader closes the stream before its end.
     """
 
-    def __init__(self, request_id: Any, cancel: Callable[..., object]) -> None:
-        self.request_id = request_id
-        self._cancel = partial(cancel, request_id) if _takes_an_argument(cancel) else cancel
+    def __init__(self, cancel: Callable[[], object]) -> None:
+        self._cancel = cancel
         self._items: SimpleQueue[Any] = SimpleQueue()
         self._finished = False
 
@@ -174,6 +175,9 @@ class BlockingStream:
         self._items.put(_End(None))
         if not was_finished:
             self._cancel()
+
+
+AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 
 
 class _End:

@@ -10,7 +10,7 @@ _INVALID = (ValueError, TypeError)
 """Errors of an invalid request, which stays invalid."""
 
 
-class RequestRejectedError(ValueError):
+class ContextOverflowError(ValueError):
     """The engine cannot accept this request.
 
     is_transient: whether it may accept the same request later.
@@ -26,39 +26,39 @@ class RequestRejectedError(ValueError):
             self.is_transient = is_transient
 
 
-class RequestOverflowError(RequestRejectedError):
+class RequestOverflowError(ContextOverflowError):
     """Too many requests are waiting in the engine."""
 
 
-class TokenOverflowError(RequestRejectedError):
+class TokenOverflowError(ContextOverflowError):
     """The request needs more tokens in one step than max_tokens allows."""
 
     is_transient = False
 
 
-class BlockOverflowError(RequestRejectedError):
+class BlockOverflowError(ContextOverflowError):
     """The request needs more KV blocks than the engine has."""
 
     is_transient = False
 
 
-class MaxSequenceLengthOverflowError(RequestRejectedError):
+class MaxSequenceLengthOverflowError(ContextOverflowError):
     """Prompt and answer exceed the maximum sequence length."""
 
     is_transient = False
 
 
-class NotFiniteError(RequestRejectedError):
+class NotFiniteError(ContextOverflowError):
     """The model computed numbers for this request that are not finite."""
 
     is_transient = False
 
 
-class ActiveRequestCountOverflowError(RequestRejectedError):
+class ActiveRequestCountOverflowError(ContextOverflowError):
     """More requests should run concurrently than the engine has slots."""
 
 
-class TensorStateDeallocatedError(RequestRejectedError):
+class TensorStateDeallocatedError(ContextOverflowError):
     """The engine has released its memory. Resume it first."""
 
 
@@ -73,7 +73,7 @@ class RequestError(Exception):
         self.is_transient = is_transient
 
 
-_KINDS: tuple[type[RequestRejectedError], ...] = (RequestRejectedError, *RequestRejectedError.__subclasses__())
+_KINDS: tuple[type[ContextOverflowError], ...] = (ContextOverflowError, *ContextOverflowError.__subclasses__())
 _CLASSES = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -90,7 +90,7 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def deserialize_error(data: dict[str, Any]) -> RequestRejectedError | RequestError:
+def deserialize_error(data: dict[str, Any]) -> ContextOverflowError | RequestError:
     """Return the error of serialize_error(), or of a reply's `error` map, whose code says whether it is transient."""
     name, message, request_id = str(data.get("type")), data.get("message") or "", data.get("request_id")
     known = _CLASSES.get(name)

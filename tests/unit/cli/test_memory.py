@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.megatron_core.apis import _llm_base
+from megatron_runtime.in_process import builder
 from megatron_runtime.process.memory import available_bytes
 from megatron_runtime.requests.config import InferenceConfig
 
@@ -60,8 +60,8 @@ def test_memory_is_unknown_if_the_system_reports_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("available", [None, 1 << 30, 1 << 50])
 def test_the_default_kv_cache_fits_the_container(monkeypatch: pytest.MonkeyPatch, available: int | None) -> None:
-    monkeypatch.setattr(_llm_base, "available_bytes", lambda: available)
+    monkeypatch.setattr(builder, "available_bytes", lambda: available)
     expected = InferenceConfig().buffer_size_gb
     if available == 1 << 30:
-        expected = _llm_base.DEFAULT_MEMORY_SHARE
-    assert _llm_base.default_config().buffer_size_gb == expected
+        expected = builder.DEFAULT_MEMORY_SHARE
+    assert builder.default_config().buffer_size_gb == expected

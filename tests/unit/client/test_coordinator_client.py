@@ -10,10 +10,10 @@ from eventually import LONG_SECONDS
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.client.rejection import (
     DeadlineExceededError,
-    EngineFailedError,
     InvalidRequestError,
     ModelChangedError,
     QueueFullError,
+    RequestFailedError,
     RequestRejectedError,
     RequestTooLargeError,
     UnavailableError,
@@ -189,7 +189,7 @@ class TestRequests:
             (429, QueueFullError),
             (503, UnavailableError),
             (504, DeadlineExceededError),
-            (500, EngineFailedError),
+            (500, RequestFailedError),
             (418, RequestRejectedError),
         ],
     )

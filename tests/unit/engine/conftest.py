@@ -11,10 +11,10 @@ from one_thread import one_thread as one_thread  # the fixture
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -52,7 +52,7 @@ def generate() -> Generate:
         seeds: Sequence[int] | None = None,
         **sampling: Any,
     ) -> dict[int, list[int]]:
-        engine = DynamicInferenceEngine(executor, config or InferenceConfig())
+        engine = EngineCore(executor, config or InferenceConfig())
         for index, prompt in enumerate(prompts):
             own = {name: value[index] if isinstance(value, list) else value for name, value in sampling.items()}
             params = SamplingParams(num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, **own)

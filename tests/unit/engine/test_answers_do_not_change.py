@@ -13,9 +13,9 @@ from soak import SOAK
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -68,12 +68,12 @@ def mixed_requests(count: int) -> list[EngineRequest]:
     return requests
 
 
-def make_engine(executor: CpuExecutor, **config: Any) -> DynamicInferenceEngine:
+def make_engine(executor: CpuExecutor, **config: Any) -> EngineCore:
     defaults = {"max_requests": 32, "max_tokens": 4096, "enable_chunked_prefill": True, "max_sequence_length": 256}
-    return DynamicInferenceEngine(executor, InferenceConfig(**{**defaults, **config}))
+    return EngineCore(executor, InferenceConfig(**{**defaults, **config}))
 
 
-def run(engine: DynamicInferenceEngine, requests: list[EngineRequest]) -> dict[int, list[int]]:
+def run(engine: EngineCore, requests: list[EngineRequest]) -> dict[int, list[int]]:
     answers: dict[int, list[int]] = {request.request_id: request.generated_tokens.tolist() for request in requests}
     for request in requests:
         engine.add_request(request)

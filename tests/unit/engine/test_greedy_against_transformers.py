@@ -11,9 +11,9 @@ from soak import SOAK
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
@@ -179,7 +179,7 @@ def test_log_probs_are_those_of_transformers(make_tiny: MakeTiny) -> None:
     directory, reference = make_tiny()
     executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
     executor.load()
-    engine = DynamicInferenceEngine(executor, InferenceConfig())
+    engine = EngineCore(executor, InferenceConfig())
     prompt = random_prompts([20])[0]
     params = SamplingParams(
         temperature=0.7, top_k=40, num_tokens_to_generate=12, return_log_probs=True, termination_id=IGNORE_EOS

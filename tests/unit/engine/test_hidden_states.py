@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 def embed(executor: CpuExecutor, config: InferenceConfig, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """The hidden state after each prompt, while another request of each prompt generates tokens."""
-    engine = DynamicInferenceEngine(executor, config)
+    engine = EngineCore(executor, config)
     for index, prompt in enumerate(prompts):
         for number, params in (
             (index, SamplingParams(num_tokens_to_generate=1, termination_id=IGNORE_EOS, return_hidden_state=True)),

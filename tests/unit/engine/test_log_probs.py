@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -36,7 +36,7 @@ class Answer:
 
 def run(executor: CpuExecutor, config: InferenceConfig, *, suspends: bool = False, **params: Any) -> list[Answer]:
     """suspends: give memory back and resume, twice in the middle of prompts and once among answers."""
-    engine = DynamicInferenceEngine(executor, config)
+    engine = EngineCore(executor, config)
     answers = [Answer() for _ in PROMPTS]
     for index, prompt in enumerate(PROMPTS):
         own = SamplingParams(

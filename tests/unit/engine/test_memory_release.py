@@ -19,7 +19,7 @@ import sys
 import threading
 import numpy as np, psutil
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_kernels.cpu.memory import PAGES_THREAD
@@ -49,7 +49,7 @@ def life(mode):
     executor = CpuExecutor(
         resolve("builtin:smollm2-135m"), dtype=sys.argv[1], kv_cache_memory=256 << 20, threads=1
     )
-    engine = DynamicInferenceEngine(executor, config)
+    engine = EngineCore(executor, config)
     report = {"made": memory()}
     executor.load()
     report["loaded"] = memory()

@@ -16,11 +16,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -70,7 +70,7 @@ def engine_on(
     pages: int = 64,
     page_size: int = 16,
     **config: Any,
-) -> DynamicInferenceEngine:
+) -> EngineCore:
     bytes_of_token = 4 * 3 * 2 * 2 * 16
     executor = make(
         model_in_memory(model),
@@ -84,17 +84,17 @@ def engine_on(
     )
     executor.load()
     limits = {"max_requests": 4, "max_tokens": 24, "max_sequence_length": 96, "enable_chunked_prefill": True}
-    return DynamicInferenceEngine(executor, InferenceConfig(**{**limits, "block_size_tokens": BLOCK, **config}))
+    return EngineCore(executor, InferenceConfig(**{**limits, "block_size_tokens": BLOCK, **config}))
 
 
-def add(engine: DynamicInferenceEngine, number: int, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
+def add(engine: EngineCore, number: int, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=NEW_TOKENS, termination_id=IGNORE_EOS)
     engine.add_request(
         EngineRequest(number, np.array(prompt, np.int32), np.array(generated, np.int32), params, seed=number)
     )
 
 
-def run(engine: DynamicInferenceEngine) -> dict[int, tuple[list[int], Routing | None, RequestOutput]]:
+def run(engine: EngineCore) -> dict[int, tuple[list[int], Routing | None, RequestOutput]]:
     """Return the new tokens, the routing and the last output of each request."""
     tokens: dict[int, list[int]] = {}
     found = {}

@@ -16,10 +16,10 @@ from random_checkpoint import LLAMA, OVERFLOW, random_tensors, write_model, writ
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.models.decoder import Decoder
 from megatron_runtime.protocol.headers import ErrorCode
@@ -34,7 +34,7 @@ CONFIG = InferenceConfig(
     block_size_tokens=16,
 )  # fmt: skip
 
-Engine = DynamicInferenceEngine
+Engine = EngineCore
 DEVICES: dict[str, tuple[dict[str, Any], type]] = {
     "float32": ({"dtype": "float32"}, CppDecoder),
     "int8": ({"dtype": "int8"}, CppDecoder),

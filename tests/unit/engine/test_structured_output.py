@@ -14,6 +14,7 @@ from hostile_grammars import REJECTED_BY_TRIAL
 
 from megatron_runtime.backends import text as model_text
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -59,7 +60,7 @@ def answers_of(
     executor: CpuExecutor, requests: list[SamplingParams], generated: list[list[int]] | None = None
 ) -> list[tuple[list[int], str | None]]:
     """The tokens and the finish reason of each request, all in one batch."""
-    engine = DynamicInferenceEngine(executor, InferenceConfig(max_requests=64))
+    engine = EngineCore(executor, InferenceConfig(max_requests=64))
     prompt = np.array(executor.controller.tokenize_prompt("An example, please:"), np.int32)
     before = generated or [[] for _ in requests]
     for index, params in enumerate(requests):
@@ -178,7 +179,7 @@ def test_a_large_vocabulary_is_indexed_before_the_engine_serves(
 
 
 def test_without_a_grammar_state_it_is_rejected_not_ignored(smollm: CpuExecutor) -> None:
-    engine = DynamicInferenceEngine(smollm, InferenceConfig())
+    engine = EngineCore(smollm, InferenceConfig())
     params = SamplingParams(structured_output={"type": "json_object"})
     with pytest.raises(InvalidSamplingParamsError, match="structured_output"):
         engine.add_request(EngineRequest(1, np.array([5], np.int32), np.empty(0, np.int32), params))

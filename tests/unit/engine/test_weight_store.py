@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.memory import MemoryShortError, require_memory
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -132,7 +132,7 @@ def test_the_amount_asked_for_is_that_of_the_weights(make_tiny: MakeTiny) -> Non
 
 
 def greedy(executor: CpuExecutor, prompt: list[int], length: int, **config: object) -> list[int]:
-    engine = DynamicInferenceEngine(executor, InferenceConfig(max_sequence_length=512, **config))
+    engine = EngineCore(executor, InferenceConfig(max_sequence_length=512, **config))
     params = SamplingParams(temperature=0, num_tokens_to_generate=length, termination_id=IGNORE_EOS)
     engine.add_request(EngineRequest(0, np.array(prompt, np.int32), np.array([], np.int32), params))
     return [token for _ in range(length) for output in engine.step() for token in output.new_tokens]
@@ -150,7 +150,7 @@ def test_an_update_in_flight_continues_on_the_new_weights(make_tiny: MakeTiny, t
     prompt = list(range(3, 60))
     old, other, executor = (_executor(path) for path in (directory, new, directory))
     config = InferenceConfig(enable_prefix_caching=True, block_size_tokens=16, max_sequence_length=512)
-    engine = DynamicInferenceEngine(executor, config)
+    engine = EngineCore(executor, config)
     params = SamplingParams(temperature=0, num_tokens_to_generate=12, termination_id=IGNORE_EOS)
     engine.add_request(EngineRequest(0, np.array(prompt, np.int32), np.array([], np.int32), params))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_runtime.in_process.answers import answered_request
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 TEXTS = {5: "a", 6: "b"}
@@ -14,14 +14,15 @@ class Texts:
 
 
 def test_prompt_answer_and_segments_get_their_text() -> None:
-    reply = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5, 6]}
-    params = SamplingParams(return_segments=True)
-    request = answered_request(reply, prompt=[5, 5], prompt_tokens=[5, 5], sampling_params=params, text=Texts())
+    prompts = PromptBatch([[5, 5]], SamplingParams(return_segments=True), Texts())
+    prompts.replies[0] = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5, 6]}
+    (request,) = prompts.answers()
     assert (request.prompt, request.generated_text) == ("aa", "ab")
     assert request.generated_segments == ["a", "b"]
 
 
 def test_an_engine_without_text_returns_tokens_only() -> None:
-    reply = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5]}
-    request = answered_request(reply, prompt=[6], prompt_tokens=[6], sampling_params=SamplingParams(), text=None)
+    prompts = PromptBatch([[6]], None, None)
+    prompts.replies[0] = {"request_id": 1, "status": "COMPLETED", "generated_tokens": [5]}
+    (request,) = prompts.answers()
     assert (request.prompt, request.generated_text, request.generated_tokens) == (None, None, [5])

@@ -8,12 +8,12 @@ from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.backends.native.build import build_native
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -35,7 +35,7 @@ def executor_of(model: Path) -> CpuExecutor:
 
 
 def answer(executor: CpuExecutor) -> list[int]:
-    engine = DynamicInferenceEngine(executor, InferenceConfig(max_requests=2, max_sequence_length=128))
+    engine = EngineCore(executor, InferenceConfig(max_requests=2, max_sequence_length=128))
     params = SamplingParams(temperature=0, num_tokens_to_generate=12, termination_id=IGNORE_EOS)
     engine.add_request(EngineRequest(1, np.arange(3, 9, dtype=np.int32), np.array([], np.int32), params))
     tokens: list[int] = []

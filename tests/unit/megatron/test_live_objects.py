@@ -52,7 +52,7 @@ def _generate(rank: int, port: int, send: Send) -> None:
     (answer,) = engine.generate(["5 9 200"], params)
     tokens = answer.generated_tokens
     expected = logits_of(model, [5, 9, 200, *tokens])[2:-1].argmax(-1).tolist()
-    config = engine.config
+    config = engine.core.config
     found = (config.max_requests, config.max_tokens, engine.context.max_sequence_length)
     send((tokens, expected, answer.generated_text, found, context.max_requests, config.buffer_size_gb))
 

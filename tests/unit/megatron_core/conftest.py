@@ -70,7 +70,7 @@ def make(options: dict[str, Any]) -> Iterator[Callable[..., MegatronLLM]]:
     yield construct
     for llm in made:
         llm.shutdown()
-        llm.engine.check_integrity()
+        llm.engine.core.check_integrity()
     assert own_children(recursive=True) <= before
 
 

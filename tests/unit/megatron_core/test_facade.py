@@ -10,8 +10,9 @@ from eventually import LONG_SECONDS
 from own_children import own_children
 
 from megatron_runtime.backends.text import ModelText
-from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig, _llm_base
-from megatron_runtime.megatron_core.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase, default_config
+from megatron_runtime.in_process import builder
+from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
+from megatron_runtime.megatron_core.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase
 from megatron_runtime.megatron_core.config import InferenceConfig
 from megatron_runtime.megatron_core.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -65,8 +66,8 @@ class TestConstruction:
 
     @pytest.mark.parametrize(("free_gb", "cache_gb"), [(4, 1), (1000, 20)])
     def test_the_default_configuration_fits_the_host(self, monkeypatch, free_gb, cache_gb) -> None:
-        monkeypatch.setattr(_llm_base, "available_bytes", lambda: free_gb << 30)
-        assert default_config().buffer_size_gb == cache_gb
+        monkeypatch.setattr(builder, "available_bytes", lambda: free_gb << 30)
+        assert builder.default_config().buffer_size_gb == cache_gb
 
     def test_a_decoder_model_is_accepted(self, make, greedy) -> None:
         first = make()
@@ -220,7 +221,7 @@ class TestDirectMode:
         stream = llm.generate_stream(PROMPT, greedy(200))
         next(stream)
         stream.close()
-        assert not llm.engine.has_work
+        assert not llm.engine.core.has_work
         assert llm.generate([1, 2], greedy(1)).status is Status.COMPLETED
 
     def test_calls_of_several_threads_are_serialised(self, llm, greedy) -> None:
@@ -258,7 +259,7 @@ class TestCoordinatorMode:
             llm.resume()
         future = llm.submit(llm._generate_impl([PROMPT], greedy(20)))
         llm.suspend()
-        assert not llm.engine.executor.has_weights
+        assert not llm.engine.core.executor.has_weights
         llm.resume()
         assert not future.done()
         llm.unpause()
@@ -299,7 +300,7 @@ class TestCoordinatorMode:
         llm.shutdown()
 
     def test_shutdown_does_not_wait_for_a_dead_coordinator(self, make, monkeypatch) -> None:
-        monkeypatch.setattr("megatron_runtime.megatron_core.apis._llm_base.SHUTDOWN_SECONDS", 0.2)
+        monkeypatch.setattr("megatron_runtime.in_process.lifecycle.SHUTDOWN_SECONDS", 0.2)
         monkeypatch.setattr("megatron_runtime.transport.control_calls.ANSWER_MARGIN_SECONDS", 0.2)
         llm = make(use_coordinator=True)
         llm.engine.coordinator.process.kill()
@@ -396,7 +397,7 @@ class TestAsync:
             early = llm.generate_stream(PROMPT, greedy(200))
             await anext(early)
             await early.aclose()
-            assert not llm.engine.has_work
+            assert not llm.engine.core.has_work
             with pytest.raises(RuntimeError, match="use_coordinator=True"):
                 await llm.pause()
             with pytest.raises(ValueError, match="use_coordinator=True"):

@@ -88,9 +88,9 @@ def in_time(call: Callable[[], Any]) -> Any:
 
 def open_requests(llm: MegatronLLM) -> bool:
     if llm._coord_runtime is None:
-        return llm.engine.has_work
+        return llm.engine.core.has_work
     client = llm._coord_runtime.client
-    return bool(client.streams or client.completion_futures) or llm.engine.has_work
+    return bool(client.streams or client.completion_futures) or llm.engine.core.has_work
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def llm(mode: str, common: dict[str, Any]) -> Iterator[MegatronAsyncLLM]:
     llm = MegatronAsyncLLM(**common, use_coordinator=mode == COORDINATOR, allow_direct_mode=True)
     yield llm
     asyncio.run(llm.shutdown())
-    llm.engine.check_integrity()
+    llm.engine.core.check_integrity()
     del llm
     Things().assert_no_more(before)
 
@@ -494,7 +494,7 @@ def test_killed_replicas_and_renderers_fail_no_later_request(build: Any) -> None
 
 def test_an_interrupted_shutdown_leaves_nothing(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = build(use_coordinator=True)
-    monkeypatch.setattr(llm._coord_runtime, "confirmed", lambda _signal: asyncio.Event().wait())
+    monkeypatch.setattr(llm._coord_runtime.lifecycle, "confirmed", lambda _signal: asyncio.Event().wait())
     with alarm(KeyboardInterrupt):
         llm.shutdown()
     llm.shutdown()
@@ -520,7 +520,7 @@ def test_an_engine_that_fails_ends_the_calls_of_a_coordinator(build: Any, monkey
 
     def fail_steps() -> None:
         all_open()
-        monkeypatch.setattr(llm.engine.executor, "execute", fail)
+        monkeypatch.setattr(llm.engine.core.executor, "execute", fail)
         with contextlib.suppress(EngineFailedError):  # the verb may be confirmed first
             llm.unpause()
 
@@ -535,21 +535,21 @@ def test_a_failed_step_fails_the_direct_calls_and_no_later_one(build: Any, monke
     llm = build()
     calls = every_call(llm)
     del calls["wait_for_shutdown"]
-    step = llm.engine.executor.execute
+    step = llm.engine.core.executor.execute
 
     def fail(plan: Any) -> Any:
         if len(plan.query_lengths) > 3 and threading.current_thread().name == "engine":
-            monkeypatch.setattr(llm.engine.executor, "execute", step)
+            monkeypatch.setattr(llm.engine.core.executor, "execute", step)
             raise OnPurposeError("a kernel failed")
         return step(plan)
 
     stream = llm.generate_stream(PROMPT, LONG)
     next(stream)
-    monkeypatch.setattr(llm.engine.executor, "execute", fail)
+    monkeypatch.setattr(llm.engine.core.executor, "execute", fail)
     assert isinstance(in_time(partial(failure_of, calls["generate"])), OnPurposeError)
     assert isinstance(in_time(partial(failure_of, lambda: list(stream))), OnPurposeError | type(None))
     assert in_time(lambda: llm.generate(PROMPT, LONG)).generated_length == 240
-    llm.engine.check_integrity()
+    llm.engine.core.check_integrity()
 
 
 @pytest.mark.parametrize("use_coordinator", [False, True], ids=[DIRECT, COORDINATOR])
@@ -625,7 +625,7 @@ def test_a_list_is_fed_as_fast_as_it_is_served(
 ) -> None:
     if max_queued is not None:
         settings = partial(CoordinatorSettings, max_queued=max_queued)
-        monkeypatch.setattr("megatron_runtime.megatron_core.engines.dynamic_engine.CoordinatorSettings", settings)
+        monkeypatch.setattr("megatron_runtime.in_process.builder.CoordinatorSettings", settings)
     config = InferenceConfig(max_sequence_length=256, buffer_size_gb=0.02, max_requests=8)
     llm = build(use_coordinator=True, inference_config=config)
     most = 0
@@ -655,7 +655,7 @@ def test_a_full_queue_of_others_is_an_error(build: Any, monkeypatch: pytest.Monk
     from megatron_runtime.megatron_core.inference_client import InferenceClient, QueueFullError
 
     settings = partial(CoordinatorSettings, max_queued=1)
-    monkeypatch.setattr("megatron_runtime.megatron_core.engines.dynamic_engine.CoordinatorSettings", settings)
+    monkeypatch.setattr("megatron_runtime.in_process.builder.CoordinatorSettings", settings)
     llm = build(use_coordinator=True)
     llm.pause()
 

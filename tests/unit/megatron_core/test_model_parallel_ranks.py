@@ -54,7 +54,7 @@ RANK = """
             reported["epochs"] = llm.generate([1], params).policy_epoch
 
             async def engines():
-                return {engine.name: engine.ranks for engine in (await llm._client().status()).engines}
+                return {engine.name: engine.ranks for engine in (await llm._coord_runtime.client.status()).engines}
 
             reported["engines"] = llm.run_sync(engines())
         else:

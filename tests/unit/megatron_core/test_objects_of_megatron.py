@@ -60,7 +60,7 @@ def test_an_engine_of_a_controller_and_a_context(
     )
     limits = SimpleNamespace(max_sequence_length=96, max_requests=2, max_tokens=64, buffer_size_gb=0.02)
     engine = DynamicInferenceEngine(controller, SimpleNamespace(config=limits))
-    assert (engine.config.max_requests, engine.context.max_sequence_length) == (2, 96)
+    assert (engine.core.config.max_requests, engine.context.max_sequence_length) == (2, 96)
     (answer,) = engine.generate([PROMPT], greedy(4))
     assert len(answer.generated_tokens) == 4
 

@@ -32,7 +32,7 @@ RANK = """
             reported["answers"] = [one.generated_tokens for one in llm.generate([[n, 1] for n in range(12)], params)]
 
             async def names():
-                return sorted(engine.name for engine in (await llm._client().status()).engines)
+                return sorted(engine.name for engine in (await llm._coord_runtime.client.status()).engines)
 
             reported["engines"] = llm.run_sync(names())
         else:
@@ -52,7 +52,7 @@ RANK = """
             llm.unpause()
         if not llm.is_primary_rank:
             llm.wait_for_shutdown()
-            reported["steps"] = llm.engine.stats().generation_tokens
+            reported["steps"] = llm.engine.core.stats().generation_tokens
         llm.shutdown()
         print(json.dumps(reported), flush=True)
         torch.distributed.destroy_process_group()

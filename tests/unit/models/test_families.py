@@ -15,9 +15,9 @@ from random_checkpoint import CONFIGS
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import (
     LinearScaling,
     Llama3Scaling,
@@ -108,7 +108,7 @@ def answer(executor: CpuExecutor, prompts: Sequence[list[int]], *, max_tokens: i
     config = InferenceConfig(
         max_sequence_length=256, max_tokens=max_tokens, max_requests=8, enable_chunked_prefill=True
     )
-    engine = DynamicInferenceEngine(executor, config)
+    engine = EngineCore(executor, config)
     for number, prompt in enumerate(prompts):
         params = SamplingParams(
             temperature=0,

@@ -8,10 +8,10 @@ from random_checkpoint import all_tensors
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.models.tensors import Checkpoint
 from megatron_runtime.requests.config import InferenceConfig
@@ -50,7 +50,7 @@ def test_greedy_answers_are_those_of_transformers() -> None:
     source = resolve(MODEL)
     executor = CpuExecutor(source, dtype="float32", kv_cache_memory=64 << 20, threads=1)
     executor.load()
-    engine = DynamicInferenceEngine(executor, InferenceConfig(max_sequence_length=256))
+    engine = EngineCore(executor, InferenceConfig(max_sequence_length=256))
     prompts = list(PROMPTS.values())[: soak.size(2, soak=len(PROMPTS))]
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, termination_id=IGNORE_EOS)

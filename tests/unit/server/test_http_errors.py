@@ -11,9 +11,9 @@ import pytest
 from hostile_grammars import chained_references, chained_rules, nested_arrays
 
 from megatron_runtime.client.rejection import (
-    EngineFailedError,
     InvalidRequestError,
     ModelChangedError,
+    RequestFailedError,
     RequestRejectedError,
 )
 
@@ -305,7 +305,7 @@ async def test_a_parameter_that_no_engine_supports_is_named_by_its_field(running
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_ends_engines_is_reported_as_final(running: Any, stream: bool, caplog: Any) -> None:
     """OpenAI's clients repeat a request after any 5xx, unless the answer forbids it."""
-    running.backend.reject = EngineFailedError(500, "request 00ff ended 3 engines")
+    running.backend.reject = RequestFailedError(500, "request 00ff ended 3 engines")
     reply = await running.chat(stream=stream)
     assert reply.status_code == 500
     assert (error_of(reply)["code"], error_of(reply)["type"]) == ("engine_failed", "server_error")

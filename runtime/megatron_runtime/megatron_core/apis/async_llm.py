@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from functools import partial
 from typing import Any, Self
 
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.in_process.front_end import ServeConfig
 from megatron_runtime.in_process.streams import AsyncChunkIterator, ReadChunk
 from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.async_stream import AsyncStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -40,10 +41,10 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
         Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
         """
-        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        listed, is_batch = self._prepare(prompts, multi_modal_data)
         if not listed:
             return []
-        generating = self._generate_impl(listed, params)
+        generating = self._generate_impl(listed, sampling_params)
         answers = await (self._manager().run_async(generating) if self._use_coordinator else generating)
         return answers if is_batch else answers[0]
 
@@ -54,21 +55,13 @@ class MegatronAsyncLLM(_MegatronLLMBase):
 
         aclose() aborts the request, as leaving a loop over the iterator and cancelling its task do.
         """
-        single, params = self._prepare_stream(prompt, sampling_params)
+        single = self._prepare_stream(prompt)
 
         async def begin() -> tuple[AsyncStream, ReadChunk]:
-            loop = asyncio.get_running_loop()
-            tokens = await asyncio.to_thread(self._engine.tokenize_or_fail, single, params)
-            return self._open_stream(single, tokens, params, partial(AsyncStream, None, loop=loop))
+            prompts = await asyncio.to_thread(PromptBatch, [single], sampling_params, self._engine.text)
+            return self._open_stream(prompts, partial(AsyncStream, None, loop=asyncio.get_running_loop()))
 
-        async def settle() -> None:
-            if not self._use_coordinator:
-                await asyncio.to_thread(self._engine.settle)
-            elif self._loop_manager is not None:
-                with contextlib.suppress(RuntimeError):  # it was shut down
-                    await self._loop_manager.run_async(asyncio.sleep(0))
-
-        return AsyncChunkIterator(begin, settle)
+        return AsyncChunkIterator(begin, partial(asyncio.to_thread, self._settle))
 
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
@@ -94,18 +87,18 @@ class MegatronAsyncLLM(_MegatronLLMBase):
                 in memory; every rank makes the call, and may train on when it returns.
         epoch:  None: one more than the present epoch.
         """
-        await self._manager().run_async(self._update_weights_impl(source, epoch))
+        await self._manager().run_async(self._lifecycle().update_weights(source, epoch))
 
     async def set_generation_epoch(self, epoch: int) -> None:
         """Label tokens that are sampled from now on with `epoch`."""
-        await self._manager().run_async(self._verb("set_generation_epoch", epoch))
+        await self._manager().run_async(self._lifecycle().verb(Header.SET_GENERATION_EPOCH, epoch=epoch))
 
     async def shutdown(self) -> None:
         """Stop the engines and the coordinator. Idempotent.
 
         In direct mode end open calls, and the threads and processes that they started; later calls are allowed.
         """
-        await asyncio.to_thread(self._shut_down if self._use_coordinator else self._engine.close_calls)
+        await asyncio.to_thread(self._shut_down if self._use_coordinator else self._engine.calls.close)
 
     async def wait_for_shutdown(self) -> None:
         """Wait until this rank's engine has stopped. Does nothing in direct mode."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from functools import partial
 from typing import Any, Self
 
+from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.in_process.front_end import ServeConfig
 from megatron_runtime.in_process.streams import ChunkIterator, ReadChunk
 from megatron_runtime.megatron_core.apis._llm_base import Prompts, _MegatronLLMBase
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.async_stream import BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -33,13 +32,13 @@ class MegatronLLM(_MegatronLLMBase):
 
         Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
         """
-        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        listed, is_batch = self._prepare(prompts, multi_modal_data)
         if not listed:
             return []
         if self._use_coordinator:
-            answers = self._manager().run_sync(self._generate_impl(listed, params))
+            answers = self._manager().run_sync(self._generate_impl(listed, sampling_params))
         else:
-            answers = self._engine.generate(listed, params)
+            answers = self._engine.generate(listed, sampling_params)
         return answers if is_batch else answers[0]
 
     def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> ChunkIterator:
@@ -47,22 +46,14 @@ class MegatronLLM(_MegatronLLMBase):
 
         Other calls may run meanwhile. close() aborts the request, as leaving a loop over the iterator does.
         """
-        single, params = self._prepare_stream(prompt, sampling_params)
+        single = self._prepare_stream(prompt)
 
         def begin() -> tuple[BlockingStream, ReadChunk]:
             if self._use_coordinator:
                 self._manager().require_other_thread("generate_stream()")
-            tokens = self._engine.tokenize_or_fail(single, params)
-            return self._open_stream(single, tokens, params, partial(BlockingStream, None))
+            return self._open_stream(PromptBatch([single], sampling_params, self._engine.text), BlockingStream)
 
-        def settle() -> None:
-            if not self._use_coordinator:
-                self._engine.settle()
-            elif self._loop_manager is not None:
-                with contextlib.suppress(RuntimeError):  # it was shut down, or this is its own thread
-                    self._loop_manager.run_sync(asyncio.sleep(0))
-
-        return ChunkIterator(begin, settle)
+        return ChunkIterator(begin, self._settle)
 
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
@@ -88,11 +79,11 @@ class MegatronLLM(_MegatronLLMBase):
                 in memory; every rank makes the call, and may train on when it returns.
         epoch:  None: one more than the present epoch.
         """
-        self._manager().run_sync(self._update_weights_impl(source, epoch))
+        self._manager().run_sync(self._lifecycle().update_weights(source, epoch))
 
     def set_generation_epoch(self, epoch: int) -> None:
         """Label tokens that are sampled from now on with `epoch`."""
-        self._manager().run_sync(self._verb("set_generation_epoch", epoch))
+        self._manager().run_sync(self._lifecycle().verb(Header.SET_GENERATION_EPOCH, epoch=epoch))
 
     def shutdown(self) -> None:
         """Stop the engines and the coordinator. Idempotent.
@@ -102,7 +93,7 @@ class MegatronLLM(_MegatronLLMBase):
         if self._use_coordinator:
             self._shut_down()
         else:
-            self._engine.close_calls()
+            self._engine.calls.close()
 
     def wait_for_shutdown(self) -> None:
         """Wait until this rank's engine has stopped. Does nothing in direct mode."""

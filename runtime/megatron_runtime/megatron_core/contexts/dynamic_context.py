@@ -4,6 +4,7 @@ from megatron_runtime.backends.native.kv.dynamic_context import DynamicInference
 from megatron_runtime.requests.errors import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
+    ContextOverflowError,
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
     TensorStateDeallocatedError,
@@ -13,6 +14,7 @@ from megatron_runtime.requests.errors import (
 __all__ = [
     "ActiveRequestCountOverflowError",
     "BlockOverflowError",
+    "ContextOverflowError",
     "DynamicInferenceContext",
     "MaxSequenceLengthOverflowError",
     "RequestOverflowError",

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from megatron_runtime.client.coordinator_client import RequestOptions
 from megatron_runtime.client.pending import TOKEN_BYTES
-from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
+from megatron_runtime.client.rejection import ModelChangedError, RequestFailedError, RequestRejectedError
 from megatron_runtime.process import tracing
 from megatron_runtime.process.tracing import Span
 from megatron_runtime.server.auth import ApiKey, tenant_salt
@@ -362,7 +362,7 @@ def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
         }
         if isinstance(error, ModelChangedError):
             details["type"] = "model_changed"
-        elif isinstance(error, EngineFailedError):
+        elif isinstance(error, RequestFailedError):
             logger.error("engine_failed: %s", error)
             details |= {"type": "engine_failed", "is_transient": False}
         elif error.field is not None:

@@ -1,0 +1,101 @@
+"""Calls of generate() and generate_stream() through a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from megatron_runtime.client.coordinator_client import CoordinatorClient
+from megatron_runtime.client.rejection import DeadlineExceededError, QueueFullError, RequestRejectedError
+from megatron_runtime.in_process.answers import PromptBatch
+from megatron_runtime.in_process.calls import MakeStream
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.async_stream import AnyStream
+from megatron_runtime.requests.request import DynamicInferenceRequest
+
+RETRY_SECONDS = 1.0
+"""After a rejection without a time."""
+
+
+class ClientCalls:
+    """Sends the prompts of all calls of this program, and reads their answers. Made on the client's event loop.
+
+    places: prompts that answer() submits at once, in all calls together.
+    raise_failure: raises the error that ended the coordinator or the last engine, if there is one.
+    """
+
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        *,
+        places: int,
+        raise_failure: Callable[[], object],
+    ) -> None:
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._raise_failure = raise_failure
+        self._answered = self._submitted = 0
+        """Prompts of answer() that were answered, and those that are submitted now."""
+        self._place_count = places
+        self._places = asyncio.Semaphore(places)
+
+    def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream]) -> AnyStream:
+        """Submit the only prompt of a call, from any thread, and return its stream."""
+        self._raise_failure()
+
+        def abort(request_id: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
+                self._loop.call_soon_threadsafe(self._client.abort_request, request_id)
+
+        return self._client.add_request_to_stream(
+            prompts.tokens[0], prompts.params[0], lambda request_id: make_stream(partial(abort, request_id))
+        )
+
+    async def answer(self, prompts: PromptBatch) -> list[DynamicInferenceRequest]:
+        """Return the answers. Only as many prompts are submitted as the engines can take soon.
+
+        Call it on the connection's loop. Raises the RequestRejectedError of a reason that is not in the prompt itself.
+        """
+        numbers = iter(prompts.sent)
+
+        async def work() -> None:
+            for number in numbers:
+                await self._answer_one(prompts, number)
+
+        workers = [asyncio.create_task(work()) for _ in range(min(len(prompts.sent), self._place_count))]
+        try:
+            await asyncio.gather(*workers)
+        except BaseException:
+            for worker in workers:
+                worker.cancel()
+            raise
+        return prompts.answers()
+
+    async def _answer_one(self, prompts: PromptBatch, number: int) -> None:
+        while True:
+            async with self._places:  # in order of arrival, so calls take turns
+                self._raise_failure()
+                answered = self._answered
+                self._submitted += 1
+                try:
+                    reply = await self._client.add_request(prompts.tokens[number], prompts.params[number])
+                    prompts.replies[number] = reply
+                    self._answered += 1
+                    return
+                except (QueueFullError, DeadlineExceededError) as error:
+                    # If others are answered, or will be, this one will be answered later.
+                    if self._answered == answered and (
+                        self._submitted == 1 or isinstance(error, DeadlineExceededError)
+                    ):
+                        raise
+                    seconds = error.retry_after_seconds or RETRY_SECONDS
+                except RequestRejectedError as error:
+                    if error.is_transient:
+                        raise
+                    prompts.fail(number, ErrorCode(error.code), str(error))
+                    return
+                finally:
+                    self._submitted -= 1
+            await asyncio.sleep(seconds)
