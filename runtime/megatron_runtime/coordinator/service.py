@@ -22,7 +22,7 @@ from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.records import Ended, Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.environment import Access, Tokenizer
+from megatron_runtime.coordinator.environment import Access, PromptTokenizer
 from megatron_runtime.coordinator.pair import Pair
 from megatron_runtime.coordinator.plain.peers import PlainPeers
 from megatron_runtime.process import tracing
@@ -37,7 +37,7 @@ from megatron_runtime.transport.zmtp.connection import Connection
 from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
 from megatron_runtime.transport.zmtp.router import Router
 
-__all__ = ["Coordinator", "Tokenizer", "run", "serve"]
+__all__ = ["Coordinator", "PromptTokenizer", "run", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class Coordinator:
         self,
         settings: CoordinatorSettings,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: PromptTokenizer | None = None,
         on_bound: OnBound | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -468,7 +468,9 @@ def _trace(tracer: Tracer, ended: Ended, *, wall_offset: float) -> None:
     tracer.record("coordinate", traceparent=traceparent, start=start, end=end, attributes=attributes, error=error)
 
 
-def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None) -> None:
+def run(
+    settings: CoordinatorSettings, *, tokenizer: PromptTokenizer | None = None, on_bound: OnBound | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises BindError if a port is taken, KeyFileError if a key is missing.
@@ -479,7 +481,7 @@ def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on
 
 
 async def serve(
-    settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None
+    settings: CoordinatorSettings, *, tokenizer: PromptTokenizer | None = None, on_bound: OnBound | None = None
 ) -> None:
     tracer = tracer_from_environment("megatron-coordinator")
     coordinator = Coordinator(settings, tokenizer=tokenizer, on_bound=on_bound, tracer=tracer)

@@ -16,10 +16,8 @@ TWICE: dict[str, frozenset[str]] = {
         {
             "EngineFailedError",  # client, in_process
             "RequestRejectedError",  # client, requests
-            "Router",  # coordinator, transport
             "Service",  # in_process, server
             "Status",  # protocol, requests (Megatron-Core's name)
-            "Tokenizer",  # coordinator, tokenization
         }
     ),
     "operator": frozenset(),

@@ -16,10 +16,10 @@ from megatron_runtime.coordinator.core.membership import Membership
 from megatron_runtime.coordinator.core.quotas import Quotas
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
-from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.coordinator.environment import Access, TextPrompts, Tokenizer
+from megatron_runtime.coordinator.environment import Access, PromptTokenizer, TextPrompts
 from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
@@ -69,14 +69,14 @@ class CoordinatorCore:
         *,
         now: float,
         randbits: Callable[[int], int],
-        tokenizer: Tokenizer | None = None,
+        tokenizer: PromptTokenizer | None = None,
         access: Access | None = None,
     ) -> None:
         self.context = context = Context(settings, now=now, randbits=randbits)
         self.engines = context.engines
         self.clients = context.clients
         self.counters = context.counters
-        self.router = Router(
+        self.router = EngineRouter(
             settings.routing_policy,
             alpha=settings.alpha,
             block_size_tokens=settings.block_size_tokens,

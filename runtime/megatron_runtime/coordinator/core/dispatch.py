@@ -20,7 +20,7 @@ from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, 
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.rejections import RETRY_AFTER_SECONDS, Rejection
-from megatron_runtime.coordinator.core.routing import PromptHashes, Router
+from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import TextPrompts
 from megatron_runtime.process.logs import of_request
@@ -48,7 +48,7 @@ SEARCH_AGAIN_SECONDS = 0.1
 class Dispatcher:
     """Owns the tables of open requests and the quarantine."""
 
-    def __init__(self, context: Context, router: Router, verbs: Verbs, texts: TextPrompts) -> None:
+    def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, texts: TextPrompts) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
