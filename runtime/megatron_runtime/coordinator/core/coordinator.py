@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.context import SHARED_PORT, Context
-from megatron_runtime.coordinator.core.dispatch import RETRY_AFTER_SECONDS, Dispatcher
+from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.membership import Membership
 from megatron_runtime.coordinator.core.quotas import Quotas
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
@@ -218,8 +219,7 @@ class CoordinatorCore:
     def _engines_stopped(self) -> None:
         self.engines.stopped = True
         for entry in self.dispatcher.journal:
-            message = "the engines were stopped"
-            self.dispatcher.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
+            self.dispatcher.fail(entry, rejections.unavailable("stopped"))
 
     # --- reports ------------------------------------------------------------------------------------------------
 

@@ -304,10 +304,10 @@ class Entry:
     crash_position: generated tokens at the last of them; None if unknown.
     progress:   tokens that a reserved engine reports of a request that does not stream.
     tenant:     the tenant whose share of the engines it counts against.
-    admitted_bytes: its cost in the journal when it was admitted.
+    admitted_bytes: its cost in the journal when it arrived.
     is_replay:  it waits because its engine was lost, and is dispatched before others.
     moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
-    dispatched_at, dispatches: its first dispatch, None before, and their number.
+    dispatched_at, dispatches: its first dispatch that an engine's connection accepted, None before, and their number.
     """
 
     uid: bytes
@@ -318,8 +318,8 @@ class Entry:
     params: bytes
     generated: bytearray
     arrived: float
-    deadline: float | None = None
-    model: str = ""
+    deadline: float | None
+    model: str
     adapter: Adapter | None = None
     details: list[tuple[int, bytes | Extras]] = field(default_factory=list)
     details_bytes: int = 0
@@ -398,6 +398,12 @@ class Ended(NamedTuple):
     engine: str
     at: float
     error: str
+
+    @property
+    def queue_seconds(self) -> float:
+        """From its arrival to its first dispatch, or to its end without one."""
+        dispatched_at = self.entry.dispatched_at
+        return (self.at if dispatched_at is None else dispatched_at) - self.entry.arrived
 
 
 class Levels:
