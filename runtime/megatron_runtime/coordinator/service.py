@@ -454,10 +454,9 @@ class Coordinator:
 def _trace(tracer: Tracer, ended: Ended, *, wall_offset: float) -> None:
     """Record the span of a request that ended. wall_offset: as of Context."""
     entry, engine, at, error = ended
-    queued = (at if entry.dispatched_at is None else entry.dispatched_at) - entry.arrived
     attributes: dict[str, str | int | float | None] = {
         tracing.REQUEST_ID: entry.meta.request_id or entry.uid.hex(),
-        tracing.TIME_IN_QUEUE: queued,
+        tracing.TIME_IN_QUEUE: ended.queue_seconds,
         tracing.END_TO_END: at - entry.arrived,
         "megatron.uid": entry.uid.hex(),
         "megatron.engine": engine or None,

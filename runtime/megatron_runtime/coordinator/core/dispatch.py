@@ -281,6 +281,9 @@ class Dispatcher:
         if entry is None:
             return
         self._engines.load_changed(engine)
+        entry.dispatches -= 1
+        if not entry.dispatches:
+            entry.dispatched_at = None
         if entry.meta.engine:
             self._reject_pinned(entry)
         else:

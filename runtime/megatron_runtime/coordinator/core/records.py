@@ -286,7 +286,7 @@ class Extras:
         return self._uids
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
     """One open request.
 
