@@ -52,6 +52,7 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
+from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.addresses import CoordinatorAddresses
@@ -205,6 +206,7 @@ class EngineWorker:
             started_ms=self._started_ms,
             backend=info.name,
             lacks=info.lacks or None,
+            parameters=KNOWN_PARAMETERS,
         )
 
     def _heartbeat(self, incarnation: int) -> Heartbeat:

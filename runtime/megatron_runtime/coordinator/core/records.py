@@ -28,6 +28,7 @@ from megatron_runtime.protocol.messages import (
     RequestMeta,
     values_of_map,
 )
+from megatron_runtime.requests.capabilities import FIRST_PARAMETERS, is_parameter
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +133,7 @@ class Engine:
     tokenizes: it accepts text prompts.
     backend:   name of its backend; empty: not announced.
     lacks:     features that requests may need and that it announced not to have.
+    parameters: sampling parameters that it knows.
     started_ms: when its process started; 0: unknown.
     full:      its connection accepted no more, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
@@ -164,6 +166,7 @@ class Engine:
     tokenizes: bool = False
     backend: str = ""
     lacks: frozenset[str] = frozenset()
+    parameters: frozenset[str] = FIRST_PARAMETERS
     started_ms: int = 0
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
@@ -206,7 +209,10 @@ class Engine:
 
     def lacking(self, needs: str) -> str:
         """Return the first of the `needs` of a request that it lacks; empty: it has all."""
-        return next((name for name in needs.split() if name in self.lacks), "")
+        return next((name for name in needs.split() if self._lacks(name)), "")
+
+    def _lacks(self, need: str) -> bool:
+        return need not in self.parameters if is_parameter(need) else need in self.lacks
 
     def forget_adapters(self) -> None:
         self.adapters, self.adapter_errors = frozenset(), {}
@@ -228,6 +234,7 @@ class Engine:
         self.tokenizes = hello.tokenizes
         self.backend = hello.backend or ""
         self.lacks = frozenset(hello.lacks or ())
+        self.parameters = FIRST_PARAMETERS if hello.parameters is None else frozenset(hello.parameters)
         self.started_ms = hello.started_ms or 0
         if hello.state is not None:
             self.state = hello.state

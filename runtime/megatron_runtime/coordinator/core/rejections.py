@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_runtime.coordinator.core.records import Engine, Entry
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.requests.capabilities import described
+from megatron_runtime.requests.capabilities import described, is_parameter
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -80,7 +80,12 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
     engines = [engine for engine in serving if engine.has_model(entry.model) and name not in engine.adapter_errors]
     if not engines or not all(engine.lacking(needs) for engine in engines):
         return None
-    parameter, feature = described(engines[0].lacking(needs))
+    missing = engines[0].lacking(needs)
+    if is_parameter(missing):
+        message = f"sampling parameter {missing} is of a later release than every engine that may answer: "
+        message += "use its default, or upgrade the engines"
+        return Rejection(ErrorCode.INVALID_REQUEST, message, field=missing)
+    parameter, feature = described(missing)
     backends = ", ".join(sorted({repr(engine.backend) for engine in engines}))
     which = f"which no engine that may answer supports (backend {backends})"
     message = f"sampling parameter {parameter} needs {feature}, {which}: use its default, or add another backend"
