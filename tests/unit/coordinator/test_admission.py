@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.coordinator.core.admission import CHECKS, Admission, AdmissionCheck, Verdict
+from megatron_runtime.coordinator.core.admission import CHECKS, AdmissionCheck, AdmissionControl, Verdict
 from megatron_runtime.coordinator.core.records import Entry
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
@@ -90,7 +90,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def recorded(check: AdmissionCheck) -> AdmissionCheck:
-        def look(admission: Admission, entry: Entry) -> Verdict | None:
+        def look(admission: AdmissionControl, entry: Entry) -> Verdict | None:
             verdict = check.look(admission, entry)
             if verdict is not None:
                 names.append(check.name)

@@ -28,7 +28,7 @@ Verdict: TypeAlias = Rejection | Admitted
 
 
 @dataclass(kw_only=True)
-class Admission:
+class AdmissionControl:
     """Decides about requests that are in no table yet.
 
     has_room: whether an engine takes one more request now.
@@ -116,17 +116,17 @@ class AdmissionCheck:
     """A reason not to dispatch a request when it arrives. look: None if it does not apply."""
 
     name: str
-    look: Callable[[Admission, Entry], Verdict | None]
+    look: Callable[[AdmissionControl, Entry], Verdict | None]
 
 
 CHECKS = (
-    AdmissionCheck("the engines are stopped", Admission._is_stopped),
-    AdmissionCheck("its adapter is not in the list", Admission._has_no_adapter),
-    AdmissionCheck("its only engine may not answer it", Admission._engine_is_wrong),
-    AdmissionCheck("no engine supports its parameters", Admission._is_unsupported),
+    AdmissionCheck("the engines are stopped", AdmissionControl._is_stopped),
+    AdmissionCheck("its adapter is not in the list", AdmissionControl._has_no_adapter),
+    AdmissionCheck("its only engine may not answer it", AdmissionControl._engine_is_wrong),
+    AdmissionCheck("no engine supports its parameters", AdmissionControl._is_unsupported),
     # These two may end the request of another tenant, so they come after all that concerns this request alone.
-    AdmissionCheck("the queue is full", Admission._queue_is_full),
-    AdmissionCheck("the journal is full", Admission._journal_is_full),
-    AdmissionCheck("it must wait", Admission._must_wait),
+    AdmissionCheck("the queue is full", AdmissionControl._queue_is_full),
+    AdmissionCheck("the journal is full", AdmissionControl._journal_is_full),
+    AdmissionCheck("it must wait", AdmissionControl._must_wait),
 )
 """The checks of a request that arrives, in their order."""

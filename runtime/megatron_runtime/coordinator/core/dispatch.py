@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable
 
 from megatron_runtime.coordinator.core import rejections
-from megatron_runtime.coordinator.core.admission import Admission, Admitted
+from megatron_runtime.coordinator.core.admission import AdmissionControl, Admitted
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
@@ -57,7 +57,7 @@ class Dispatcher:
         self.quarantine = Quarantine(
             context, requeue=self._requeue, fail=self.fail, reject_unanswerable=self._reject_unanswerable
         )
-        self._admission = Admission(
+        self._admission = AdmissionControl(
             context=context,
             verbs=verbs,
             journal=self.journal,

@@ -12,9 +12,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.environment import PeerId
+from megatron_runtime.process.metrics import counter
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -460,9 +461,8 @@ class Band:
     tenants: Levels = field(default_factory=Levels)
 
 
-def _counter(metric: str, description: str) -> Any:
-    """A field of Counters, with the name (after `megatron_coordinator_`) and the description of its metric."""
-    return field(default=0, metadata={"metric": metric, "description": description})
+LOSSES = "Replays and engines lost"
+"""Title of a panel of the dashboard."""
 
 
 @dataclass(slots=True)
@@ -471,18 +471,20 @@ class Counters:
 
     rejected: Counter[str] = field(default_factory=Counter)
     """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
-    replays: int = _counter("replays", "Requests dispatched again because their engine was lost.")
-    moved: int = _counter("moved_requests", "Requests taken from an engine to make room for another tenant.")
-    stale: int = _counter("stale_answers", "Answers of engines that were not the next of their request.")
-    late: int = _counter("late_answers", "Final answers of engines that had been removed, delivered.")
-    evicted_blocks: int = _counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
-    completed: int = _counter("completed_requests", "Requests that got their final answer from an engine.")
-    error_answers: int = _counter("refused_requests", "Requests that the coordinator answered with an error.")
-    aborted: int = _counter("aborted_requests", "Requests aborted by their client, or because it left.")
-    over_limit: int = _counter("over_limit_requests", "Requests rejected because of the limits of their API key.")
-    partials: int = _counter("partials", "Partial answers received from engines.")
-    engines_lost: int = _counter("engines_lost", "Engines removed because they left, failed or sent no heartbeat.")
-    engine_crashes: int = _counter("engine_crashes", "Engines that crashed while they had requests.")
-    suspects: int = _counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
-    acquitted: int = _counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
-    poison_requests: int = _counter("poison_requests", "Requests failed because they end engines.")
+    replays: int = counter("replays", "Requests dispatched again because their engine was lost.", panel=LOSSES)
+    moved: int = counter("moved_requests", "Requests taken from an engine to make room for another tenant.")
+    stale: int = counter("stale_answers", "Answers of engines that were not the next of their request.")
+    late: int = counter("late_answers", "Final answers of engines that had been removed, delivered.")
+    evicted_blocks: int = counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
+    completed: int = counter("completed_requests", "Requests that got their final answer from an engine.")
+    error_answers: int = counter("refused_requests", "Requests that the coordinator answered with an error.")
+    aborted: int = counter("aborted_requests", "Requests aborted by their client, or because it left.")
+    over_limit: int = counter("over_limit_requests", "Requests rejected because of the limits of their API key.")
+    partials: int = counter("partials", "Partial answers received from engines.")
+    engines_lost: int = counter(
+        "engines_lost", "Engines removed because they left, failed or sent no heartbeat.", panel=LOSSES
+    )
+    engine_crashes: int = counter("engine_crashes", "Engines that crashed while they had requests.")
+    suspects: int = counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
+    acquitted: int = counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
+    poison_requests: int = counter("poison_requests", "Requests failed because they end engines.")
