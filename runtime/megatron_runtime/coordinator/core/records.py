@@ -6,8 +6,6 @@ is known to its client, to its tenant and, once dispatched, to its engine.
 
 from __future__ import annotations
 
-import logging
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,21 +15,17 @@ from typing import NamedTuple, TypeAlias
 from megatron_runtime.coordinator.environment import PeerId
 from megatron_runtime.process.metrics import counter
 from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.protocol.limits import UID_BYTES
 from megatron_runtime.protocol.messages import (
     ControlCommit,
     EngineStatus,
     Frames,
     Hello,
-    MalformedMessageError,
     RequestMeta,
-    values_of_map,
 )
 from megatron_runtime.requests.capabilities import FIRST_PARAMETERS, is_parameter
-
-logger = logging.getLogger(__name__)
 
 _RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
@@ -255,43 +249,6 @@ class Engine:
             digest=self.digest,
             source=self.source or "",
         )
-
-
-class Extras:
-    """The log-probs in one PARTIAL, packed, of every request in it, with the place of each.
-
-    raw: `extras` of the message. All requests of the message share this object, so the places are found once.
-    """
-
-    __slots__ = ("_bounds", "_raw", "_uids")
-
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
-        self._uids: bytes | None = None
-        self._bounds = array("I")
-
-    def of(self, uid: bytes) -> bytes:
-        """Return the packed details of one request; empty if there are none."""
-        uids = self._uids if self._uids is not None else self._index()
-        at = uids.find(uid)
-        while at >= 0 and at % UID_BYTES:
-            at = uids.find(uid, at + 1)
-        if at < 0:
-            return b""
-        begin, end = self._bounds[2 * (at // UID_BYTES) :][:2]
-        return self._raw[begin:end]
-
-    def _index(self) -> bytes:
-        uids = []
-        try:
-            for uid, begin, end in values_of_map(self._raw):
-                if isinstance(uid, bytes) and len(uid) == UID_BYTES:
-                    uids.append(uid)
-                    self._bounds.extend((begin, end))
-        except MalformedMessageError as error:
-            logger.warning("the extras of a partial cannot be read: %s", error)
-        self._uids = b"".join(uids)
-        return self._uids
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
