@@ -14,7 +14,6 @@ from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.context import SHARED_PORT, Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.membership import Membership
-from megatron_runtime.coordinator.core.quotas import Quotas
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import EngineRouter
@@ -46,6 +45,7 @@ from megatron_runtime.protocol.messages import (
     block_hashes_from_bytes,
     decode,
 )
+from megatron_runtime.requests.quotas import Quotas
 
 logger = logging.getLogger(__name__)
 
