@@ -24,7 +24,7 @@ from megatron_runtime.coordinator.core.records import Ended, Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.environment import Access, PromptTokenizer
 from megatron_runtime.coordinator.pair import Pair
-from megatron_runtime.coordinator.plain.peers import PlainPeers
+from megatron_runtime.coordinator.plain.peers import PLAIN_PORTS, PlainPeers
 from megatron_runtime.process import tracing
 from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.scheduler_hints import request_scheduler_slices
@@ -373,7 +373,8 @@ class Coordinator:
         if self._pair is not None and not self._pair.passes(peer, self.transport.key_of(peer), frames):
             return
         try:
-            if not self.plain.receive(peer, frames):
+            # Engines and administrators of Megatron-Core use the shared port.
+            if peer[0] not in PLAIN_PORTS or not self.plain.receive(peer, frames):
                 self.core.received(self._time(), peer, frames)
         finally:
             self._perform()
@@ -393,14 +394,16 @@ class Coordinator:
     def _perform(self) -> None:
         """Perform the effects of the last event, and arm the timer for the next one."""
         context, plain = self._context, self.plain
-        plain.deliver()
+        translators = plain.translators
+        if plain.messages:
+            plain.deliver()
         while effects := context.effects:
             context.effects = []
-            send, translators = self.transport.send, plain.translators
+            send = self.transport.send
             rejected: list[tuple[PeerId, Frames, bool]] = []
             for peer, frames in effects:
                 if frames:
-                    translator = translators.get(peer)
+                    translator = translators.get(peer) if translators else None
                     if not (send(peer, frames) if translator is None else translator.send(frames)):
                         is_gone = translator is None and not self.transport.is_connected(peer)
                         rejected.append((peer, frames, is_gone))
@@ -410,7 +413,8 @@ class Coordinator:
                     self.transport.cut(peer)
             if rejected:
                 self.core.not_sent(rejected)
-            plain.deliver()
+            if plain.messages:
+                plain.deliver()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
         if self._tracer is not None and context.ended:

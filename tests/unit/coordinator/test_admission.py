@@ -22,7 +22,7 @@ NAMES = [
     "no engine supports its parameters",
     "the queue is full",
     "the journal is full",
-    "it must wait",
+    "other requests wait, or no engine may be given one",
 ]
 
 
@@ -64,7 +64,7 @@ CASES: list[tuple[str, Callable[[Scene], None], dict[str, Any], dict[str, Any], 
     ("no engine supports its parameters", lacking, {}, {"needs": "PRIORITY"}, ErrorCode.INVALID_REQUEST),
     ("the queue is full", full_queue, {"max_queued": 2}, {"tenant": "other"}, ErrorCode.QUEUE_FULL),
     ("the journal is full", full_journal, {}, {}, ErrorCode.QUEUE_FULL),
-    ("it must wait", busy, {}, {}, "waits"),
+    (NAMES[-1], stopped, {}, {}, "waits"),
 ]
 
 
@@ -159,6 +159,13 @@ def test_a_request_that_no_engine_supports_is_rejected_while_the_engines_are_bus
     scene = all_at_once()
     busy(scene)
     assert outcome(scene, needs="PRIORITY") == ErrorCode.INVALID_REQUEST
+
+
+def test_a_request_waits_for_an_engine_that_has_no_room(decided: list[str]) -> None:
+    scene = all_at_once()
+    busy(scene)
+    assert (outcome(scene), decided) == ("waits", []), "no check decides: no engine could be chosen"
+    assert (outcome(scene, number=2), decided) == ("waits", [NAMES[-1]])
 
 
 def test_a_full_queue_comes_before_waiting() -> None:

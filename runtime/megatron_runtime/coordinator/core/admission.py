@@ -19,7 +19,7 @@ class Admitted(Enum):
     """What happens to a request that is not rejected."""
 
     NOW = auto()
-    """It is dispatched at once."""
+    """It is dispatched at once, if an engine has room."""
     LATER = auto()
     """It waits in the queue."""
 
@@ -31,8 +31,7 @@ Verdict: TypeAlias = Rejection | Admitted
 class AdmissionControl:
     """Decides about requests that are in no table yet.
 
-    has_room: whether an engine takes one more request now.
-    fail:     ends a waiting request of another tenant with this error, to make room.
+    fail: ends a waiting request of another tenant with this error, to make room.
     """
 
     context: Context
@@ -40,7 +39,6 @@ class AdmissionControl:
     journal: Journal
     queue: WaitingQueue
     tenants: Tenants
-    has_room: Callable[[], bool]
     fail: Callable[[Entry, Rejection], None]
 
     def decide(self, entry: Entry) -> Verdict:
@@ -54,10 +52,11 @@ class AdmissionControl:
     # --- checks -------------------------------------------------------------------------------------------------
 
     def _is_stopped(self, _: Entry) -> Rejection | None:
-        verbs, engines = self.verbs, self.context.engines
-        if not (engines.stopped or (verbs.holds and self.context.settings.pause_mode == "Reject")):
-            return None
-        return rejections.unavailable("stopped" if engines.stopped else verbs.state.value.lower())
+        if self.context.engines.stopped:
+            return rejections.unavailable("stopped")
+        if self.context.settings.pause_mode == "Reject" and self.verbs.holds:
+            return rejections.unavailable(self.verbs.state.value.lower())
+        return None
 
     def _has_no_adapter(self, entry: Entry) -> Rejection | None:
         return rejections.adapter_changed(entry, self.verbs.adapters) if entry.meta.adapter else None
@@ -86,9 +85,8 @@ class AdmissionControl:
         return None
 
     def _must_wait(self, entry: Entry) -> Admitted | None:
-        if entry.meta.engine or (not self.queue.length and self.verbs.may_dispatch and self.has_room()):
-            return None
-        return Admitted.LATER
+        waits = not entry.meta.engine and (self.queue.length or not self.verbs.may_dispatch)
+        return Admitted.LATER if waits else None
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
         """The queue, or by bytes the journal, is full: reject the last waiting request of the tenant that has the most.
@@ -127,6 +125,6 @@ CHECKS = (
     # These two may end the request of another tenant, so they come after all that concerns this request alone.
     AdmissionCheck("the queue is full", AdmissionControl._queue_is_full),
     AdmissionCheck("the journal is full", AdmissionControl._journal_is_full),
-    AdmissionCheck("it must wait", AdmissionControl._must_wait),
+    AdmissionCheck("other requests wait, or no engine may be given one", AdmissionControl._must_wait),
 )
 """The checks of a request that arrives, in their order."""

@@ -63,7 +63,6 @@ class Dispatcher:
             journal=self.journal,
             queue=self.queue,
             tenants=self.tenants,
-            has_room=self._has_room,
             fail=self.fail,
         )
         self.next_search = 0.0
@@ -122,15 +121,16 @@ class Dispatcher:
         self.journal.add(entry)
         self.tenants.opened(entry)
         client.open[uid] = entry
-        if verdict is Admitted.NOW:  # it does not pass through the queue
-            engine = self._engines.named(meta.engine) if meta.engine else None
-            if engine is not None:
-                self._dispatch(entry, engine)
-            else:
-                self._offer(entry)
-            if entry.engine is not None or not entry.is_open:
-                return
-        self._wait(entry)
+        if verdict is Admitted.LATER or not self._begin(entry):
+            self._wait(entry)
+
+    def _begin(self, entry: Entry) -> bool:
+        """Dispatch, or reject, a request that has not been in the queue. False if no engine that may has room."""
+        engine = self._engines.named(entry.meta.engine) if entry.meta.engine else self._choose(entry)
+        if engine is not None:
+            self._dispatch(entry, engine)
+            return True
+        return self._has_room() and self._reject_unanswerable(entry)
 
     def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
         if entry.client is not client:
