@@ -25,6 +25,7 @@ class Admitted(Enum):
 
 
 Verdict: TypeAlias = Rejection | Admitted
+NOW, LATER = Admitted  # see _RUNNING of records.py
 
 
 @dataclass(kw_only=True)
@@ -47,7 +48,7 @@ class AdmissionControl:
             verdict = check.look(self, entry)
             if verdict is not None:
                 return verdict
-        return Admitted.NOW
+        return NOW
 
     # --- checks -------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class AdmissionControl:
 
     def _must_wait(self, entry: Entry) -> Admitted | None:
         waits = not entry.meta.engine and (self.queue.length or not self.verbs.may_dispatch)
-        return Admitted.LATER if waits else None
+        return LATER if waits else None
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
         """The queue, or by bytes the journal, is full: reject the last waiting request of the tenant that has the most.

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable
 
 from megatron_runtime.coordinator.core import rejections
-from megatron_runtime.coordinator.core.admission import AdmissionControl, Admitted
+from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
@@ -121,7 +121,7 @@ class Dispatcher:
         self.journal.add(entry)
         self.tenants.opened(entry)
         client.open[uid] = entry
-        if verdict is Admitted.LATER or not self._begin(entry):
+        if verdict is LATER or not self._begin(entry):
             self._wait(entry)
 
     def _begin(self, entry: Entry) -> bool:
