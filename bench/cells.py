@@ -35,7 +35,7 @@ from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.cli.options import COUNTS
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, Router
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, EngineRouter
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.protocol import limits, messages
 from megatron_runtime.protocol import strict_json as json
@@ -181,7 +181,7 @@ def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int
 
 def bytes_per_block() -> float:
     """Return the growth of resident memory for each block that the router knows of an engine."""
-    router = Router(RoutingPolicy.LONGEST_PREFIX, block_size_tokens=BLOCK_TOKENS)
+    router = EngineRouter(RoutingPolicy.LONGEST_PREFIX, block_size_tokens=BLOCK_TOKENS)
     engine = Engine("engine-0", (Role.ENGINE, b"0"), 1, 0, 0.0)
     hashes = [random.Random(1).getrandbits(63) + number for number in range(MAX_KNOWN_BLOCKS)]
     before = psutil.Process().memory_info().rss

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 import uvloop
@@ -38,20 +38,12 @@ class UnbatchedDealer(Dealer):
         return is_sent
 
 
-class UnbatchedLink(PeerLink):
-    """A connection that this process's event loop reads. libzmq would read it in a thread."""
-
-    def __init__(self, address: str, **options: Any) -> None:
-        super().__init__(address, connect=self._connect_dealer, **options)
-
-    def _connect_dealer(self, _keys: object) -> Dealer:
-        most = limits.MAX_ENGINE_MESSAGE_BYTES
-        return UnbatchedDealer(self.address, self.receive, on_open=self.say_hello, max_message_bytes=most)
+open_unbatched = partial(UnbatchedDealer, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
 
 
 async def measure(*, rate: int, **load: int) -> list[Figure]:
     """Measure requests at a fixed rate. load: of Bench.start()."""
-    bench = Bench.start(link=UnbatchedLink, **load)
+    bench = Bench.start(open_socket=open_unbatched, **load)
     sent: dict[bytes, float] = {}
     received: dict[bytes, float] = {}
 

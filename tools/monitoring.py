@@ -1,8 +1,16 @@
-"""Alert rules and the Grafana dashboard, as plain data. A test checks that every metric here exists."""
+"""Alert rules and the Grafana dashboard, as plain data. A test checks that every metric here exists.
+
+A panel of a single metric of coordinator or engine is declared with the metric (megatron_runtime.process.metrics).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import Any, TypeAlias
+
+from megatron_runtime.coordinator.core.records import Counters
+from megatron_runtime.engine.engine_request import BackendStats
+from megatron_runtime.process.metrics import declared
 
 Object = dict[str, Any]
 
@@ -104,34 +112,44 @@ def alert_rules() -> Object:
     return {"groups": [{"name": "megatron-inference", "rules": ALERTS}]}
 
 
-PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+Curve: TypeAlias = tuple[str, str]
+"""Expression and legend."""
+Panel: TypeAlias = tuple[str, str, tuple[Curve, ...]]
+"""Title, unit and curves."""
+
+
+def quantiles(histogram: str) -> tuple[Curve, ...]:
+    """Return the median and the 99th percentile of the last five minutes."""
+    rate = f"sum by (le) (rate({histogram}_bucket[5m]))"
+    return tuple((f"histogram_quantile({q}, {rate})", f"p{int(q * 100)}") for q in (0.5, 0.99))
+
+
+def declared_panels() -> tuple[Panel, ...]:
+    """Return the panels that metrics name in their declaration, of which those with the same title share one."""
+    units: dict[str, str] = {}
+    curves: defaultdict[str, list[Curve]] = defaultdict(list)
+    for record, prefix in ((Counters, "megatron_coordinator_"), (BackendStats, "megatron_")):
+        for _, metric in declared(record):
+            if metric.panel:
+                name, legend = prefix + metric.name, metric.name.replace("_", " ")
+                units[metric.panel] = "s" if metric.name.endswith("_seconds") else "short"
+                if metric.kind == "histogram":
+                    curves[metric.panel] += quantiles(name)
+                elif metric.kind == "counter":
+                    curves[metric.panel].append((f"sum(increase({name}_total[5m]))", legend))
+                else:
+                    curves[metric.panel].append((f"sum by (pod) ({name})", "{{pod}}"))
+    return tuple((title, units[title], tuple(found)) for title, found in curves.items())
+
+
+PANELS: tuple[Panel, ...] = (
     (
         "Tokens generated",
         "short",
         (("sum by (model_name) (rate(megatron_generation_tokens_total[1m]))", "{{model_name}}"),),
     ),
-    (
-        "Time to first token",
-        "s",
-        tuple(
-            (
-                f"histogram_quantile({q}, sum by (le) (rate(megatron_time_to_first_token_seconds_bucket[5m])))",
-                f"p{int(q * 100)}",
-            )
-            for q in (0.5, 0.99)
-        ),
-    ),
-    (
-        "Time between tokens",
-        "s",
-        tuple(
-            (
-                f"histogram_quantile({q}, sum by (le) (rate(megatron_inter_token_latency_seconds_bucket[5m])))",
-                f"p{int(q * 100)}",
-            )
-            for q in (0.5, 0.99)
-        ),
-    ),
+    ("Time to first token", "s", quantiles("megatron_time_to_first_token_seconds")),
+    ("Time between tokens", "s", quantiles("megatron_inter_token_latency_seconds")),
     ("Answers by status", "short", (("sum by (status) (rate(megatron_http_responses_total[1m]))", "{{status}}"),)),
     (
         "Waiting for an engine",
@@ -139,17 +157,8 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         (("sum by (namespace) (megatron_coordinator_queued_requests)", "{{namespace}}"),),
     ),
     ("In flight by engine", "short", (("sum by (engine) (megatron_coordinator_in_flight_requests)", "{{engine}}"),)),
-    ("Waiting inside engines", "short", (("sum by (pod) (megatron_num_requests_waiting)", "{{pod}}"),)),
     ("KV cache in use", "percentunit", (("megatron_kv_cache_usage_perc", "{{pod}}"),)),
     ("Epoch of the weights", "short", (("max by (namespace, pod) (megatron_generation_epoch)", "{{pod}}"),)),
-    (
-        "Replays and engines lost",
-        "short",
-        (
-            ("sum(increase(megatron_coordinator_replays_total[5m]))", "requests replayed"),
-            ("sum(increase(megatron_coordinator_engines_lost_total[5m]))", "engines lost"),
-        ),
-    ),
     ("Resources by state", "short", (("sum by (state) (megatron_operator_resource_state)", "{{state}}"),)),
     (
         "Duration of verbs, p99",
@@ -181,8 +190,8 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ),
         ),
     ),
+    *declared_panels(),
 )
-"""A panel: title, unit, and (expression, legend) of each curve."""
 
 
 def dashboard() -> Object:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Control, ControlAck, Error, Hello, Message, StatusReply
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.control_calls import ControlCalls
 from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
 from megatron_runtime.transport.security import PeerKeys
@@ -23,7 +24,7 @@ class ControlLink:
         self.errors: list[Error] = []
         self._name = name or f"admin-{uuid.uuid4().hex[:12]}"
         self._link = PeerLink(
-            coordinator_address(address),
+            CoordinatorAddresses(coordinator_address(address)),
             keys=keys,
             hello=lambda incarnation: Hello(role=Role.ADMIN, name=self._name, incarnation=incarnation),
             on_ack=lambda _ack, _forgotten: self._calls.resend(),
@@ -41,7 +42,7 @@ class ControlLink:
         return self._link.coordinator_incarnation
 
     async def start(self, *, connect_timeout_seconds: float = 10.0) -> None:
-        """Connect. With a timeout of 0, return at once and connect in the background.
+        """Connect.
 
         Raises CoordinatorUnreachableError or HandshakeRejectedError. The link is closed then.
         """

@@ -63,6 +63,7 @@ class ScriptedEngine:
     adapters: the list that it has; None: its release has no adapters.
     adapter_errors: why adapters of the list are not loaded.
     backend, lacks: its backend and the features that it lacks; None: its release announces neither.
+    parameters: the sampling parameters that it knows; None: its release announces none.
     reply_fields: further fields of its replies.
     log_prob: of every token; None: its replies have none.
     """
@@ -83,6 +84,7 @@ class ScriptedEngine:
     adapter_errors: dict[str, str] = field(default_factory=dict)
     backend: str | None = None
     lacks: tuple[str, ...] | None = None
+    parameters: tuple[str, ...] | None = None
     reply_fields: dict[str, Any] = field(default_factory=dict)
     log_prob: float | None = None
     block_size_tokens: int = 16
@@ -143,6 +145,7 @@ class ScriptedEngine:
             block_size_tokens=self.block_size_tokens,
             backend=self.backend,
             lacks=self.lacks,
+            parameters=self.parameters,
         )
 
     def say_hello(self) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_operator.decision.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
@@ -36,7 +37,8 @@ from megatron_runtime.protocol.messages import (
     Status,
     StatusReply,
 )
-from megatron_runtime.transport.peer_link import PeerLink
+from megatron_runtime.transport.addresses import CoordinatorAddresses
+from megatron_runtime.transport.peer_link import LinkTiming, PeerLink
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer
 
@@ -149,8 +151,7 @@ class CoordinatorLink:
         if not addresses:
             return
         self._link = PeerLink(
-            addresses[0],
-            others=addresses[1:],
+            CoordinatorAddresses(*addresses, learns=False),
             keys=keys,
             hello=lambda incarnation: Hello(role=Role.ADMIN, name=PEER_NAME, incarnation=incarnation),
             heartbeat=None,
@@ -158,10 +159,10 @@ class CoordinatorLink:
             on_message=self._on_message,
             on_lost=self._forget_registration,
             on_malformed=self._on_malformed,
-            connect=self._connect,
-            tick_seconds=self._timings.hello_retry,
-            silence_seconds=self._timings.silence,
-            other_key_seconds=self._timings.other_key,
+            open_socket=self._open_socket,
+            timing=LinkTiming(
+                tick=self._timings.hello_retry, silence=self._timings.silence, other_key=self._timings.other_key
+            ),
         )
         self._link.open()
         if self._task is None:
@@ -270,16 +271,19 @@ class CoordinatorLink:
 
     # --- the connection -------------------------------------------------------------------------------------------
 
-    def _connect(self, keys: PeerKeys | None) -> Dealer:
+    def _open_socket(
+        self,
+        address: str,
+        on_message: Callable[[Frames], None],
+        /,
+        *,
+        on_open: Callable[[], None],
+        keys: PeerKeys | None,
+        **_: object,
+    ) -> Dealer:
         """Open a DEALER with bounded memory. It sends on an open connection only: no signal is delivered later."""
-        assert self._link is not None
-        return Dealer(
-            self._address,
-            self._receive,
-            on_open=self._link.say_hello,
-            keys=keys,
-            max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES,
-        )
+        receive = partial(self._receive, on_message)
+        return Dealer(address, receive, on_open=on_open, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
 
     def _disconnect(self, error: str) -> None:
         link, self._link = self._link, None
@@ -305,7 +309,7 @@ class CoordinatorLink:
     def _send(self, frames: Frames) -> bool:
         return self._link is not None and self._registered.is_set() and self._link.send(frames)
 
-    def _receive(self, frames: Frames) -> None:
+    def _receive(self, on_message: Callable[[Frames], None], frames: Frames) -> None:
         """Count a message, and disconnect from a coordinator that sends too much."""
         if self._link is None:
             return
@@ -317,7 +321,7 @@ class CoordinatorLink:
         if self._knows_engines:
             self._known_at = now
         if messages < MAX_MESSAGES_A_SECOND and self._second[2] <= MAX_BYTES_A_SECOND:
-            self._link.receive(frames)
+            on_message(frames)
             return
         self._fault = f"more than {MAX_MESSAGES_A_SECOND} messages or {MAX_BYTES_A_SECOND} bytes in a second"
         logger.warning("coordinator disconnected", extra={"address": self._address, "error": self._fault})

@@ -16,6 +16,7 @@ from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Control, Hello
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
 from megatron_runtime.transport.peer_link import PeerLink
 
@@ -64,7 +65,7 @@ async def _is_ready(url: str) -> bool:
 async def _set_adapters(adapters: AdapterList, *, admin: str) -> None:
     """Have every engine load the adapters. Raises ClickException with engine, adapter and cause."""
     link = PeerLink(
-        admin,
+        CoordinatorAddresses(admin),
         keys=None,
         hello=lambda incarnation: Hello(role=Role.ADMIN, name="megatron-serve", incarnation=incarnation),
         on_ack=lambda ack, forgotten: None,

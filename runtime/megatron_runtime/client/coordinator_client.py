@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from megatron_runtime.client.pending import (
     PendingRequest,
@@ -43,16 +43,20 @@ from megatron_runtime.protocol.messages import (
 )
 from megatron_runtime.requests.async_stream import AnyStream, AsyncStream
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.control_calls import ControlCalls
-from megatron_runtime.transport.peer_link import GOODBYE_LINGER_MS, PeerLink, PeerSocket, coordinator_address
+from megatron_runtime.transport.peer_link import (
+    GOODBYE_LINGER_MS,
+    OpenSocket,
+    PeerLink,
+    coordinator_address,
+    open_dealer,
+)
 from megatron_runtime.transport.security import PeerKeys
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Connect: TypeAlias = Callable[[PeerLink, PeerKeys | None], PeerSocket]
-"""Opens a socket to `address` of the link that passes each message to its receive()."""
 
 DEADLINE_MARGIN_SECONDS = 5.0
 """Added to a request's deadline before the client fails the request itself, so that the coordinator answers first."""
@@ -94,7 +98,7 @@ class CoordinatorClient:
     model:      hash of the model that requests are made for; engines with another model do not answer. Empty: any.
     records:    the engine also returns the text and the times of an answer.
     read_reply: converts the map of an answer for its future. A ValueError, TypeError or KeyError fails the request.
-    connect:    opens the socket; None: a DEALER of transport/zmtp.
+    open_socket: opens the connection.
     on_stopped: called once, on the connection's loop, when the client has stopped.
     """
 
@@ -107,7 +111,7 @@ class CoordinatorClient:
         model: str = "",
         records: bool = False,
         read_reply: Callable[[dict[str, Any], SamplingParams], Any] = lambda reply, _: reply,
-        connect: Connect | None = None,
+        open_socket: OpenSocket = open_dealer,
         on_stopped: Callable[[], object] = lambda: None,
     ) -> None:
         self.next_request_id = 0
@@ -120,12 +124,12 @@ class CoordinatorClient:
         self._on_stopped = on_stopped
         self.name = name or f"client-{uuid.uuid4().hex[:12]}"
         self._link = PeerLink(
-            coordinator_address(address),
+            CoordinatorAddresses(coordinator_address(address)),
             keys=keys,
             hello=lambda incarnation: Hello(role=Role.CLIENT, name=self.name, incarnation=incarnation, model=model),
             on_ack=self._on_ack,
             on_message=self._on_message,
-            connect=None if connect is None else lambda used_keys: connect(self._link, used_keys),
+            open_socket=open_socket,
         )
         self.adapters = AdapterList()
         """The adapters that requests may name, as far as this client knows."""
@@ -158,6 +162,9 @@ class CoordinatorClient:
         if self._stopped:
             return
         self._loop = asyncio.get_running_loop()
+        if not connect_timeout_seconds:
+            self._link.open()
+            return
         try:
             await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
         except BaseException:

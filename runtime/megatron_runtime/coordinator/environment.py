@@ -37,7 +37,7 @@ class Access:
         return 0
 
 
-class Tokenizer(Protocol):
+class PromptTokenizer(Protocol):
     """Tokenizes text prompts. With `detokenize(tokens)` too, clients of Megatron-Core get the text of their answers."""
 
     def tokenize(self, text: str) -> list[int]: ...
@@ -50,7 +50,7 @@ class TextPrompts:
     needs_tokens: the choice of the engine needs them.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, *, needs_tokens: bool) -> None:
+    def __init__(self, tokenizer: PromptTokenizer | None, *, needs_tokens: bool) -> None:
         self.tokenizer = tokenizer
         self._needs_tokens = needs_tokens
 

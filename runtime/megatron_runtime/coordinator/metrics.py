@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
+from megatron_runtime.process.metrics import families, labelled
 from megatron_runtime.protocol.lifecycle import CoordinatorState
 
 _PREFIX = "megatron_coordinator_"
@@ -38,24 +38,18 @@ class CoordinatorMetrics(Collector):
             ("active", "1 if it serves; 0 if it is the standby of another coordinator.", coordinator.context.active),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value=value)
-        state = GaugeMetricFamily(_PREFIX + "state", "1 for the current state.", labels=["state"])
-        for candidate in CoordinatorState:
-            state.add_metric([candidate.value], float(candidate is coordinator.verbs.state))
-        yield state
-        in_flight = GaugeMetricFamily(_PREFIX + "in_flight_requests", "Requests given to an engine.", labels=["engine"])
-        serving = GaugeMetricFamily(_PREFIX + "engine_serving", "1 if it serves.", labels=["engine"])
-        for engine in coordinator.engines:
-            in_flight.add_metric([engine.name], len(engine.in_flight))
-            serving.add_metric([engine.name], float(engine.serving))
-        yield in_flight
-        yield serving
+        states = ((state.value, coordinator.verbs.state is state) for state in CoordinatorState)
+        yield labelled(_gauge("state", "1 for the current state.", "state"), states)
+        in_flight = ((engine.name, len(engine.in_flight)) for engine in coordinator.engines)
+        yield labelled(_gauge("in_flight_requests", "Requests given to an engine.", "engine"), in_flight)
+        serving = ((engine.name, engine.serving) for engine in coordinator.engines)
+        yield labelled(_gauge("engine_serving", "1 if it serves.", "engine"), serving)
+        rejected = {"malformed": 0, "wrong_role": 0, "unknown_peer": 0, **counters.rejected}
+        rejected["key_not_admitted"] = coordinator.access.rejected()
         text = "Frames dropped and connections rejected, by reason."
-        rejected = CounterMetricFamily(_PREFIX + "rejected_frames", text, labels=["reason"])
-        for reason in sorted({"malformed", "wrong_role", "unknown_peer", *counters.rejected}):
-            rejected.add_metric([reason], counters.rejected[reason])
-        rejected.add_metric(["key_not_admitted"], coordinator.access.rejected())
-        yield rejected
-        for field in fields(counters):
-            if "metric" in field.metadata:
-                name, text = field.metadata["metric"], field.metadata["description"]
-                yield CounterMetricFamily(_PREFIX + name, text, value=getattr(counters, field.name))
+        yield labelled(CounterMetricFamily(_PREFIX + "rejected_frames", text, labels=["reason"]), rejected.items())
+        yield from families(counters, _PREFIX)
+
+
+def _gauge(name: str, text: str, label: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(_PREFIX + name, text, labels=[label])

@@ -22,9 +22,9 @@ from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.records import Ended, Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.environment import Access, Tokenizer
+from megatron_runtime.coordinator.environment import Access, PromptTokenizer
 from megatron_runtime.coordinator.pair import Pair
-from megatron_runtime.coordinator.plain.peers import PlainPeers
+from megatron_runtime.coordinator.plain.peers import PLAIN_PORTS, PlainPeers
 from megatron_runtime.process import tracing
 from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.scheduler_hints import request_scheduler_slices
@@ -37,7 +37,7 @@ from megatron_runtime.transport.zmtp.connection import Connection
 from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
 from megatron_runtime.transport.zmtp.router import Router
 
-__all__ = ["Coordinator", "Tokenizer", "run", "serve"]
+__all__ = ["Coordinator", "PromptTokenizer", "run", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class Coordinator:
         self,
         settings: CoordinatorSettings,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: PromptTokenizer | None = None,
         on_bound: OnBound | None = None,
         tracer: Tracer | None = None,
     ) -> None:
@@ -373,7 +373,8 @@ class Coordinator:
         if self._pair is not None and not self._pair.passes(peer, self.transport.key_of(peer), frames):
             return
         try:
-            if not self.plain.receive(peer, frames):
+            # Engines and administrators of Megatron-Core use the shared port.
+            if peer[0] not in PLAIN_PORTS or not self.plain.receive(peer, frames):
                 self.core.received(self._time(), peer, frames)
         finally:
             self._perform()
@@ -393,14 +394,16 @@ class Coordinator:
     def _perform(self) -> None:
         """Perform the effects of the last event, and arm the timer for the next one."""
         context, plain = self._context, self.plain
-        plain.deliver()
+        translators = plain.translators
+        if plain.messages:
+            plain.deliver()
         while effects := context.effects:
             context.effects = []
-            send, translators = self.transport.send, plain.translators
+            send = self.transport.send
             rejected: list[tuple[PeerId, Frames, bool]] = []
             for peer, frames in effects:
                 if frames:
-                    translator = translators.get(peer)
+                    translator = translators.get(peer) if translators else None
                     if not (send(peer, frames) if translator is None else translator.send(frames)):
                         is_gone = translator is None and not self.transport.is_connected(peer)
                         rejected.append((peer, frames, is_gone))
@@ -410,7 +413,8 @@ class Coordinator:
                     self.transport.cut(peer)
             if rejected:
                 self.core.not_sent(rejected)
-            plain.deliver()
+            if plain.messages:
+                plain.deliver()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
         if self._tracer is not None and context.ended:
@@ -454,10 +458,9 @@ class Coordinator:
 def _trace(tracer: Tracer, ended: Ended, *, wall_offset: float) -> None:
     """Record the span of a request that ended. wall_offset: as of Context."""
     entry, engine, at, error = ended
-    queued = (at if entry.dispatched_at is None else entry.dispatched_at) - entry.arrived
     attributes: dict[str, str | int | float | None] = {
         tracing.REQUEST_ID: entry.meta.request_id or entry.uid.hex(),
-        tracing.TIME_IN_QUEUE: queued,
+        tracing.TIME_IN_QUEUE: ended.queue_seconds,
         tracing.END_TO_END: at - entry.arrived,
         "megatron.uid": entry.uid.hex(),
         "megatron.engine": engine or None,
@@ -468,7 +471,9 @@ def _trace(tracer: Tracer, ended: Ended, *, wall_offset: float) -> None:
     tracer.record("coordinate", traceparent=traceparent, start=start, end=end, attributes=attributes, error=error)
 
 
-def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None) -> None:
+def run(
+    settings: CoordinatorSettings, *, tokenizer: PromptTokenizer | None = None, on_bound: OnBound | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises BindError if a port is taken, KeyFileError if a key is missing.
@@ -479,7 +484,7 @@ def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on
 
 
 async def serve(
-    settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None
+    settings: CoordinatorSettings, *, tokenizer: PromptTokenizer | None = None, on_bound: OnBound | None = None
 ) -> None:
     tracer = tracer_from_environment("megatron-coordinator")
     coordinator = Coordinator(settings, tokenizer=tokenizer, on_bound=on_bound, tracer=tracer)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy.typing as npt
 
+from megatron_runtime.process.metrics import Histogram, counter, gauge, histogram
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
@@ -175,20 +175,8 @@ class RequestOutput:
     routing: npt.NDArray[Any] | None = None
 
 
-@dataclass(slots=True)
-class StepSizes:
-    """Histogram of the number of tokens per step.
-
-    counts: steps up to each of BOUNDS, and steps above the last.
-    """
-
-    BOUNDS: ClassVar = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-    counts: list[int] = field(default_factory=lambda: [0] * (len(StepSizes.BOUNDS) + 1))
-    tokens: int = 0
-
-    def add(self, tokens: int) -> None:
-        self.counts[bisect_left(self.BOUNDS, tokens)] += 1
-        self.tokens += tokens
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds of the histogram of the number of tokens per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,23 +185,28 @@ class BackendStats:
 
     steps, last_step: number of finished engine steps, and the end of the last one (time.monotonic()).
     weights_digest:   of the weights that were loaded last; empty before, or if the backend computes none.
-    failed_rows:      requests that failed alone in a step, because no token could be sampled for them.
-    kv_usage:         share of the KV cache in use, 0 to 1.
-    prefix_cache_queries, prefix_cache_hits: prompt tokens looked up in the prefix cache, and found.
     prefix_coordination_waits: steps that a request waited while another request computed its prefix.
     """
 
-    steps: int = 0
+    steps: int = counter("engine_steps", "engine steps; 0 with vLLM")
     last_step: float | None = None
     weights_digest: str = ""
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    step_sizes: StepSizes = field(default_factory=StepSizes)
-    preemptions: int = 0
-    failed_rows: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
+    num_running: int = gauge("num_requests_running", "requests being generated", vllm=True)
+    num_waiting: int = gauge(
+        "num_requests_waiting", "requests waiting for a slot or for pages", vllm=True, panel="Waiting inside engines"
+    )
+    kv_usage: float = gauge("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", vllm=True)
+    prompt_tokens: int = counter("prompt_tokens", "prompt tokens computed", vllm=True)
+    generation_tokens: int = counter("generation_tokens", "tokens generated", vllm=True)
+    step_sizes: Histogram = histogram(
+        "iteration_tokens_total", "tokens of a step; empty with vLLM", bounds=STEP_SIZES, vllm=True
+    )
+    preemptions: int = counter("num_preemptions", "preempted requests, whose KV was computed again", vllm=True)
+    failed_rows: int = counter(
+        "engine_failed_rows", "requests that failed in a step, without harm to others; 0 with vLLM"
+    )
+    prefix_cache_queries: int = counter(
+        "prefix_cache_queries", "prompt tokens looked up in the prefix cache", vllm=True
+    )
+    prefix_cache_hits: int = counter("prefix_cache_hits", "prompt tokens found in the prefix cache", vllm=True)
     prefix_coordination_waits: int = 0

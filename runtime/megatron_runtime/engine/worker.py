@@ -52,8 +52,10 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
+from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.peer_link import (
     CoordinatorUnreachableError,
     PeerLink,
@@ -112,7 +114,7 @@ class EngineWorker:
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
-            coordinator_address(settings.coordinator),
+            CoordinatorAddresses(coordinator_address(settings.coordinator)),
             keys=PeerKeys.load(settings.keys_dir, Role.ENGINE) if settings.keys_dir is not None else None,
             hello=self._hello,
             heartbeat=self._heartbeat,
@@ -145,7 +147,7 @@ class EngineWorker:
             await health.start()
         controller = asyncio.create_task(self._control_loop())
         registration = asyncio.create_task(self._report_until_registered())
-        await self._link.start(connect_timeout_seconds=0)
+        self._link.open()
         try:
             await self.ended.wait()
         finally:
@@ -204,6 +206,7 @@ class EngineWorker:
             started_ms=self._started_ms,
             backend=info.name,
             lacks=info.lacks or None,
+            parameters=KNOWN_PARAMETERS,
         )
 
     def _heartbeat(self, incarnation: int) -> Heartbeat:

@@ -28,7 +28,7 @@ from megatron_runtime.megatron_core._plain_coordinator import GreetingSocket
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header
-from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply, pack
+from megatron_runtime.protocol.messages import Control, ControlAck, Frames, StatusReply, pack
 from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -36,7 +36,6 @@ from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import (
     CoordinatorUnreachableError,
     HandshakeRejectedError,
-    PeerLink,
     coordinator_address,
 )
 from megatron_runtime.transport.security import PeerKeys
@@ -102,7 +101,7 @@ class InferenceClient:
             model=model,
             records=deserialize is not False if records is None else records,
             read_reply=self._result,
-            connect=self._connect,
+            open_socket=self._open_socket,
             on_stopped=self._on_stopped,
         )
         """The client of this project's protocol that this one is built on."""
@@ -149,15 +148,17 @@ class InferenceClient:
         socket.connect(address)
         return socket
 
-    def _connect(self, link: PeerLink, keys: PeerKeys | None) -> GreetingSocket:
+    def _open_socket(
+        self, address: str, on_message: Callable[[Frames], None], /, *, keys: PeerKeys | None, **_: object
+    ) -> GreetingSocket:
         early, self._early = self._early, None
         if early is not None and early[1] == keys:
             self._close_early.detach()
             self.socket = early[0]
         else:
             self._close_early()
-            self.socket = self._dealer(link.address, keys)
-        return GreetingSocket(self.socket, link.receive)
+            self.socket = self._dealer(address, keys)
+        return GreetingSocket(self.socket, on_message)
 
     def _on_stopped(self) -> None:
         if self.listener_task is not None and not self.listener_task.get_loop().is_closed():

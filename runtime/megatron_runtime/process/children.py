@@ -7,16 +7,27 @@ of a group at once, and the parent must end its children in order.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
+import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 PARENT_VARIABLE = "MEGATRON_PARENT_PID"
 """A parent sets it for its children, which end when the parent ends for any reason."""
 END_SIGNAL = signal.SIGINT
 """Ends a child in order."""
+
+STOP_SECONDS = 10.0
+ENDED_SECONDS = 1.0
+LAST_LINES = 10
+"""Of a child's messages, for an error."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,6 +82,83 @@ def end_with_parent() -> None:
 def end_signals() -> tuple[signal.Signals, ...]:
     """Return the signals that end this process in order. Call it after end_with_parent()."""
     return (END_SIGNAL,) if _is_child else (signal.SIGTERM, signal.SIGINT)
+
+
+class WatchedChild:
+    """A module as a child process, whose messages are copied to standard error and whose end is reported.
+
+    what:  names it in the description of its end.
+    ended: describes how the process ended, when it has, for whatever reason. Callbacks run on a thread.
+    """
+
+    def __init__(self, what: str, module: str, *arguments: str) -> None:
+        self.ended: Future[str] = Future()
+        self._what = what
+        self._lock = threading.Lock()
+        errors, child_errors = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                module_command(module, *arguments),
+                env=child_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=child_errors,
+            )
+        except BaseException:
+            os.close(errors)
+            raise
+        finally:
+            os.close(child_errors)
+        threading.Thread(target=self._watch, args=(errors,), name=f"end of {what}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def exchange(self, line: bytes, *, seconds: float) -> bytes:
+        """Write a line to its standard input, and return the first line of its standard output.
+
+        Raises an OSError, TimeoutError after `seconds`, or ValueError if it ended before.
+        """
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
+        if not ready:
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        answer: bytes = self.process.stdout.readline()
+        if not answer:
+            raise ValueError("the process ended before it answered")
+        return answer
+
+    def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
+        """End the process: END_SIGNAL, then, after the grace time, SIGKILL. Blocks until it has ended. Idempotent."""
+        with self._lock, self.process:  # the process closes its pipes and is waited for
+            self.process.send_signal(END_SIGNAL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace_seconds)
+            self.process.kill()
+        with contextlib.suppress(TimeoutError):  # another process may hold a copy of its standard error
+            self.ended.result(ENDED_SECONDS)
+
+    def _watch(self, errors: int) -> None:
+        """Copy what the process writes to the pipe `errors` to this process's standard error until it ends."""
+        lines: deque[bytes] = deque(maxlen=LAST_LINES)
+        with open(errors, "rb") as pipe:
+            for line in pipe:
+                lines.append(line)
+                with contextlib.suppress(OSError):
+                    os.write(2, line)
+        status = self.process.wait()
+        how = f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        if status == -signal.SIGKILL:
+            how += ", which the kernel sends if memory runs out"
+        last = b"".join(lines).decode(errors="replace").strip()
+        self.ended.set_result(
+            f"{self._what}, process {self.process.pid}, ended with {how}; "
+            + (f"its last lines: {last}" if last else "it wrote no message")
+        )
 
 
 _is_child = False

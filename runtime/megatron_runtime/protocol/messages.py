@@ -124,6 +124,8 @@ class Hello(ControlMessage):
     lacks: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_LACKS)] | None = None
     """Engines: names of the features that requests may need and that it does not have. None: it lacks none, or is of a
     release that does not announce it."""
+    parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
+    """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
 
 
 class HelloAck(ControlMessage):

@@ -35,7 +35,8 @@ class RequestMeta(NamedTuple):
     traceparent: str = ""
     """W3C trace context of the span that sent the request. Empty: the request is not traced."""
     needs: str = ""
-    """Names of the features that an engine must have to answer, separated by spaces. Empty: every engine may."""
+    """Names of the features that an engine must have, and of the sampling parameters that it must know, to answer;
+    separated by spaces. Empty: every engine may."""
 
     def items(self) -> tuple[Any, ...]:
         """The elements to send. Optional ones are left out if they, and those after them, are empty."""

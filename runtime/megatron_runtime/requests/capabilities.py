@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -56,16 +57,47 @@ NEEDS = (
 """Every sampling parameter that some backend does not support."""
 
 
+KNOWN_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
+"""The sampling parameters that engines of this release know."""
+FIRST_PARAMETERS = frozenset(
+    {
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "bad_words", "structured_output", "num_tokens_to_generate", "num_tokens_total", "min_tokens"),
+        *("termination_id", "stop_token_ids", "stop_words", "detokenize_stop_sequence", "seed", "return_log_probs"),
+        *("top_n_logprobs", "skip_prompt_log_probs", "return_prompt_top_n_logprobs", "return_hidden_state"),
+        *("return_prompt_tokens", "return_segments", "return_record", "add_BOS", "streaming", "streaming_interval"),
+        *("priority", "cache_salt"),
+    }
+)
+"""Those of release 0.1, which every engine knows. Never changed: a parameter that is added later is a need."""
+LATER_PARAMETERS: dict[str, Any] = {
+    field.name: field.default for field in fields(SamplingParams) if field.name not in FIRST_PARAMETERS
+}
+"""The others with their defaults. An engine that does not announce them would ignore them."""
+
+
 def needs_of(params: SamplingParams) -> str:
-    """Return the names of the capabilities that a request needs, as RequestMeta has them; empty for most requests."""
-    return " ".join(dict.fromkeys(need.capability.name for need in NEEDS if need.is_used(params)))
+    """Return what a request needs of its engine, as RequestMeta has it; empty for most requests.
+
+    These are the names of capabilities, and of the LATER_PARAMETERS that are not at their defaults.
+    """
+    names = [need.capability.name for need in NEEDS if need.is_used(params)]
+    names += [name for name, default in LATER_PARAMETERS.items() if getattr(params, name) != default]
+    return " ".join(dict.fromkeys(names))
+
+
+def is_parameter(need: str) -> bool:
+    """Whether a need is the name of a sampling parameter. The names of capabilities are upper case."""
+    return not need.isupper()
 
 
 def described(name: str) -> tuple[str, str]:
     """Return the sampling parameter that needs the capability of this name, and the feature in words.
 
-    A name of a later release has no parameter here.
+    A capability of a later release has no parameter here.
     """
+    if is_parameter(name):
+        return name, f"the sampling parameter {name}"
     for need in NEEDS:
         if need.capability.name == name:
             return need.parameter, need.capability.value

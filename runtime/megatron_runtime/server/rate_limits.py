@@ -14,9 +14,9 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_runtime.coordinator.core.quotas import Kind, Quotas
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.messages import Charge, Quota, Reserve
+from megatron_runtime.requests.quotas import Kind, Quotas
 from megatron_runtime.server.auth import ApiKey
 from megatron_runtime.server.errors import ApiError, try_again
 

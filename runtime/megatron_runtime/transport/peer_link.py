@@ -10,9 +10,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode
@@ -28,6 +29,7 @@ from megatron_runtime.protocol.messages import (
     decode,
 )
 from megatron_runtime.protocol.text import printable
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 
@@ -62,8 +64,39 @@ class PeerSocket(Protocol):
     def close(self, *, linger_ms: int = 0) -> None: ...
 
 
-Connect: TypeAlias = Callable[[PeerKeys | None], PeerSocket]
-"""Opens a socket that passes each message to receive()."""
+class OpenSocket(Protocol):
+    """Opens a socket, as the constructor of zmtp.dealer.Dealer does, whose arguments these are."""
+
+    def __call__(
+        self,
+        address: str,
+        on_message: Callable[[Frames], None],
+        /,
+        *,
+        on_open: Callable[[], None],
+        on_lost: Callable[[str], None],
+        keys: PeerKeys | None,
+    ) -> PeerSocket: ...
+
+
+open_dealer: OpenSocket = partial(
+    Dealer, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES, send_buffer_bytes=SEND_BUFFER_BYTES
+)
+"""The socket of engines and clients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTiming:
+    """Seconds.
+
+    tick:      interval of heartbeats, and of HELLO until the registration; None: as HELLO_ACK says.
+    silence:   time without any message after which a new socket is opened.
+    other_key: the same before the registration, if the coordinator may have another key or address; None: `silence`.
+    """
+
+    tick: float | None = None
+    silence: float = field(default_factory=lambda: SILENCE_SECONDS)
+    other_key: float | None = None
 
 
 def coordinator_address(where: int | str) -> str:
@@ -101,9 +134,9 @@ def _log_malformed(error: MalformedMessageError) -> None:
 
 @dataclass(eq=False, repr=False)
 class PeerLink:
-    """Keeps one DEALER registered with the coordinator at `address`, across restarts of either.
+    """Keeps one DEALER registered with a coordinator, across restarts of either.
 
-    address:      of the coordinator; of a pair, the one that is tried or in use.
+    addresses:    of the coordinator, or of both of a pair.
     keys:         those in use, which follow their files; None: no encryption.
     hello:        creates the HELLO to send now, for an incarnation.
     on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
@@ -111,14 +144,10 @@ class PeerLink:
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
     on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
-    connect:      opens the socket; None: a DEALER of transport/zmtp.
-    tick_seconds: interval of heartbeats, and of HELLO until the registration; None: as HELLO_ACK says.
-    silence_seconds: time without any message after which a new socket is opened; None: SILENCE_SECONDS.
-    other_key_seconds: the same before the registration, if the coordinator may have another key or address.
-    others:       further addresses; None: of the other coordinator, as far as HELLO_ACK or ERROR tells it.
+    open_socket:  opens the DEALER, for each attempt to register another one.
     """
 
-    address: str
+    addresses: CoordinatorAddresses
     _: KW_ONLY
     keys: PeerKeys | None
     hello: Callable[[int], Hello]
@@ -127,19 +156,14 @@ class PeerLink:
     heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation)
     on_lost: Callable[[str], None] = lambda reason: None
     on_malformed: Callable[[MalformedMessageError], None] = _log_malformed
-    connect: Connect | None = None
-    tick_seconds: float | None = None
-    silence_seconds: float | None = None
-    other_key_seconds: float | None = None
-    others: tuple[str, ...] | None = None
+    open_socket: OpenSocket = open_dealer
+    timing: LinkTiming = field(default_factory=LinkTiming)
 
     def __post_init__(self) -> None:
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         """From the last HELLO_ACK."""
         self.coordinator_incarnation = 0
-        self._first_address = self.address
-        self._addresses = (self.address, *(self.others or ()))
         self._term = 0
         """The highest term of the coordinators that this peer has been registered with."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,10 +175,15 @@ class PeerLink:
         self._heard = 0.0
         self._due = 0.0
         self._muted_until = 0.0
-        self._tick_seconds = self.tick_seconds or limits.HEARTBEAT_SECONDS
+        self._tick_seconds = self.timing.tick or limits.HEARTBEAT_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._acknowledged: asyncio.Future[None] | None = None
         self._closed = False
+
+    @property
+    def address(self) -> str:
+        """The address that is tried or in use."""
+        return self.addresses.current
 
     def open(self) -> None:
         """Connect in the background, on the running event loop."""
@@ -164,15 +193,13 @@ class PeerLink:
         self._schedule_tick()
 
     async def start(self, *, connect_timeout_seconds: float) -> None:
-        """Connect and wait for the first HELLO_ACK. With a timeout of 0, do not wait.
+        """Connect and wait for the first HELLO_ACK.
 
         Raises:
             CoordinatorUnreachableError: no coordinator answered. The link is closed.
             HandshakeRejectedError: the coordinator rejected HELLO. The link is closed.
         """
         self.open()
-        if not connect_timeout_seconds:
-            return
         assert self._acknowledged is not None
         try:
             await asyncio.wait_for(asyncio.shield(self._acknowledged), connect_timeout_seconds)
@@ -238,7 +265,7 @@ class PeerLink:
     def move(self, reason: str) -> None:
         """Open a new socket, to the other coordinator of a pair if there is one."""
         self._hang_up(reason)
-        self._next_address()
+        self.addresses.move_on()
         self._open()
 
     def _hang_up(self, reason: str) -> None:
@@ -247,22 +274,11 @@ class PeerLink:
             self._socket = None
         self._lose(reason)
 
-    def _next_address(self) -> None:
-        self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
-
-    def _learn(self, other: str | None) -> None:
-        """The coordinator in use names the host of the other one, or none."""
-        if self.others is None:
-            port = self.address.rpartition(":")[2]
-            host = f"[{other}]" if other and ":" in other else other
-            learned = (f"tcp://{host}:{port}",) if host else ()
-            self._addresses = tuple(dict.fromkeys((self._first_address, self.address, *learned)))
-
     def _redirected(self, reason: str) -> None:
         """This coordinator is on standby. Try the other one soon."""
         assert self._loop is not None
         self._hang_up(reason)
-        self._next_address()
+        self.addresses.move_on()
         self._loop.call_later(REDIRECT_SECONDS, self._open_again)
 
     def _open_again(self) -> None:
@@ -276,19 +292,11 @@ class PeerLink:
         if self._heard < self._muted_until:
             return
         self._incarnation = random.SystemRandom().getrandbits(64)
-        self._socket = (self.connect or self._connect)(self._next_keys())
-        self.say_hello()
-
-    def _connect(self, keys: PeerKeys | None) -> PeerSocket:
-        return Dealer(
-            self.address,
-            self.receive,
-            on_open=self.say_hello,
-            on_lost=self._lose,
-            keys=keys,
-            max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
-            send_buffer_bytes=SEND_BUFFER_BYTES,
+        keys = self._next_keys()
+        self._socket = self.open_socket(
+            self.address, self._receive, on_open=self.say_hello, on_lost=self._lose, keys=keys
         )
+        self.say_hello()
 
     def _next_keys(self) -> PeerKeys | None:
         """Return the keys of the next attempt to connect. The last one may have failed because the keys changed."""
@@ -298,7 +306,7 @@ class PeerLink:
             return None
         self._key_stamp = self.keys.stamp()
         self.keys = self.keys.refreshed()
-        return self.keys.for_attempt(attempt // len(self._addresses))
+        return self.keys.for_attempt(attempt // len(self.addresses))
 
     def _lose(self, reason: str) -> None:
         was_registered, self.registered, self._lost = self.registered, False, True
@@ -337,9 +345,9 @@ class PeerLink:
 
     def _patience(self) -> float:
         keys = self.keys.other_server_publics if self.keys is not None else ()
-        if not self.registered and (keys or len(self._addresses) > 1) and self.other_key_seconds is not None:
-            return self.other_key_seconds
-        return SILENCE_SECONDS if self.silence_seconds is None else self.silence_seconds
+        if not self.registered and (keys or len(self.addresses) > 1) and self.timing.other_key is not None:
+            return self.timing.other_key
+        return self.timing.silence
 
     def _own_key_changed(self) -> bool:
         """Whether the key file has a new key. It is used while the old one is still accepted: no connection is cut."""
@@ -351,8 +359,7 @@ class PeerLink:
         self._key_stamp = stamp
         return self.keys.refreshed().own != self.keys.own
 
-    def receive(self, frames: Frames) -> None:
-        """Handle a message from the socket."""
+    def _receive(self, frames: Frames) -> None:
         self._heard = self._now()
         try:
             message = decode(frames)
@@ -369,7 +376,7 @@ class PeerLink:
                     self._lose("the coordinator does not know this connection")
                     self.say_hello()
             case Error(code=ErrorCode.STANDBY, other=other):
-                self._learn(other)
+                self.addresses.learn(other)
                 self._redirected(f"the coordinator at {self.address} is on standby")
             case Error(code=ErrorCode.VERSION | ErrorCode.WRONG_ROLE) if not self.registered:
                 self._reject(f"rejected HELLO: {message.code.name}: {printable(message.message)}")
@@ -393,10 +400,10 @@ class PeerLink:
             self._redirected(f"the coordinator at {self.address} has term {ack.term}, of at least {self._term}")
             return
         self._term = ack.term or 0
-        self._learn(ack.other)
+        self.addresses.learn(ack.other)
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)
         self.coordinator_incarnation = ack.incarnation
-        if self.tick_seconds is None:
+        if self.timing.tick is None:
             self._tick_seconds = ack.heartbeat_seconds
         self.max_message_bytes = ack.max_message_bytes
         self._lost = False

@@ -138,7 +138,7 @@ class TestRequests:
         final = Final(1, uid, tokens_to_bytes([5]), pack({"status": "COMPLETED"}))
         error = Error(code=ErrorCode.DEADLINE, message="not yours", uid=uid)
         for message in (partial, final, error):
-            client._link.receive(message.to_frames())
+            client._link._receive(message.to_frames())
         assert client.requests == client._open == {}
         assert (await client.add_request(PROMPT, params(1)))["generated_tokens"] == echo_answer(PROMPT, 1)
 

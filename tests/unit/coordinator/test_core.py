@@ -273,6 +273,33 @@ def test_dispatches_that_are_not_accepted_wait_in_their_order() -> None:
     assert [dispatch.uid for dispatch in scene.dispatched()[FIRST]] == uids
 
 
+def test_a_dispatch_that_is_not_accepted_does_not_end_the_time_in_the_queue() -> None:
+    scene = Scene()
+    ended = scene.core.context.ended = []
+    scene.full.add(FIRST)
+    scene.engine(FIRST)
+    uid = scene.submit(traceparent="00-1-2-01")
+    entry = scene.core.dispatcher.journal.get(uid)
+    assert (entry.dispatched_at, entry.dispatches) == (None, 0)
+    scene.driver.advance(5.0)
+    scene.full.clear()
+    scene.driver.report_room()
+    [dispatch] = scene.dispatched()[FIRST]
+    scene.driver.advance(2.0)
+    scene.final(FIRST, dispatch, 1)
+    [request] = ended
+    assert (request.queue_seconds, request.entry.dispatches) == (5.0, 1)
+
+
+def test_a_request_that_is_rejected_on_arrival_has_a_span() -> None:
+    scene = Scene()
+    ended = scene.core.context.ended = []
+    scene.submit(traceparent="00-1-2-01", engine="missing")
+    [request] = ended
+    assert (request.engine, request.queue_seconds) == ("", 0.0)
+    assert "'missing' does not serve" in request.error
+
+
 def test_a_plain_engine_is_lost_when_a_dispatch_cannot_be_sent_and_its_end_is_no_crash_of_that_request() -> None:
     scene = Scene(single_port=True)
     peer = scene.plain_engine()

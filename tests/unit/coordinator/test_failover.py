@@ -24,6 +24,7 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.peer_link import PeerLink
 
 from .conftest import PATIENT
@@ -260,7 +261,7 @@ async def test_the_connection_of_a_busy_engine_whose_event_loop_is_blocked_is_ke
 
     async def engine() -> None:
         link = PeerLink(
-            address,
+            CoordinatorAddresses(address),
             keys=None,
             hello=lambda incarnation: Hello(role=Role.ENGINE, name="engine-0", incarnation=incarnation, max_requests=1),
             heartbeat=lambda incarnation: Heartbeat(incarnation=incarnation, busy_for=600.0),

@@ -9,6 +9,7 @@ import pytest
 from echo_executor import echo_answer
 
 from megatron_runtime.client.rejection import DeadlineExceededError, InvalidRequestError
+from megatron_runtime.coordinator.core import records
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -21,6 +22,7 @@ from megatron_runtime.protocol.messages import (
     Submit,
     tokens_to_bytes,
 )
+from megatron_runtime.requests import capabilities
 
 from .simulated_fleet import SimulatedFleet
 from .test_core import ADMIN, CLIENT, FIRST, PARAMS, SECOND, Scene
@@ -199,6 +201,46 @@ def test_a_feature_of_a_later_release_is_compared_by_its_name() -> None:
     scene.engine(SECOND)
     scene.submit(2, needs="PRIORITY OF_A_LATER_RELEASE")
     assert len(scene.dispatched()[SECOND]) == 1
+
+
+def test_an_engine_that_does_not_know_a_parameter_is_skipped_and_the_request_is_rejected_without_another() -> None:
+    """An engine of an earlier release announces no parameters: it knows those of the first release only."""
+    scene = Scene()
+    scene.engine(FIRST)
+    scene.take()
+    scene.submit(needs="of_a_later_release")
+    [(peer, error)] = scene.take()
+    assert (peer, error.code, error.field) == (CLIENT, ErrorCode.INVALID_REQUEST, "of_a_later_release")
+    assert "sampling parameter of_a_later_release is of a later release" in error.message
+    scene.engine(SECOND, parameters=("temperature", "of_a_later_release"))
+    later = scene.submit(2, needs="of_a_later_release")
+    others = {scene.submit(number) for number in range(3, 7)}
+    sent = {peer: {dispatch.uid for dispatch in dispatches} for peer, dispatches in scene.dispatched().items()}
+    assert later in sent[SECOND]
+    assert sent[FIRST] | sent[SECOND] == {later, *others}
+    assert sent[FIRST] <= others
+    scene.submit(7, needs="min_p")
+    [(peer, _)] = scene.take()
+    assert peer == FIRST, "the other one announces two parameters, of which min_p is none"
+
+
+@pytest.mark.parametrize("is_later", [False, True], ids=["earlier release", "this release"])
+async def test_a_parameter_that_was_added_later_reaches_only_engines_that_announce_it(
+    stage, params, monkeypatch, is_later
+) -> None:
+    monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"min_p": 0.0})
+    monkeypatch.setattr(records, "FIRST_PARAMETERS", capabilities.FIRST_PARAMETERS - {"min_p"})
+    stage.coordinator()
+    engine = await stage.engine(parameters=capabilities.KNOWN_PARAMETERS if is_later else None)
+    client = await stage.client()
+    await client.add_request([1], params(1))
+    answer = client.add_request([1], params(1, min_p=0.1))
+    if is_later:
+        await answer
+    else:
+        with pytest.raises(InvalidRequestError, match="sampling parameter min_p is of a later release"):
+            await answer
+    assert [dispatch.meta.needs for dispatch in engine.dispatches] == ["", "min_p"][: 1 + is_later]
 
 
 def test_a_request_that_comes_with_tokens_waits_at_a_restarted_coordinator() -> None:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.coordinator.core import quotas
-from megatron_runtime.coordinator.core.quotas import WINDOW_SECONDS, Quotas
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Charge, Error, Hello, HelloAck, Quota, Reserve, decode
+from megatron_runtime.requests import quotas
+from megatron_runtime.requests.quotas import WINDOW_SECONDS, Quotas
 
 from .core_driver import CoreDriver
 

@@ -9,7 +9,7 @@ from soak import SOAK
 
 from megatron_runtime.coordinator.core.context import EnginesByLoad
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, PromptHashes, Router, load_by
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, EngineRouter, PromptHashes, load_by
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import tokens_to_bytes
@@ -18,7 +18,7 @@ BLOCK = 4
 PROMPT = list(range(16))
 
 
-def hashes_of(router: Router, prompt: list[int], **options: str) -> PromptHashes:
+def hashes_of(router: EngineRouter, prompt: list[int], **options: str) -> PromptHashes:
     return router.hashes_of(tokens_to_bytes(prompt), **options)
 
 
@@ -34,8 +34,8 @@ def load(engine: Engine, requests: int) -> None:
     engine.in_flight = {number: object() for number in range(requests)}
 
 
-def router(policy=RoutingPolicy.LONGEST_PREFIX, **options) -> Router:
-    return Router(policy, block_size_tokens=BLOCK, **options)
+def router(policy=RoutingPolicy.LONGEST_PREFIX, **options) -> EngineRouter:
+    return EngineRouter(policy, block_size_tokens=BLOCK, **options)
 
 
 def test_without_prefixes_the_fewest_in_flight_and_the_lowest_index_win(engines) -> None:
@@ -223,7 +223,7 @@ def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) ->
 
 def test_a_prompt_shorter_than_a_block_or_no_block_size_has_no_hashes() -> None:
     assert hashes_of(router(), PROMPT[:3]) == {}
-    assert hashes_of(Router(RoutingPolicy.LONGEST_PREFIX), PROMPT) == {}
+    assert hashes_of(EngineRouter(RoutingPolicy.LONGEST_PREFIX), PROMPT) == {}
     assert len(hashes_of(router(), PROMPT)[BLOCK]) == 4
 
 
@@ -232,7 +232,7 @@ def test_engines_with_different_block_sizes_are_compared_by_the_share_that_they_
     pool = engines(3)
     for engine, size in zip(pool, (8, 4, 0), strict=True):
         engine.block_size_tokens = size
-    choose = Router(RoutingPolicy.LONGEST_PREFIX, alpha=1.0)
+    choose = EngineRouter(RoutingPolicy.LONGEST_PREFIX, alpha=1.0)
     prompt = tokens_to_bytes(PROMPT)
     hashes = choose.hashes_of(prompt, (8, 4, 0))
     assert {size: len(blocks) for size, blocks in hashes.items()} == {8: 2, 4: 4}

@@ -12,13 +12,12 @@ import zmq
 from eventually import eventually
 from soak import size
 
-from megatron_runtime.coordinator.core import records, replies
+from megatron_runtime.coordinator.core import replies
 from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.replies import CATCH_UP_BYTES
 from megatron_runtime.coordinator.metrics import CoordinatorMetrics
-from megatron_runtime.coordinator.plain import client as plain_client
 from megatron_runtime.coordinator.plain import messages as plain_messages
-from megatron_runtime.protocol import messages
+from megatron_runtime.protocol import extras, messages
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import (
     Dispatch,
@@ -61,10 +60,9 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for module, names in {
         replies: ("pack", "unpack", "decode"),
-        plain_client: ("values_of_map",),
         plain_messages: ("pack", "unpack", "token_list_from_bytes"),
         messages: ("pack",),
-        records: ("values_of_map",),
+        extras: ("values_of_map",),
     }.items():
         for name in names:
             counted(module, name)

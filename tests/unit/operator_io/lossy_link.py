@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from in_memory_cluster import Cluster, FakeCoordinator
@@ -145,8 +146,8 @@ class LossyLink(CoordinatorLink):
         self._server, self._rng, self._rate = server, rng, fault_rate
         self.sockets: list[LossySocket] = []
 
-    def _connect(self, keys: Any) -> LossySocket:
-        self.sockets.append(LossySocket(self._server, self._rng, self._rate, self._receive))
+    def _open_socket(self, address: str, on_message: Deliver, /, **_: Any) -> Any:
+        self.sockets.append(LossySocket(self._server, self._rng, self._rate, partial(self._receive, on_message)))
         return self.sockets[-1]
 
     def ask_canary(self, asked: AskCanary) -> bool:

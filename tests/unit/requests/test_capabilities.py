@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from megatron_runtime.client.pending import PendingRequest
-from megatron_runtime.protocol.limits import MAX_LACKS, MAX_NEEDS_CHARACTERS
-from megatron_runtime.requests.capabilities import NEEDS, described, needs_of
+from megatron_runtime.protocol.limits import MAX_LACKS, MAX_NEEDS_CHARACTERS, MAX_PARAMETERS
+from megatron_runtime.requests import capabilities
+from megatron_runtime.requests.capabilities import (
+    FIRST_PARAMETERS,
+    KNOWN_PARAMETERS,
+    NEEDS,
+    described,
+    is_parameter,
+    needs_of,
+)
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 JSON = {"type": "json_object"}
@@ -43,6 +51,23 @@ def test_every_need_fits_the_messages_and_has_a_name_that_other_releases_know() 
     }
     assert len(" ".join(names)) <= MAX_NEEDS_CHARACTERS
     assert len(names) <= MAX_LACKS
+
+
+def test_a_sampling_parameter_that_was_added_after_the_first_release_is_a_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing but the field is declared: what is not in the list of the first release is a later parameter."""
+    assert capabilities.LATER_PARAMETERS.keys() == set(KNOWN_PARAMETERS) - FIRST_PARAMETERS
+    monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"min_p": 0.0, "stop_words": None})
+    assert needs_of(SamplingParams()) == ""
+    assert needs_of(SamplingParams(min_p=0.1, priority=1)) == "PRIORITY min_p"
+    assert needs_of(SamplingParams(stop_words=["."])) == "stop_words"
+
+
+def test_a_name_says_whether_it_is_a_parameter_or_a_capability() -> None:
+    assert all(map(is_parameter, KNOWN_PARAMETERS))
+    assert not any(is_parameter(need.capability.name) for need in NEEDS)
+    assert len(KNOWN_PARAMETERS) <= MAX_PARAMETERS
 
 
 def test_a_need_is_described_by_its_parameter() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.coordinator.core.quotas import Quotas
+from megatron_runtime.requests.quotas import Quotas
 from megatron_runtime.server.auth import ApiKeyFileError, ApiKeys, read_keys
 
 

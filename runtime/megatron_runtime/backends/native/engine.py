@@ -16,7 +16,8 @@ from megatron_runtime.backends.native.executor import Executor, StepPlan, StepRe
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
 from megatron_runtime.engine.backend import CacheEvents
-from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput, StepSizes
+from megatron_runtime.engine.engine_request import STEP_SIZES, BackendStats, EngineRequest, FinishReason, RequestOutput
+from megatron_runtime.process.metrics import Histogram
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.requests.errors import NotFiniteError, RequestOverflowError
@@ -80,7 +81,7 @@ class EngineCore:
         self._scheduler = Scheduler(self.context, config)
         self._steps = self._prompt_tokens = self._generation_tokens = self._failed_rows = 0
         self._last_step: float | None = None
-        self._step_sizes = StepSizes()
+        self._step_sizes = Histogram(STEP_SIZES)
         self._continued: list[CoreRequest] = []
         """Requests that were added with generated tokens since the last step."""
         self._uses_adapters = False
@@ -265,7 +266,7 @@ class EngineCore:
         if self.config.enable_prefix_caching:
             context.register_computed(rows.slots[in_prompt & ~has_failed])
         step_tokens = int(rows.counts.sum())
-        self._step_sizes.add(step_tokens)
+        self._step_sizes.observe(step_tokens)
         self._prompt_tokens += step_tokens - int(rows.needs_sample.sum())
         self._generation_tokens += len(sampled)
         for row, found in result.prompt_log_probs.items():

@@ -26,7 +26,8 @@ from megatron_runtime.protocol import messages
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.peer_link import PeerLink
+from megatron_runtime.transport.addresses import CoordinatorAddresses
+from megatron_runtime.transport.peer_link import OpenSocket, PeerLink, open_dealer
 
 SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 512
 WINDOW = 16
@@ -57,7 +58,7 @@ class Bench:
     start_seconds:    from the start of the coordinator to its address.
     prompts:          token ids as int32, shape [DISTINCT_PROMPTS, tokens]. Half of each is one of SHARED_PREFIXES.
     streams:          that an engine accepts beside the closed loop.
-    link:             the connection of a client or an engine.
+    open_socket:      opens the socket of a client or an engine.
     """
 
     coordinator: CoordinatorProcess
@@ -67,7 +68,7 @@ class Bench:
     requests: int
     prompts: np.ndarray
     streams: int = STREAMS
-    link: type[PeerLink] = PeerLink
+    open_socket: OpenSocket = open_dealer
 
     @classmethod
     def start(cls, *, prompt_tokens: int, **load: Any) -> Self:
@@ -115,13 +116,14 @@ class Bench:
                 raise RuntimeError(f"the coordinator rejected a message: {message}")
             on_message(link, message)
 
-        link = self.link(
-            self.coordinator.addresses[hello["role"]],
+        link = PeerLink(
+            CoordinatorAddresses(self.coordinator.addresses[hello["role"]]),
             keys=None,
             hello=lambda incarnation: messages.Hello(incarnation=incarnation, **hello),
             on_ack=lambda ack, forgotten: None,
             on_message=receive,
             heartbeat=lambda incarnation: messages.Heartbeat(incarnation=incarnation, state=hello.get("state")),
+            open_socket=self.open_socket,
         )
         return link
 

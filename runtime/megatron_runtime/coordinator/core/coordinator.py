@@ -10,16 +10,16 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.context import SHARED_PORT, Context
-from megatron_runtime.coordinator.core.dispatch import RETRY_AFTER_SECONDS, Dispatcher
+from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.membership import Membership
-from megatron_runtime.coordinator.core.quotas import Quotas
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
-from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.coordinator.environment import Access, TextPrompts, Tokenizer
+from megatron_runtime.coordinator.environment import Access, PromptTokenizer, TextPrompts
 from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
@@ -45,6 +45,7 @@ from megatron_runtime.protocol.messages import (
     block_hashes_from_bytes,
     decode,
 )
+from megatron_runtime.requests.quotas import Quotas
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +70,14 @@ class CoordinatorCore:
         *,
         now: float,
         randbits: Callable[[int], int],
-        tokenizer: Tokenizer | None = None,
+        tokenizer: PromptTokenizer | None = None,
         access: Access | None = None,
     ) -> None:
         self.context = context = Context(settings, now=now, randbits=randbits)
         self.engines = context.engines
         self.clients = context.clients
         self.counters = context.counters
-        self.router = Router(
+        self.router = EngineRouter(
             settings.routing_policy,
             alpha=settings.alpha,
             block_size_tokens=settings.block_size_tokens,
@@ -218,8 +219,7 @@ class CoordinatorCore:
     def _engines_stopped(self) -> None:
         self.engines.stopped = True
         for entry in self.dispatcher.journal:
-            message = "the engines were stopped"
-            self.dispatcher.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
+            self.dispatcher.fail(entry, rejections.unavailable("stopped"))
 
     # --- reports ------------------------------------------------------------------------------------------------
 

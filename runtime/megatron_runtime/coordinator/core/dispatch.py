@@ -15,12 +15,13 @@ import logging
 from collections.abc import Iterable
 
 from megatron_runtime.coordinator.core import rejections
+from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
-from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
-from megatron_runtime.coordinator.core.rejections import RETRY_AFTER_SECONDS, Rejection
-from megatron_runtime.coordinator.core.routing import PromptHashes, Router
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.rejections import Rejection
+from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import TextPrompts
 from megatron_runtime.process.logs import of_request
@@ -48,13 +49,21 @@ SEARCH_AGAIN_SECONDS = 0.1
 class Dispatcher:
     """Owns the tables of open requests and the quarantine."""
 
-    def __init__(self, context: Context, router: Router, verbs: Verbs, texts: TextPrompts) -> None:
+    def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, texts: TextPrompts) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
         self.deadlines = Deadlines(context, self._expire)
         self.quarantine = Quarantine(
             context, requeue=self._requeue, fail=self.fail, reject_unanswerable=self._reject_unanswerable
+        )
+        self._admission = AdmissionControl(
+            context=context,
+            verbs=verbs,
+            journal=self.journal,
+            queue=self.queue,
+            tenants=self.tenants,
+            fail=self.fail,
         )
         self.next_search = 0.0
         # Never used twice, not even by the next coordinator: an engine may still answer a dispatch of the last one.
@@ -88,57 +97,40 @@ class Dispatcher:
         if known is not None:
             self._take_over(known, client, tokens_held=len(generated) // 4)
             return
-        now = self._context.now
+        now, tokens = self._context.now, len(generated) // TOKEN_BYTES
         entry = Entry(
-            uid,
-            client,
-            self.tenants.of(meta.tenant or client.route),
-            meta,
-            prompt,
-            params,
-            bytearray(generated),
-            now,
-            now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
-            client.model,
+            uid=uid,
+            client=client,
+            tenant=self.tenants.of(meta.tenant or client.route),
+            meta=meta,
+            prompt=prompt,
+            params=params,
+            generated=bytearray(generated),
+            arrived=now,
+            deadline=now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
+            model=client.model,
+            forwarded=tokens,
+            held=tokens,
         )
-        if self._engines.stopped or (self._settings.pause_mode == "Reject" and self._verbs.holds):
-            state = "stopped" if self._engines.stopped else self._verbs.state.value.lower()
-            message = f"the engines are {state}: try again later"
-            self._answer_error(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
+        entry.admitted_bytes = entry.cost()
+        verdict = self._admission.decide(entry)
+        if isinstance(verdict, Rejection):
+            self._trace(entry, error=verdict.message)
+            self._answer_error(entry, verdict)
             return
-        if generated:
-            entry.forwarded = entry.held = entry.tokens_so_far
-        if self.queue.length >= self._settings.max_queued and not self._drop_for(entry, by_bytes=False):
-            self._reject_full(entry, f"{self.queue.length} requests wait for an engine already")
-            return
-        while not self.journal.add(entry):
-            if not self._drop_for(entry, by_bytes=True):
-                used = f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}"
-                self._reject_full(entry, used)
-                return
+        self.journal.add(entry)
         self.tenants.opened(entry)
         client.open[uid] = entry
-        if meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
-            return
-        if meta.engine:
-            self._dispatch_pinned(entry)
-            return
-        if (
-            meta.needs
-            and self._verbs.may_dispatch
-            and self._reject(entry, rejections.unsupported(entry, self._engines.serving()))
-        ):
-            return
-        if not self.queue.length and self._verbs.may_dispatch and self._has_room():
-            self._offer(entry)  # a request that need not wait does not pass through the queue
-            if entry.engine is not None or not entry.is_open:
-                return
-        self._wait(entry)
+        if verdict is LATER or not self._begin(entry):
+            self._wait(entry)
 
-    def _reject_full(self, entry: Entry, reason: str) -> None:
-        if self.journal.get(entry.uid) is entry:
-            self.forget(entry)
-        self._answer_error(entry, ErrorCode.QUEUE_FULL, f"{reason}: try again", retry_after=RETRY_AFTER_SECONDS)
+    def _begin(self, entry: Entry) -> bool:
+        """Dispatch, or reject, a request that has not been in the queue. False if no engine that may has room."""
+        engine = self._engines.named(entry.meta.engine) if entry.meta.engine else self._choose(entry)
+        if engine is not None:
+            self._dispatch(entry, engine)
+            return True
+        return self._has_room() and self._reject_unanswerable(entry)
 
     def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
         if entry.client is not client:
@@ -149,48 +141,9 @@ class Dispatcher:
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
             client.behind = True
 
-    def _dispatch_pinned(self, entry: Entry) -> None:
-        """Dispatch to the one engine that may answer, even a draining or full one; now or not at all."""
-        engine = self._engines.named(entry.meta.engine)
-        if engine is not None and engine.serving and not engine.reserved and self._verbs.may_dispatch:
-            if engine.runs(entry):
-                self._dispatch(entry, engine)
-            elif not engine.has_model(entry.model):
-                self._reject(entry, rejections.other_model(entry, [engine]))
-            else:
-                self._reject(entry, rejections.unsupported(entry, [engine]))
-        if entry.engine is None and entry.is_open:
-            self._reject_pinned(entry)
-
     def _reject_pinned(self, entry: Entry) -> None:
         self._leave_engine(entry)
-        engine = self._engines.named(entry.meta.engine)
-        why = "does not serve"
-        if engine is not None and engine.reserved:
-            why = "is reserved for a suspect request"
-        elif engine is not None and engine.serving and entry.meta.adapter and entry.meta.adapter not in engine.adapters:
-            why = f"has not loaded the adapter {entry.meta.adapter!r}"
-        self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} {why}; only it may answer")
-
-    def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
-        """The queue, or by bytes the journal, is full: reject the last waiting request of the tenant that has the most.
-
-        False if that would leave this tenant with less than the one that sends `entry`, or if all its waiting requests
-        have tokens: those are not rejected.
-        """
-        heaviest = max(
-            self.tenants, key=lambda tenant: tenant.open_bytes if by_bytes else tenant.num_waiting, default=None
-        )
-        last = heaviest.last_waiting() if heaviest is not None else None
-        if heaviest is None or last is None:
-            return False
-        if by_bytes:
-            is_fair = heaviest.open_bytes - last.admitted_bytes >= entry.tenant.open_bytes + entry.cost()
-        else:
-            is_fair = heaviest.num_waiting > entry.tenant.num_waiting + 1
-        if is_fair:
-            self._reject_full(last, "the coordinator is full and other tenants have fewer requests")
-        return is_fair
+        self.fail(entry, rejections.engine_missing(entry, self._engines.named(entry.meta.engine)))
 
     # --- queue and dispatch ------------------------------------------------------------------------------------
 
@@ -269,7 +222,7 @@ class Dispatcher:
 
     def _reject(self, entry: Entry, rejection: Rejection | None) -> bool:
         if rejection is not None:
-            self.fail(entry, *rejection)
+            self.fail(entry, rejection)
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine) -> None:
@@ -278,7 +231,7 @@ class Dispatcher:
                 prompt = self._texts.tokenize(entry.meta, entry.prompt)
             except MalformedMessageError as error:
                 message = f"engine {engine.name} cannot tokenize the prompt, and {error}"
-                self.fail(entry, ErrorCode.INVALID_REQUEST, message)
+                self.fail(entry, Rejection(ErrorCode.INVALID_REQUEST, message))
                 return
             self.journal.replace_prompt(entry, prompt)
             entry.meta = entry.meta._replace(text=False)
@@ -328,6 +281,9 @@ class Dispatcher:
         if entry is None:
             return
         self._engines.load_changed(engine)
+        entry.dispatches -= 1
+        if not entry.dispatches:
+            entry.dispatched_at = None
         if entry.meta.engine:
             self._reject_pinned(entry)
         else:
@@ -462,9 +418,7 @@ class Dispatcher:
 
     def forget(self, entry: Entry, *, error: str = "") -> None:
         """Remove a request that ended from every table. error: why it ended without an answer."""
-        if self._context.ended is not None and entry.meta.traceparent:
-            engine = entry.engine.name if entry.engine is not None else ""
-            self._context.ended.append(Ended(entry, engine, self._context.now, error))
+        self._trace(entry, error=error)
         if self.queue.length:
             self.queue.discard(entry)
         if entry.slot is not None:
@@ -493,17 +447,19 @@ class Dispatcher:
             self.forget(entry, error="aborted")
             self._counters.aborted += 1
 
-    def fail(
-        self, entry: Entry, code: ErrorCode, message: str, retry_after: float | None = None, field: str | None = None
-    ) -> None:
-        """End an open request with an error; the arguments are those of Rejection."""
+    def fail(self, entry: Entry, rejection: Rejection) -> None:
+        """End an open request with an error."""
         self.withdraw(entry)
-        self.forget(entry, error=message)
-        self._answer_error(entry, code, message, retry_after, field)
+        self.forget(entry, error=rejection.message)
+        self._answer_error(entry, rejection)
 
-    def _answer_error(
-        self, entry: Entry, code: ErrorCode, message: str, retry_after: float | None = None, field: str | None = None
-    ) -> None:
+    def _trace(self, entry: Entry, *, error: str) -> None:
+        if self._context.ended is not None and entry.meta.traceparent:
+            engine = entry.engine.name if entry.engine is not None else ""
+            self._context.ended.append(Ended(entry, engine, self._context.now, error))
+
+    def _answer_error(self, entry: Entry, rejection: Rejection) -> None:
+        code, message, retry_after, field = rejection
         self._counters.error_answers += 1
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(entry.meta.request_id)
@@ -514,4 +470,5 @@ class Dispatcher:
     def _expire(self, entry: Entry) -> None:
         waited = self._context.now - entry.arrived
         where = "to be finished" if entry.engine is not None else f"for {rejections.awaited_engine(entry)}"
-        self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: deadline exceeded")
+        message = f"the request waited {waited:.1f} s {where}: deadline exceeded"
+        self.fail(entry, Rejection(ErrorCode.DEADLINE, message))

@@ -8,7 +8,7 @@ from megatron_runtime.coordinator.core.context import SHARED_PORT, Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine, PeerId
 from megatron_runtime.coordinator.core.replies import Replies
-from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import Access
 from megatron_runtime.protocol import limits
@@ -48,7 +48,7 @@ _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, Coordinato
 class Recovery:
     """A restarted coordinator takes state, epoch, fence and adapters from the engines that outlived its predecessor."""
 
-    def __init__(self, context: Context, router: Router, verbs: Verbs) -> None:
+    def __init__(self, context: Context, router: EngineRouter, verbs: Verbs) -> None:
         self._context = context
         self._router = router
         self._verbs = verbs
@@ -142,7 +142,13 @@ class Membership:
     """Registers engines and clients, checks their heartbeats, and removes them."""
 
     def __init__(
-        self, context: Context, router: Router, verbs: Verbs, dispatcher: Dispatcher, replies: Replies, access: Access
+        self,
+        context: Context,
+        router: EngineRouter,
+        verbs: Verbs,
+        dispatcher: Dispatcher,
+        replies: Replies,
+        access: Access,
     ) -> None:
         self.recovery = Recovery(context, router, verbs)
         self._timing = context.settings.timing

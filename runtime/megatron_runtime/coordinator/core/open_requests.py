@@ -25,7 +25,7 @@ class Journal:
 
     def __init__(self, *, limit_bytes: int) -> None:
         self.bytes = 0
-        self._limit = limit_bytes
+        self.limit_bytes = limit_bytes
         self._entries: dict[bytes, Entry] = {}
 
     def __len__(self) -> int:
@@ -37,15 +37,13 @@ class Journal:
     def get(self, uid: bytes) -> Entry | None:
         return self._entries.get(uid)
 
-    def add(self, entry: Entry) -> bool:
-        """False if it would exceed the limit. Tokens that arrive later are never rejected, only counted."""
-        cost = entry.cost()
-        if self.bytes + cost > self._limit:
-            return False
-        entry.admitted_bytes = cost
+    def fits(self, entry: Entry) -> bool:
+        """Whether it would not exceed the limit. Tokens that arrive later are never rejected, only counted."""
+        return self.bytes + entry.admitted_bytes <= self.limit_bytes
+
+    def add(self, entry: Entry) -> None:
         self._entries[entry.uid] = entry
-        self.bytes += cost
-        return True
+        self.bytes += entry.admitted_bytes
 
     def replace_prompt(self, entry: Entry, prompt: bytes) -> None:
         self.bytes += len(prompt) - len(entry.prompt)

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Crash, Engine, Entry
+from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode
@@ -51,7 +52,7 @@ class Quarantine:
         context: Context,
         *,
         requeue: Callable[[Entry], None],
-        fail: Callable[[Entry, ErrorCode, str], None],
+        fail: Callable[[Entry, Rejection], None],
         reject_unanswerable: Callable[[Entry], bool],
     ) -> None:
         self.failures: deque[FailedRequest] = deque(maxlen=REMEMBERED_FAILURES)
@@ -158,7 +159,7 @@ class Quarantine:
         for crash in entry.crashes:
             crash.counts = False
         ended = f"ended {len(names)} engines ({listed}), the last while it ran alone"
-        self._fail(entry, ErrorCode.ENGINE_FAILED, f"request {uid} {ended}: do not send it again")
+        self._fail(entry, Rejection(ErrorCode.ENGINE_FAILED, f"request {uid} {ended}: do not send it again"))
         self._free_cleared()
 
     def _free_cleared(self) -> None:

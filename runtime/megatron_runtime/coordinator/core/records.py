@@ -6,30 +6,26 @@ is known to its client, to its tenant and, once dispatched, to its engine.
 
 from __future__ import annotations
 
-import logging
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.environment import PeerId
+from megatron_runtime.process.metrics import counter
 from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.protocol.limits import UID_BYTES
 from megatron_runtime.protocol.messages import (
     ControlCommit,
     EngineStatus,
     Frames,
     Hello,
-    MalformedMessageError,
     RequestMeta,
-    values_of_map,
 )
-
-logger = logging.getLogger(__name__)
+from megatron_runtime.requests.capabilities import FIRST_PARAMETERS, is_parameter
 
 _RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
@@ -132,6 +128,7 @@ class Engine:
     tokenizes: it accepts text prompts.
     backend:   name of its backend; empty: not announced.
     lacks:     features that requests may need and that it announced not to have.
+    parameters: sampling parameters that it knows.
     started_ms: when its process started; 0: unknown.
     full:      its connection accepted no more, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
@@ -164,6 +161,7 @@ class Engine:
     tokenizes: bool = False
     backend: str = ""
     lacks: frozenset[str] = frozenset()
+    parameters: frozenset[str] = FIRST_PARAMETERS
     started_ms: int = 0
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
@@ -206,7 +204,10 @@ class Engine:
 
     def lacking(self, needs: str) -> str:
         """Return the first of the `needs` of a request that it lacks; empty: it has all."""
-        return next((name for name in needs.split() if name in self.lacks), "")
+        return next((name for name in needs.split() if self._lacks(name)), "")
+
+    def _lacks(self, need: str) -> bool:
+        return need not in self.parameters if is_parameter(need) else need in self.lacks
 
     def forget_adapters(self) -> None:
         self.adapters, self.adapter_errors = frozenset(), {}
@@ -228,6 +229,7 @@ class Engine:
         self.tokenizes = hello.tokenizes
         self.backend = hello.backend or ""
         self.lacks = frozenset(hello.lacks or ())
+        self.parameters = FIRST_PARAMETERS if hello.parameters is None else frozenset(hello.parameters)
         self.started_ms = hello.started_ms or 0
         if hello.state is not None:
             self.state = hello.state
@@ -249,44 +251,7 @@ class Engine:
         )
 
 
-class Extras:
-    """The log-probs in one PARTIAL, packed, of every request in it, with the place of each.
-
-    raw: `extras` of the message. All requests of the message share this object, so the places are found once.
-    """
-
-    __slots__ = ("_bounds", "_raw", "_uids")
-
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
-        self._uids: bytes | None = None
-        self._bounds = array("I")
-
-    def of(self, uid: bytes) -> bytes:
-        """Return the packed details of one request; empty if there are none."""
-        uids = self._uids if self._uids is not None else self._index()
-        at = uids.find(uid)
-        while at >= 0 and at % UID_BYTES:
-            at = uids.find(uid, at + 1)
-        if at < 0:
-            return b""
-        begin, end = self._bounds[2 * (at // UID_BYTES) :][:2]
-        return self._raw[begin:end]
-
-    def _index(self) -> bytes:
-        uids = []
-        try:
-            for uid, begin, end in values_of_map(self._raw):
-                if isinstance(uid, bytes) and len(uid) == UID_BYTES:
-                    uids.append(uid)
-                    self._bounds.extend((begin, end))
-        except MalformedMessageError as error:
-            logger.warning("the extras of a partial cannot be read: %s", error)
-        self._uids = b"".join(uids)
-        return self._uids
-
-
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Entry:
     """One open request.
 
@@ -304,10 +269,10 @@ class Entry:
     crash_position: generated tokens at the last of them; None if unknown.
     progress:   tokens that a reserved engine reports of a request that does not stream.
     tenant:     the tenant whose share of the engines it counts against.
-    admitted_bytes: its cost in the journal when it was admitted.
+    admitted_bytes: its cost in the journal when it arrived.
     is_replay:  it waits because its engine was lost, and is dispatched before others.
     moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
-    dispatched_at, dispatches: its first dispatch, None before, and their number.
+    dispatched_at, dispatches: its first dispatch that an engine's connection accepted, None before, and their number.
     """
 
     uid: bytes
@@ -318,8 +283,8 @@ class Entry:
     params: bytes
     generated: bytearray
     arrived: float
-    deadline: float | None = None
-    model: str = ""
+    deadline: float | None
+    model: str
     adapter: Adapter | None = None
     details: list[tuple[int, bytes | Extras]] = field(default_factory=list)
     details_bytes: int = 0
@@ -399,6 +364,12 @@ class Ended(NamedTuple):
     at: float
     error: str
 
+    @property
+    def queue_seconds(self) -> float:
+        """From its arrival to its first dispatch, or to its end without one."""
+        dispatched_at = self.entry.dispatched_at
+        return (self.at if dispatched_at is None else dispatched_at) - self.entry.arrived
+
 
 class Levels:
     """Tenants by load; those of one load in the order in which they reached it or began to wait."""
@@ -447,9 +418,8 @@ class Band:
     tenants: Levels = field(default_factory=Levels)
 
 
-def _counter(metric: str, description: str) -> Any:
-    """A field of Counters, with the name (after `megatron_coordinator_`) and the description of its metric."""
-    return field(default=0, metadata={"metric": metric, "description": description})
+LOSSES = "Replays and engines lost"
+"""Title of a panel of the dashboard."""
 
 
 @dataclass(slots=True)
@@ -458,18 +428,20 @@ class Counters:
 
     rejected: Counter[str] = field(default_factory=Counter)
     """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
-    replays: int = _counter("replays", "Requests dispatched again because their engine was lost.")
-    moved: int = _counter("moved_requests", "Requests taken from an engine to make room for another tenant.")
-    stale: int = _counter("stale_answers", "Answers of engines that were not the next of their request.")
-    late: int = _counter("late_answers", "Final answers of engines that had been removed, delivered.")
-    evicted_blocks: int = _counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
-    completed: int = _counter("completed_requests", "Requests that got their final answer from an engine.")
-    error_answers: int = _counter("refused_requests", "Requests that the coordinator answered with an error.")
-    aborted: int = _counter("aborted_requests", "Requests aborted by their client, or because it left.")
-    over_limit: int = _counter("over_limit_requests", "Requests rejected because of the limits of their API key.")
-    partials: int = _counter("partials", "Partial answers received from engines.")
-    engines_lost: int = _counter("engines_lost", "Engines removed because they left, failed or sent no heartbeat.")
-    engine_crashes: int = _counter("engine_crashes", "Engines that crashed while they had requests.")
-    suspects: int = _counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
-    acquitted: int = _counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
-    poison_requests: int = _counter("poison_requests", "Requests failed because they end engines.")
+    replays: int = counter("replays", "Requests dispatched again because their engine was lost.", panel=LOSSES)
+    moved: int = counter("moved_requests", "Requests taken from an engine to make room for another tenant.")
+    stale: int = counter("stale_answers", "Answers of engines that were not the next of their request.")
+    late: int = counter("late_answers", "Final answers of engines that had been removed, delivered.")
+    evicted_blocks: int = counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
+    completed: int = counter("completed_requests", "Requests that got their final answer from an engine.")
+    error_answers: int = counter("refused_requests", "Requests that the coordinator answered with an error.")
+    aborted: int = counter("aborted_requests", "Requests aborted by their client, or because it left.")
+    over_limit: int = counter("over_limit_requests", "Requests rejected because of the limits of their API key.")
+    partials: int = counter("partials", "Partial answers received from engines.")
+    engines_lost: int = counter(
+        "engines_lost", "Engines removed because they left, failed or sent no heartbeat.", panel=LOSSES
+    )
+    engine_crashes: int = counter("engine_crashes", "Engines that crashed while they had requests.")
+    suspects: int = counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
+    acquitted: int = counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
+    poison_requests: int = counter("poison_requests", "Requests failed because they end engines.")

@@ -1,4 +1,4 @@
-"""Why no engine may answer a request: its model, its adapter, or a feature that it needs. Pure functions."""
+"""Why a request is not answered: the error and its text. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_runtime.coordinator.core.records import Engine, Entry
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.requests.capabilities import described
+from megatron_runtime.requests.capabilities import described, is_parameter
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -20,6 +20,40 @@ class Rejection(NamedTuple):
     message: str
     retry_after: float | None = None
     field: str | None = None
+
+
+def unavailable(state: str) -> Rejection:
+    """Return the error of a request that comes while no engine answers on purpose."""
+    return Rejection(ErrorCode.UNAVAILABLE, f"the engines are {state}: try again later", RETRY_AFTER_SECONDS)
+
+
+def full(reason: str) -> Rejection:
+    """Return the error of a request for which there is no memory or no place in the queue."""
+    return Rejection(ErrorCode.QUEUE_FULL, f"{reason}: try again", RETRY_AFTER_SECONDS)
+
+
+def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejection | None:
+    """Return why the one engine that a request names may not answer it now; it may be draining or full.
+
+    engine: the registered engine of that name.
+    """
+    if engine is None or not engine.serving or engine.reserved or not may_dispatch:
+        return engine_missing(entry, engine)
+    if engine.runs(entry):
+        return None
+    if not engine.has_model(entry.model):
+        return other_model(entry, [engine])
+    return unsupported(entry, [engine]) or engine_missing(entry, engine)
+
+
+def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
+    """Return the error of a request whose one engine does not answer it."""
+    why = "does not serve"
+    if engine is not None and engine.reserved:
+        why = "is reserved for a suspect request"
+    elif engine is not None and engine.serving and entry.meta.adapter and entry.meta.adapter not in engine.adapters:
+        why = f"has not loaded the adapter {entry.meta.adapter!r}"
+    return Rejection(ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} {why}; only it may answer")
 
 
 def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
@@ -46,7 +80,12 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
     engines = [engine for engine in serving if engine.has_model(entry.model) and name not in engine.adapter_errors]
     if not engines or not all(engine.lacking(needs) for engine in engines):
         return None
-    parameter, feature = described(engines[0].lacking(needs))
+    missing = engines[0].lacking(needs)
+    if is_parameter(missing):
+        message = f"sampling parameter {missing} is of a later release than every engine that may answer: "
+        message += "use its default, or upgrade the engines"
+        return Rejection(ErrorCode.INVALID_REQUEST, message, field=missing)
+    parameter, feature = described(missing)
     backends = ", ".join(sorted({repr(engine.backend) for engine in engines}))
     which = f"which no engine that may answer supports (backend {backends})"
     message = f"sampling parameter {parameter} needs {feature}, {which}: use its default, or add another backend"

@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, Extras, PeerId
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, PeerId
 from megatron_runtime.process.logs import of_request
+from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.messages import (
     PLAIN,
     Error,

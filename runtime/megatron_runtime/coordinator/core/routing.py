@@ -115,7 +115,7 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[int, int], floa
     return (lambda waiting, slots: waiting / slots) if alpha < 1 else (lambda waiting, slots: 0.0)
 
 
-class Router:
+class EngineRouter:
     """Chooses engines. With a prefix policy the score of an engine is
 
         alpha * match + (1 - alpha) * free slots / slots

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Client, Engine, PeerId
-from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import PROFILER, SIGNALS, ErrorCode, Header
@@ -105,7 +105,7 @@ class Verbs:
     def __init__(
         self,
         context: Context,
-        router: Router,
+        router: EngineRouter,
         *,
         evict: Callable[[Engine, str], None],
         stopped: Callable[[], None],

@@ -16,6 +16,7 @@ from megatron_runtime.coordinator.plain.messages import (
 )
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import unpack_request
+from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
     PLAIN,
@@ -37,7 +38,6 @@ from megatron_runtime.protocol.messages import (
     header_of,
     pack,
     unpack,
-    values_of_map,
 )
 
 logger = logging.getLogger(__name__)
@@ -159,15 +159,13 @@ class ClientTranslator:
         return reply_frames(request.number, tokens, reply, text=request.text, detokenize=self._detokenize)
 
     def _partials(self, message: Partial) -> list[Frames]:
-        details = {}
-        if message.extras:
-            details = {uid: message.extras[begin:end] for uid, begin, end in values_of_map(message.extras)}
-        found, begin = [], 0
+        extras, found, begin = Extras(message.extras), [], 0
         for uid, _, _, count in message.entries:
             end = begin + 4 * count
             request = self._requests.get(uid)
             if request is not None:
-                more = unpack(details[uid], PLAIN) if uid in details else {}
+                details = extras.of(uid) if message.extras else b""
+                more = unpack(details, PLAIN) if details else {}
                 found.append(partial_frames(request.number, message.tokens[begin:end], more))
             begin = end
         return found

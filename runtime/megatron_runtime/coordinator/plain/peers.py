@@ -25,6 +25,8 @@ from megatron_runtime.protocol.messages import (
 )
 
 _GREETED = [pack([int(Header.CONNECT_ACK), PROTOCOL_VERSION])]
+PLAIN_PORTS = frozenset({SHARED_PORT, int(Role.CLIENT)})
+"""The ports on which a message may be one of a plain peer, or the greeting of a client."""
 _CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
 
 
@@ -67,7 +69,7 @@ class PlainPeers:
             header = frame[1] if len(frame) > 1 else None
             if frame and header not in (_CONNECT, _SHUTDOWN):
                 return False
-            if header == _CONNECT and _names_version(frames) and peer[0] in (SHARED_PORT, Role.CLIENT):
+            if header == _CONNECT and _names_version(frames) and peer[0] in PLAIN_PORTS:
                 self._send(peer, _GREETED)
                 return True
             if peer[0] != SHARED_PORT or header_of(frame) == _SHUTDOWN:

@@ -1,0 +1,107 @@
+"""Metrics of a process, declared as fields of a dataclass: the one place of a metric's name, type and help text.
+
+The process counts in the fields, which cost little. What /metrics shows, the reference and the panels of the dashboard
+are derived from the declarations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Bounds of a histogram of times."""
+
+
+class Histogram:
+    """Numbers of values by size.
+
+    bounds: ascending.
+    counts: of the values up to each bound, which are above the bound before, and of those above the last.
+    total:  sum of the values.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total: float = 0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """A metric.
+
+    name:  without the prefix of its component, and without `_total` of a counter.
+    vllm:  vLLM has a metric of the same name and meaning.
+    panel: title of the dashboard's panel that shows it; empty: no panel is derived.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    name: str
+    text: str
+    vllm: bool = False
+    panel: str = ""
+
+
+def counter(name: str, text: str, **options: Any) -> Any:
+    """A field that only increases. options: further fields of Declaration."""
+    return field(default=0, metadata={"metric": Declaration(kind="counter", name=name, text=text, **options)})
+
+
+def gauge(name: str, text: str, **options: Any) -> Any:
+    """A field that is the present value."""
+    return field(default=0, metadata={"metric": Declaration(kind="gauge", name=name, text=text, **options)})
+
+
+def histogram(name: str, text: str, *, bounds: Sequence[float] = SECONDS, **options: Any) -> Any:
+    """A field that is a Histogram."""
+    declaration = Declaration(kind="histogram", name=name, text=text, **options)
+    return field(default_factory=lambda: Histogram(bounds), metadata={"metric": declaration})
+
+
+def declared(record: Any) -> list[tuple[str, Declaration]]:
+    """Return the metrics of a dataclass or of an instance, each with the name of its field."""
+    return [(each.name, each.metadata["metric"]) for each in fields(record) if "metric" in each.metadata]
+
+
+def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[Metric]:
+    """Yield the metrics of an instance for the Prometheus client.
+
+    only_vllm: only those that vLLM has as well.
+    """
+    # Imported where it is used: it takes a tenth of a second, and a coordinator binds its ports before.
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    for attribute, metric in declared(record):
+        value, name = getattr(record, attribute), prefix + metric.name
+        if only_vllm and not metric.vllm:
+            continue
+        if metric.kind == "counter":
+            yield CounterMetricFamily(name, metric.text, value=value)
+        elif metric.kind == "gauge":
+            yield GaugeMetricFamily(name, metric.text, value=value)
+        else:
+            bounds = [*(str(float(bound)) for bound in value.bounds), "+Inf"]
+            family = HistogramMetricFamily(name, metric.text)
+            family.add_metric([], list(zip(bounds, accumulate(value.counts), strict=True)), value.total)
+            yield family
+
+
+def labelled(family: Any, values: Iterable[tuple[str, float]]) -> Metric:
+    """Return a family of one label with these values."""
+    for label, value in values:
+        family.add_metric([label], float(value))
+    metric: Metric = family
+    return metric
