@@ -26,18 +26,13 @@ from megatron_operator.resource.names import (
 Object = Mapping[str, Any]
 
 
-def child_ref(obj: Object) -> ChildRef:
-    """Return the reference of an object or manifest."""
-    return ChildRef(kind=obj["kind"], name=obj["metadata"]["name"], api_version=obj["apiVersion"])
-
-
 def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> ChildView:
     """Return the view of a child. `apiVersion` and `kind` must be set (list items lack them)."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     annotations = metadata.get("annotations") or {}
     template = spec.get("template") or {}
     return ChildView(
-        ref=child_ref(obj),
+        ref=ChildRef.of(obj),
         uid=metadata.get("uid", ""),
         owned=any(ref.get("uid") == owner_uid for ref in metadata.get("ownerReferences") or ()),
         deleting=metadata.get("deletionTimestamp") is not None,

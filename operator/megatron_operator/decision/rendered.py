@@ -8,15 +8,10 @@ from functools import cached_property
 
 from megatron_operator.decision.causes import MALFORMED_OBJECT
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.reduce import child_ref
-from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest, World
+from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest, World, manifest_hash
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
-from megatron_operator.render.context import (
-    RenderContext,
-    RenderError,
-    manifest_hash,
-)
+from megatron_operator.render.context import RenderContext, RenderError
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL, front_door
@@ -169,7 +164,7 @@ class Rendered:
 
     def rejected(self, manifest: Manifest) -> tuple[Reason, str] | None:
         """Return the API server's last rejection of this manifest."""
-        ref = child_ref(manifest)
+        ref = ChildRef.of(manifest)
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
@@ -184,7 +179,7 @@ class Rendered:
 
     def may_offer(self, manifest: Manifest) -> bool:
         """Return whether it was not rejected, or may be applied again."""
-        return self.rejected(manifest) is None or self.just_rejected(child_ref(manifest)) is None
+        return self.rejected(manifest) is None or self.just_rejected(ChildRef.of(manifest)) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
         """Return the last rejection of a child, until it may be applied again."""

@@ -13,10 +13,10 @@ from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import LOST, UNKNOWN, UNRESPONSIVE
 from megatron_operator.decision.operation import Operation
 from megatron_operator.decision.policies.verdict import Verdict
-from megatron_operator.decision.reduce import child_ref
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.scene import Scene
-from megatron_operator.render.context import manifest_hash, scale_selector
+from megatron_operator.decision.world import ChildRef, manifest_hash
+from megatron_operator.render.context import scale_selector
 from megatron_operator.resource.conditions import ConditionType, Finding, Reason
 from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
 from megatron_operator.resource.states import DesiredState, ResourceState
@@ -115,7 +115,7 @@ def _has_release(scene: Scene) -> bool:
     """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
     manifests, errors = scene.rendered.shared
     for manifest in manifests:
-        view = scene.world.children.get(child_ref(manifest))
+        view = scene.world.children.get(ChildRef.of(manifest))
         if manifest["kind"] != "Deployment":
             continue
         if view is None or view.hash != manifest_hash(manifest) or not view.rolled_out:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.reduce import child_ref
 from megatron_operator.decision.rendered import APPS
 from megatron_operator.decision.rollout import keeps_revision
 from megatron_operator.decision.scene import Scene
@@ -26,9 +25,10 @@ from megatron_operator.decision.world import (
     RotateKeys,
     VetChild,
     World,
+    manifest_hash,
 )
 from megatron_operator.render.children import engine_service
-from megatron_operator.render.context import RenderError, manifest_hash
+from megatron_operator.render.context import RenderError
 from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
@@ -36,13 +36,9 @@ from megatron_operator.render.revision import revision_child, revision_name
 from megatron_operator.resource.names import ANNOTATION_MODEL
 
 
-def apply(manifest: Manifest) -> ApplyChild:
-    return ApplyChild(manifest=manifest, hash=manifest_hash(manifest), ref=child_ref(manifest))
-
-
 def _due(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child is missing or differs, and may be applied."""
-    view = scene.world.children.get(child_ref(manifest))
+    view = scene.world.children.get(ChildRef.of(manifest))
     if not scene.rendered.may_offer(manifest):
         return False
     if view is None:
@@ -57,9 +53,9 @@ def upkeep(scene: Scene) -> list[Action]:
     # Before the shared policies, which allow no connections within an engine.
     extras = scene.rollout.extras
     policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in extras)]
-    actions += [apply(policy) for policy in policies if _due(scene, policy)]
+    actions += [ApplyChild(policy) for policy in policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
-    actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
+    actions += [ApplyChild(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)
     for engine in scene.engines.all:
         actions += _engine_upkeep(scene, engine)
@@ -89,7 +85,7 @@ def _try_again(scene: Scene) -> list[Action]:
         waiting.append(rendered.server)
     for manifest in waiting:
         if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
-            return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
+            return [VetChild(manifest)]
     return []
 
 
@@ -99,8 +95,8 @@ def _record_revision(scene: Scene) -> list[Action]:
         manifest = revision_child(scene.ctx)
     except RenderError:
         return []
-    missing = scene.engines.wanted and child_ref(manifest) not in scene.world.children
-    return [apply(manifest)] if missing and scene.rendered.may_offer(manifest) else []
+    missing = scene.engines.wanted and ChildRef.of(manifest) not in scene.world.children
+    return [ApplyChild(manifest)] if missing and scene.rendered.may_offer(manifest) else []
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
@@ -110,12 +106,12 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     another model waits until no engine has or gets the old one, and until the check of the new one has passed. Of a
     pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
     """
-    ref = child_ref(manifest)
+    ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
     if scene.update.holds(manifest, view):
         return False
     if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
-        second = scene.world.children.get(child_ref(standby))
+        second = scene.world.children.get(ChildRef.of(standby))
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
@@ -130,7 +126,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
         return remove_engine(scene.world, engine, reason=f"engine {engine.name} is beyond spec.replicas")
     if engine.name in scene.engines.held_back:
         return []
-    actions: list[Action] = [apply(service)] if _due(scene, service) else []
+    actions: list[Action] = [ApplyChild(service)] if _due(scene, service) else []
     pods = scene.engines.pods_for(engine)
     if found is not None and (found.deleting or not found.owned):
         return actions
@@ -138,7 +134,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     if manifest is None or not scene.rendered.may_offer(manifest):
         return actions
     differs = found is None or found.replicas != manifest["spec"]["replicas"] or _due(scene, manifest)
-    return [*actions, apply(manifest)] if differs else actions
+    return [*actions, ApplyChild(manifest)] if differs else actions
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:

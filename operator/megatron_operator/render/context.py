@@ -227,8 +227,3 @@ def seal(manifest: Manifest) -> Manifest:
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_HASH: digest(hashed, length=16)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
-
-
-def manifest_hash(manifest: Manifest) -> str:
-    """Return the hash that `seal` wrote."""
-    return str(manifest["metadata"]["annotations"][ANNOTATION_HASH])
