@@ -10,15 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_operator.resource.base import cel
 from megatron_operator.resource.names import CRD_NAME, GROUP, KIND, PLURAL, VERSION
-from megatron_operator.resource.spec import (
-    MAX_NAME_LENGTH,
-    NAME_PATTERN,
-    RESERVED_SUFFIX_PATTERN,
-    SHORT_NAME,
-    MegatronInferenceSpec,
-)
+from megatron_operator.resource.spec import ADAPTER_NAME_RULE, NAME_RULES, SHORT_NAME, MegatronInferenceSpec
 from megatron_operator.resource.status import MegatronInferenceStatus
 
 Schema = dict[str, Any]
@@ -37,29 +30,6 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 """Print columns: name, type, path, priority (1: only with `-o wide`)."""
-
-NAME_RULES = [
-    cel(
-        f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
-        f"metadata.name: use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit",
-        expression="'metadata.name: ' + self.metadata.name + "
-        f"' is too long; use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit'",
-    ),
-    cel(
-        f"self.metadata.name.matches('{NAME_PATTERN}')",
-        "metadata.name: is not a DNS-1035 label; start with a letter and use only lower case letters, digits and '-'",
-    ),
-    cel(
-        f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
-        "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
-        "-config-HASH, -rev-HASH); choose another name",
-    ),
-    cel(
-        "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
-        "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
-        "spec.model.adapters: an adapter has the name of the resource, which is that of the model; give it another one",
-    ),
-]
 
 
 def structural_schema(model: type[BaseModel]) -> Schema:
@@ -105,7 +75,7 @@ def custom_resource_definition() -> dict[str, Any]:
             "spec": structural_schema(MegatronInferenceSpec),
             "status": structural_schema(MegatronInferenceStatus),
         },
-        "x-kubernetes-validations": NAME_RULES,
+        "x-kubernetes-validations": [rule.schema() for rule in (*NAME_RULES, ADAPTER_NAME_RULE)],
     }
     version = {
         "name": VERSION,

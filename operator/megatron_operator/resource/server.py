@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, cel, rules, section
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, Rule, section
 from megatron_operator.resource.source import SecretKeyRef
 
 _HOST = r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
@@ -36,15 +36,14 @@ class ServiceType(StrEnum):
     LOAD_BALANCER = "LoadBalancer"
 
 
-_CLASS_NEEDS_TYPE = (
-    "spec.server.service.loadBalancerClass: not allowed without spec.server.service.type LoadBalancer; set the type, "
-    "or remove the class"
-)
-
-
 class ServiceSpec(ApiModel):
-    model_config = rules(
-        cel("!has(self.loadBalancerClass) || self.type == 'LoadBalancer'", _CLASS_NEEDS_TYPE),
+    RULES: ClassVar = (
+        Rule(
+            "!has(self.loadBalancerClass) || self.type == 'LoadBalancer'",
+            lambda service: service.load_balancer_class is None or service.type is ServiceType.LOAD_BALANCER,
+            "spec.server.service.loadBalancerClass: not allowed without spec.server.service.type LoadBalancer; set the "
+            "type, or remove the class",
+        ),
     )
 
     type: ServiceType = Field(default=ServiceType.CLUSTER_IP, description="Type of the Service.")
@@ -52,12 +51,6 @@ class ServiceSpec(ApiModel):
     load_balancer_class: Name | None = Field(
         default=None, description="Implementation of the load balancer; that of the cluster if absent."
     )
-
-    @model_validator(mode="after")
-    def _class_of_load_balancers(self) -> Self:
-        if self.load_balancer_class is not None and self.type is not ServiceType.LOAD_BALANCER:
-            raise ValueError(_CLASS_NEEDS_TYPE)
-        return self
 
 
 class IngressSpec(ApiModel):

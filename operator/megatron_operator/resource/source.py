@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, cel, list_by, rules
+from megatron_operator.resource.base import ApiModel, Matches, Name, Rule, list_by
 from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS
 
 
@@ -142,13 +142,15 @@ _SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
 
 
 class ModelSource(ApiModel):
-    model_config = rules(
-        cel(
+    RULES: ClassVar = (
+        Rule(
             f"{_SET_SOURCES}.exists(set, set)",
+            lambda source: source.model_dump(exclude_none=True),
             f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
         ),
-        cel(
+        Rule(
             f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
+            lambda source: len(source.model_dump(exclude_none=True)) == 1,
             f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
         ),
     )
@@ -164,14 +166,6 @@ class ModelSource(ApiModel):
     )
     persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
     image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        chosen = (self.builtin, self.hugging_face, self.object_store, self.persistent_volume_claim, self.image)
-        count = sum(source is not None for source in chosen)
-        if count != 1:
-            raise ValueError(f"spec.model.source: {count} sources are set; set exactly one of {', '.join(_SOURCES)}")
-        return self
 
     @property
     def path(self) -> str | None:
@@ -203,12 +197,15 @@ CachePath = Annotated[
         "an absolute path of letters, digits and _ . @ + = ~ - without . and .. parts; begin it with /",
     ),
 ]
-_CACHE = "spec.model.cache: set exactly one of persistentVolumeClaim and hostPath"
 
 
 class CacheSpec(ApiModel):
-    model_config = rules(
-        cel("has(self.persistentVolumeClaim) != has(self.hostPath)", _CACHE),
+    RULES: ClassVar = (
+        Rule(
+            "has(self.persistentVolumeClaim) != has(self.hostPath)",
+            lambda cache: (cache.persistent_volume_claim is None) != (cache.host_path is None),
+            "spec.model.cache: set exactly one of persistentVolumeClaim and hostPath",
+        ),
     )
 
     persistent_volume_claim: Name | None = Field(
@@ -220,12 +217,6 @@ class CacheSpec(ApiModel):
         "allow it.",
         max_length=1024,
     )
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        if (self.persistent_volume_claim is None) == (self.host_path is None):
-            raise ValueError(_CACHE)
-        return self
 
 
 _ADAPTER = "spec.model.adapters[].source"
@@ -255,9 +246,10 @@ class AdapterRepository(ApiModel):
 
 
 class AdapterSource(ApiModel):
-    model_config = rules(
-        cel(
+    RULES: ClassVar = (
+        Rule(
             "has(self.huggingFace) != has(self.path)",
+            lambda source: (source.hugging_face is None) != (source.path is None),
             "spec.model.adapters: the source of each adapter is exactly one of huggingFace and path",
         ),
     )
@@ -270,12 +262,6 @@ class AdapterSource(ApiModel):
         max_length=1000,
     )
 
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        if (self.hugging_face is None) == (self.path is None):
-            raise ValueError("spec.model.adapters: the source of each adapter is exactly one of huggingFace and path")
-        return self
-
 
 class AdapterSpec(ApiModel):
     name: AdapterName = Field(
@@ -286,31 +272,25 @@ class AdapterSpec(ApiModel):
     source: AdapterSource = Field(description="Source of the adapter: exactly one of the fields below.")
 
 
-_ADAPTER_NAME = "spec.model.adapters: an adapter has the name of the model; give it another one"
-_NOT_CACHED = (
-    "spec.model.cache: only downloaded models are cached; remove it, or set spec.model.source.huggingFace or "
-    "objectStore"
-)
-_ADAPTER_PATH = (
-    "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
-    "persistentVolumeClaim or image; use source.huggingFace"
-)
-
-
 class ModelSpec(ApiModel):
-    model_config = rules(
-        cel(
+    RULES: ClassVar = (
+        Rule(
             "!has(self.adapters) || !has(self.name) || self.adapters.all(adapter, adapter.name != self.name)",
-            _ADAPTER_NAME,
+            lambda model: all(adapter.name != model.name for adapter in model.adapters or ()),
+            "spec.model.adapters: an adapter has the name of the model; give it another one",
         ),
-        cel(
+        Rule(
             "!has(self.adapters) || has(self.source.persistentVolumeClaim) || has(self.source.image) || "
             "self.adapters.all(adapter, !has(adapter.source.path))",
-            _ADAPTER_PATH,
+            lambda model: model.source.path or all(adapter.source.path is None for adapter in model.adapters or ()),
+            "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
+            "persistentVolumeClaim or image; use source.huggingFace",
         ),
-        cel(
+        Rule(
             "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStore)",
-            _NOT_CACHED,
+            lambda model: model.cache is None or model.source.downloads,
+            "spec.model.cache: only downloaded models are cached; remove it, or set spec.model.source.huggingFace or "
+            "objectStore",
         ),
     )
 
@@ -346,18 +326,12 @@ class ModelSpec(ApiModel):
     )
 
     @model_validator(mode="after")
-    def _check_adapters(self) -> Self:
-        adapters = self.adapters or []
-        names = [adapter.name for adapter in adapters]
+    def _different_adapters(self) -> Self:
+        """Reject a name that is listed twice, as the API server does for a list that is merged by a key."""
+        names = [adapter.name for adapter in self.adapters or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"spec.model.adapters: {twice!r} is listed twice; give each adapter a name of its own")
-        if self.name in names:
-            raise ValueError(_ADAPTER_NAME)
-        if self.source.path is None and any(adapter.source.path is not None for adapter in adapters):
-            raise ValueError(_ADAPTER_PATH)
-        if self.cache is not None and not self.source.downloads:
-            raise ValueError(_NOT_CACHED)
         return self
 
 

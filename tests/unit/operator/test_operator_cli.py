@@ -68,7 +68,7 @@ def test_a_bad_file_is_rejected_with_every_field(tmp_path: Path) -> None:
     result = _run("render", "-f", str(path))
     assert result.exit_code == 1
     assert "spec.replicas: Input should be greater than or equal to 0 (is -1)" in result.output
-    assert "spec.model.source: 0 sources are set" in result.output
+    assert "spec.model.source: no source is set" in result.output
 
 
 def test_plan_lists_what_restarts_and_why(tmp_path: Path) -> None:
