@@ -189,15 +189,16 @@ class KubeApi:
         """Send one request. Raises KubeApiError for every failure, including the timeout."""
         try:
             async with asyncio.timeout(self._timeout):
-                status, text, headers = await self._exchange(method, path, body, query or {}, content_type)
+                response = await self._open(method, path, body, query or {}, content_type)
+                text = await response.read()
         except ApiException as error:
             raise KubeApiError(error.status or 0, "Error", str(error.reason)) from error
         except TimeoutError:
             raise KubeApiError(0, "Timeout", f"{method} {path}: no answer within {self._timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise KubeApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
-        if not 200 <= status <= 299:
-            raise _rejection(status, text, headers)
+        if not 200 <= response.status <= 299:
+            raise _rejection(response.status, text, response.headers)
         try:
             answer: Object = decode(text)
             return answer
@@ -222,12 +223,6 @@ class KubeApi:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # The timeouts of aiohttp are OSErrors, too.
             raise KubeApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from error
-
-    async def _exchange(
-        self, method: str, path: str, body: Object | None, query: Mapping[str, Any], content_type: str
-    ) -> tuple[int, bytes, Mapping[str, str]]:
-        response = await self._open(method, path, body, query, content_type)
-        return response.status, await response.read(), response.headers
 
     async def _open(
         self,

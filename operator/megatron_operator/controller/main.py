@@ -89,10 +89,6 @@ RESTART_SECONDS = 1.0
 AUDITS_AT_ONCE = 2
 
 
-class MetricsBindError(RuntimeError):
-    """The address is in use. The message names it."""
-
-
 class OperatorStartError(RuntimeError):
     """An option of this process is unusable. The message names it and the remedy."""
 
@@ -105,7 +101,7 @@ def run(options: RunOptions) -> int:
     """
     try:
         return asyncio.run(OperatorProcess(options).run())
-    except (LoginError, AddressTemplateError, MetricsBindError, KeyFormatError) as error:
+    except (LoginError, AddressTemplateError, KeyFormatError) as error:
         raise OperatorStartError(str(error)) from error
 
 
@@ -117,7 +113,7 @@ async def serve_probes(
     host: str | None,
     port: int,
 ) -> HealthServer:
-    """Start to answer on one listening socket. Raises MetricsBindError.
+    """Start to answer on one listening socket. Raises OperatorStartError if its address is in use.
 
     GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
     GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing
@@ -138,7 +134,7 @@ async def serve_probes(
     try:
         await server.start()
     except OSError as error:
-        raise MetricsBindError(error.strerror) from error
+        raise OperatorStartError(error.strerror) from error
     return server
 
 

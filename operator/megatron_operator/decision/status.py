@@ -24,21 +24,9 @@ from megatron_operator.resource.status import FAILED_REQUESTS, HISTORY_LENGTH
 from megatron_operator.resource.text import printable, seconds_since, stamp, stamp_seconds
 
 T = ConditionType
-STABLE = frozenset(
-    {
-        ResourceState.RUNNING,
-        ResourceState.PAUSED,
-        ResourceState.SUSPENDED,
-        ResourceState.STOPPED,
-        ResourceState.FAILED,
-    }
-)
-REACHED: dict[DesiredState, ResourceState] = {
-    DesiredState.RUNNING: ResourceState.RUNNING,
-    DesiredState.PAUSED: ResourceState.PAUSED,
-    DesiredState.SUSPENDED: ResourceState.SUSPENDED,
-    DesiredState.STOPPED: ResourceState.STOPPED,
-}
+REACHED = {state: ResourceState(state.value) for state in DesiredState}
+"""The state of a resource that is as desired."""
+STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
 ConditionFinding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
@@ -56,7 +44,6 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "ready": f"{min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
         "revision": _revision(scene),
-        **({"verifiedRevisions": list(scene.rollout.verified)} if scene.rollout.verified else {}),
         "endpoint": ctx.endpoint,
         "epoch": epoch,
         "replicas": sum(engine.scaled > 0 for engine in scene.engines.all),
@@ -71,24 +58,17 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "history": _history(scene, operation, state),
     }
     unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
-    weights = _weights(scene, serving=[*serving, *unknown])
-    if weights is not None:
-        status["weights"] = weights
-    if scene.adapters.entries:
-        status["adapters"] = scene.adapters.entries
-    keys = _keys(scene)
-    if keys is not None:
-        status["keys"] = keys
-    failed = _failed_requests(scene)
-    if failed:
-        status["failedRequests"] = failed
-    download = _download(scene)
-    if download is not None:
-        status["download"] = download
-    plan = _plan(scene, verdict)
-    if plan is not None:
-        status["plan"] = plan
-    return {**status, **scene.update.status(complete=_has_release(scene))}
+    optional = {
+        "verifiedRevisions": list(scene.rollout.verified),
+        "weights": _weights(scene, serving=[*serving, *unknown]),
+        "adapters": scene.adapters.entries,
+        "keys": _keys(scene),
+        "failedRequests": _failed_requests(scene),
+        "download": _download(scene),
+        "plan": _step(scene, verdict),
+    }
+    present = {name: value for name, value in optional.items() if value}
+    return {**status, **present, **scene.update.status(complete=_has_release(scene))}
 
 
 def _download(scene: Scene) -> dict[str, Any] | None:
@@ -187,7 +167,7 @@ def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
     return fields
 
 
-def _plan(scene: Scene, verdict: Verdict) -> dict[str, Any] | None:
+def _step(scene: Scene, verdict: Verdict) -> dict[str, Any] | None:
     if not verdict.step:
         return None
     before = scene.world.resource.status.get("plan") or {}

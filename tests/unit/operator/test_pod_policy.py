@@ -260,7 +260,7 @@ def test_what_is_not_listed_is_rejected_with_its_field_and_the_switch_that_allow
     message = str(rejected.value)
     assert message.startswith("spec.engine.podTemplate")
     assert words in message
-    assert ("no value of the operator's chart allows it" if switch is None else switch.value[0]) in message
+    assert ("no value of the operator's chart allows it" if switch is None else switch.chart_value) in message
     if switch in (Switch.PROFILE, None):
         with pytest.raises(NotAllowed):
             render(overlay, ALL)
@@ -862,7 +862,7 @@ def test_every_switch_is_a_value_of_the_chart_that_is_off_and_reaches_the_operat
     values = yaml.safe_load((chart / "values.yaml").read_text())
     schema = json.loads((chart / "values.schema.json").read_text())["properties"]
     deployment = (chart / "templates/deployment.yaml").read_text()
-    flags = dict(switch.value for switch in Switch)
+    flags = {switch.chart_value: switch.option for switch in Switch}
     flags["podPolicy.quotedImageRepositories"] = "--quote-image-repository"
     assert values["podPolicy"]["profile"] == "restricted"
     policy = {name.removeprefix("podPolicy.") for name in flags if name.startswith("podPolicy.")}
