@@ -20,6 +20,8 @@ from pydantic.alias_generators import to_camel
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 T = TypeVar("T", bound=BaseModel)
+FIELD = "{field}"
+"""Stands for the path of a field in the message of a rule. The generator of the CRD replaces it."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """Name of another object."""
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
@@ -85,11 +87,10 @@ class Matches:
     A `pattern` of the schema would be reported as the expression. This is a rule in CEL, and a validator for the
     offline commands.
 
-    field: path of the field. pattern: it must match the whole value. want: what it accepts, after "must be".
-    without: text that the value must not contain.
+    pattern: it must match the whole value. want: what it accepts, after "must be". without: text that the value must
+    not contain.
     """
 
-    field: str
     pattern: str
     want: str
     without: str | None = None
@@ -105,8 +106,8 @@ class Matches:
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         rule = cel(
             f"self.matches(r'{self.pattern}')" + (f" && !self.contains('{self.without}')" if self.without else ""),
-            f"{self.field}: must be {self.want}",
-            expression=f"'{self.field}: is ' + self + '; must be {self.want}'",
+            f"{FIELD}: must be {self.want}",
+            expression=f"'{FIELD}: is ' + self + '; must be {self.want}'",
         )
         return {**handler(core), "x-kubernetes-validations": [rule]}
 

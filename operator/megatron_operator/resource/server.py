@@ -10,24 +10,23 @@ from pydantic import Field
 from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, Rule, section
 from megatron_operator.resource.source import SecretKeyRef
 
-_HOST = r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-_A_HOST = "a host name in lower case, such as models.example.com or *.example.com"
-
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
-IngressHost = Annotated[str, Field(max_length=253), Matches("spec.server.ingress.hosts", _HOST, _A_HOST)]
-RouteHost = Annotated[str, Field(max_length=253), Matches("spec.server.httpRoute.hostnames", _HOST, _A_HOST)]
+HostName = Annotated[
+    str,
+    Field(max_length=253),
+    Matches(
+        r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
+        "a host name in lower case, such as models.example.com or *.example.com",
+    ),
+]
 PathPrefix = Annotated[
     str,
     Matches(
-        "spec.server.httpRoute.pathPrefix",
         r"^(/[-A-Za-z0-9._~]+)+$",
         "a path that begins with / and does not end with /, such as /models/demo",
     ),
 ]
-HeaderName = Annotated[
-    str,
-    Matches("spec.server.httpRoute.modelHeader", r"^[A-Za-z0-9-]+$", "the name of an HTTP header, such as x-model"),
-]
+HeaderName = Annotated[str, Matches(r"^[A-Za-z0-9-]+$", "the name of an HTTP header, such as x-model")]
 
 
 class ServiceType(StrEnum):
@@ -55,7 +54,7 @@ class ServiceSpec(ApiModel):
 
 class IngressSpec(ApiModel):
     class_name: Name | None = Field(default=None, description="IngressClass; that of the cluster if absent.")
-    hosts: list[IngressHost] | None = Field(
+    hosts: list[HostName] | None = Field(
         default=None, min_length=1, max_length=16, description="Host names; every host if absent."
     )
     tls_secret_name: Name | None = Field(
@@ -74,7 +73,7 @@ class HttpRouteSpec(ApiModel):
     parent_refs: list[ParentRef] = Field(
         min_length=1, max_length=16, description="Gateways that the route attaches to."
     )
-    hostnames: list[RouteHost] | None = Field(
+    hostnames: list[HostName] | None = Field(
         default=None, min_length=1, max_length=16, description="Host names; those of the Gateway's listeners if absent."
     )
     path_prefix: PathPrefix | None = Field(

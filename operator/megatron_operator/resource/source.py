@@ -36,31 +36,34 @@ class SecretKeyRef(ApiModel):
 _PATH_PART = r"([^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.\.[^/\x00-\x1f\x7f]+)"
 _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
 """An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
-_PATH = "an absolute path without . and .. parts, such as /models/llama; begin it with /, without control characters"
-ClaimPath = Annotated[str, Matches("spec.model.source.persistentVolumeClaim.path", _PATH_PATTERN, _PATH)]
-ImagePath = Annotated[str, Matches("spec.model.source.image.path", _PATH_PATTERN, _PATH)]
-_REPOSITORY = (r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name, without ..", "..")
-_COMMIT = (r"^[A-Za-z0-9][\w./-]*$", "letters, digits and . _ / -, beginning with a letter or digit, without ..", "..")
-_MODEL_NAME = (
-    r"^[A-Za-z0-9][\w./:-]*$",
-    "letters, digits and . _ - / :, beginning with a letter or digit, without ..",
-    "..",
-)
-Repository = Annotated[str, Matches("spec.model.source.huggingFace.repo", *_REPOSITORY)]
-Commit = Annotated[str, Matches("spec.model.source.huggingFace.revision", *_COMMIT)]
-BuiltinName = Annotated[
+VolumePath = Annotated[
     str,
     Matches(
-        "spec.model.source.builtin",
-        r"^[a-z0-9][a-z0-9.-]*$",
-        "the name of a builtin model in lower case, such as smollm2-135m",
+        _PATH_PATTERN,
+        "an absolute path without . and .. parts, such as /models/llama; begin it with /, without control characters",
     ),
 ]
-ModelName = Annotated[str, Matches("spec.model.name", *_MODEL_NAME)]
+Repository = Annotated[
+    str, Matches(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name, without ..", "..")
+]
+Commit = Annotated[
+    str,
+    Matches(
+        r"^[A-Za-z0-9][\w./-]*$", "letters, digits and . _ / -, beginning with a letter or digit, without ..", ".."
+    ),
+]
+BuiltinName = Annotated[
+    str, Matches(r"^[a-z0-9][a-z0-9.-]*$", "the name of a builtin model in lower case, such as smollm2-135m")
+]
+ModelName = Annotated[
+    str,
+    Matches(
+        r"^[A-Za-z0-9][\w./:-]*$", "letters, digits and . _ - / :, beginning with a letter or digit, without ..", ".."
+    ),
+]
 WeightsRevision = Annotated[
     str,
     Matches(
-        "spec.weights.revision",
         r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
         "letters, digits and . _ -, beginning and ending with a letter or digit, without ..",
         "..",
@@ -86,7 +89,7 @@ class HuggingFaceSource(ApiModel):
 
 class ClaimSource(ApiModel):
     claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
-    path: ClaimPath = Field(
+    path: VolumePath = Field(
         default="/",
         description="Absolute path of the model inside the volume, without . and .. parts; {revision} is replaced by "
         "spec.weights.revision.",
@@ -100,7 +103,7 @@ class ImageSource(ApiModel):
         min_length=1,
         max_length=512,
     )
-    path: ImagePath = Field(
+    path: VolumePath = Field(
         default="/",
         description="Absolute path of the model inside the image, without . and .. parts; {revision} is replaced by "
         "spec.weights.revision.",
@@ -112,7 +115,6 @@ _URL_PART = r"[A-Za-z0-9_@+=~{}-][A-Za-z0-9_.@+=~{}-]*"
 ObjectUrl = Annotated[
     str,
     Matches(
-        "spec.model.source.objectStore.url",
         rf"^(s3|gs|az|https)://[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{{1,5}})?(/{_URL_PART})*/?$",
         "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH of letters, digits and "
         "_ . @ + = ~ -, without a query",
@@ -192,7 +194,6 @@ class ModelSource(ApiModel):
 CachePath = Annotated[
     str,
     Matches(
-        "spec.model.cache.hostPath",
         rf"^(/{_URL_PART})+$",
         "an absolute path of letters, digits and _ . @ + = ~ - without . and .. parts; begin it with /",
     ),
@@ -219,26 +220,21 @@ class CacheSpec(ApiModel):
     )
 
 
-_ADAPTER = "spec.model.adapters[].source"
-AdapterRepositoryName = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.repo", *_REPOSITORY)]
-AdapterCommit = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.revision", *_COMMIT)]
 AdapterPath = Annotated[
     str,
     Matches(
-        f"{_ADAPTER}.path",
         r"^(/[\w@+=-][\w.@+=-]*)+$",
         "an absolute path of letters, digits and _ . @ + = - without . and .. parts; begin it with /",
     ),
 ]
-AdapterName = Annotated[str, Matches("spec.model.adapters[].name", *_MODEL_NAME)]
 
 
 class AdapterRepository(ApiModel):
-    repo: AdapterRepositoryName = Field(
+    repo: Repository = Field(
         description="Repository on the Hugging Face hub, as org/name. The token of the model's source is used.",
         max_length=200,
     )
-    revision: AdapterCommit | None = Field(
+    revision: Commit | None = Field(
         default=None,
         description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
         max_length=200,
@@ -264,7 +260,7 @@ class AdapterSource(ApiModel):
 
 
 class AdapterSpec(ApiModel):
-    name: AdapterName = Field(
+    name: ModelName = Field(
         description="Name in /v1/models, and of the model in requests.",
         min_length=1,
         max_length=MAX_ADAPTER_NAME_CHARACTERS,

@@ -46,7 +46,6 @@ class Backend(StrEnum):
 CacheMemory = Annotated[
     str,
     Matches(
-        "spec.engine.batching.kvCacheMemory",
         QUANTITY_PATTERN,
         "a positive Kubernetes quantity of bytes, such as 2Gi or 512Mi",
     ),
@@ -54,7 +53,6 @@ CacheMemory = Annotated[
 Alpha = Annotated[
     str,
     Matches(
-        "spec.coordinator.routing.alpha",
         r"^(0(\.[0-9]+)?|1(\.0+)?)$",
         "a decimal number from 0 to 1, such as 0.5",
     ),
@@ -184,7 +182,6 @@ class NativeSpec(ApiModel):
 TopologyKey = Annotated[
     str,
     Matches(
-        "spec.engine.topology.packBy",
         r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
         "the key of a label of nodes, such as topology.kubernetes.io/zone",
     ),

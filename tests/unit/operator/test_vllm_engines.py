@@ -229,7 +229,7 @@ def test_variables_by_which_vllm_loads_code_are_rejected(name: str) -> None:
 
 
 def test_each_field_that_conflicts_with_an_argument_exists() -> None:
-    schema = structural_schema(MegatronInferenceSpec)
+    schema = structural_schema(MegatronInferenceSpec, "spec")
     for path in FIELDS.values():
         field = reduce(lambda node, name: node["properties"][name], path.split(".")[1:], schema)
         assert field["description"], path
