@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.diagnosis import References, diagnose, references
 from megatron_operator.decision.reduce import reduce_pod
-from megatron_operator.decision.references import References, references
 from megatron_operator.decision.world import PodView
 from megatron_operator.resource.conditions import ConditionType, Reason
 from megatron_operator.resource.remedies import REMEDIES

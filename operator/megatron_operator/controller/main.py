@@ -32,8 +32,7 @@ from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.supervisor import TaskSupervisor
-from megatron_operator.controller.task import Parts, ResourceTask
-from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.controller.task import Parts, ResourceTask, UpdateLimit
 from megatron_operator.decision.decide import decide
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings

@@ -7,9 +7,9 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from megatron_operator.decision.incidents import crash_events
 from megatron_operator.decision.losses import forced_deletions, forced_in, replacement, replacement_in
 from megatron_operator.decision.policies import POLICIES, Recorded
+from megatron_operator.decision.restarts import crash_events
 from megatron_operator.decision.scene import Scene
 from megatron_operator.decision.status import compose, condition
 from megatron_operator.decision.update import BEGUN

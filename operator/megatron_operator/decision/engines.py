@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_operator.decision.budget import engine_budget
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.rendered import APPS, Rendered
+from megatron_operator.decision.restarts import engine_budget
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.update import Update
 from megatron_operator.decision.world import EVENT_SECONDS, UNKNOWN_SECONDS, ChildRef, EngineReport, World

@@ -77,7 +77,7 @@ def test_a_wrong_list_is_rejected_with_field_and_remedy(spec: dict[str, Any], wo
 
 
 def test_an_adapter_with_the_name_of_the_resource_is_rejected_unless_the_model_has_another() -> None:
-    with pytest.raises(ValueError, match="has the name of the resource.*is 'sql'"):
+    with pytest.raises(ValueError, match=r"has the name of the resource.*is 'sql'"):
         check_adapter_names("sql", parse_spec(_spec(SQL)))
     check_adapter_names("sql", parse_spec(_spec(SQL, name="base")))
     check_adapter_names("demo", parse_spec(_spec(SQL)))

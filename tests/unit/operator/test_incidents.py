@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.decision.incidents import REPORT_SECONDS, WINDOW_SECONDS
+from megatron_operator.decision.restarts import REPORT_SECONDS, WINDOW_SECONDS
 
 
 def running(replicas: int = 3) -> Cluster:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.controller.task import UpdateLimit
 from megatron_operator.decision.world import ChildRef
 from megatron_operator.render import coordinator, engine, server
 from megatron_operator.resource.release import Release, is_older

@@ -22,8 +22,7 @@ from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
-from megatron_operator.controller.task import Parts, ResourceTask
-from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.controller.task import Parts, ResourceTask, UpdateLimit
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
 

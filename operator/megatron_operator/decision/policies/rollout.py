@@ -17,8 +17,7 @@ from megatron_operator.decision.policies.engines import delete_pods
 from megatron_operator.decision.policies.lifecycle import start
 from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.rendered import Rendered
-from megatron_operator.decision.revision_check import RevisionCheck
-from megatron_operator.decision.revisions import Rollout
+from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.rollout import (
     Await,
     Check,
