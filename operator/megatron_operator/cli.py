@@ -98,8 +98,12 @@ resource_file = click.option(
     required=True,
     help="YAML file with one MegatronInference.",
 )
-
-
+kubeconfig = click.option(
+    "--kubeconfig",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
+)
+kube_context = click.option("--context", help="Context of the kubeconfig.")
 egress_policies = click.option(
     "--egress-policies/--no-egress-policies",
     default=True,
@@ -199,12 +203,8 @@ def main() -> None:
 @main.command()
 @installation
 @click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
-@click.option(
-    "--kubeconfig",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
-)
-@click.option("--context", help="Context of the kubeconfig.")
+@kubeconfig
+@kube_context
 @click.option("--health-port", type=click.IntRange(0, 65535), default=8080, show_default=True)
 @click.option(
     "--lease-name", default="megatron-operator", show_default=True, help="Lease, one for each set of namespaces."
@@ -382,7 +382,7 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @main.command()
 @click.argument("name")
 @click.option("-n", "--namespace", help="Default: the namespace of the context.")
-@click.option("--context", help="Context of the kubeconfig.")
+@kube_context
 def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
     from megatron_operator.cluster.api import KubeApiError
@@ -400,12 +400,8 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 @click.option("--operator-url", metavar="URL", help="Address of the operator's probes; absent: not checked.")
 @click.option("--server-url", metavar="URL", help="Address of the server of a resource; absent: not checked.")
 @environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key for the server.")
-@click.option(
-    "--kubeconfig",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
-)
-@click.option("--context", help="Context of the kubeconfig.")
+@kubeconfig
+@kube_context
 @click.option("--timeout", type=FiniteRange(min=0), default=60.0, show_default=True, help="Seconds for all checks.")
 def verify(timeout: float, **options: Any) -> None:
     """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""

@@ -44,13 +44,15 @@ class Writer:
         self._count = count
 
     @asynccontextmanager
-    async def _leading(self, kind: ObjectKind) -> AsyncIterator[None]:
-        """Cancel the request when another process may lead."""
+    async def _leading(self, verb: str | None, kind: str) -> AsyncIterator[None]:
+        """Cancel the request when another process may lead, and count it if it succeeds. verb: None for a dry run."""
         try:
             async with asyncio.timeout(self._guard()):
                 yield
         except TimeoutError:
-            raise KubeApiError(0, "Timeout", f"write of a {kind.kind}: no answer before the Lease may expire") from None
+            raise KubeApiError(0, "Timeout", f"write of a {kind}: no answer before the Lease may expire") from None
+        if verb is not None:
+            self._count(verb, kind)
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
         """Server-side apply, forced only on the object `known`, which the resource must own. Without a known object the
@@ -91,9 +93,8 @@ class Writer:
         await self._apply(kind, _onto(body, known), force=True, manager=REPLICAS_MANAGER)
 
     async def _apply(self, kind: ObjectKind, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> SeenChild:
-        async with self._leading(kind):
+        async with self._leading("apply", kind.kind):
             answer = await self._api.apply(kind, body, manager=manager, force=force)
-        self._count("apply", kind.kind)
         return project_child(answer)
 
     async def vet_child(self, manifest: Manifest, *, known: SeenChild) -> None:
@@ -103,7 +104,7 @@ class Writer:
             KubeApiError: the server would reject it.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        async with self._leading(kind):
+        async with self._leading(None, kind.kind):
             await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
@@ -123,18 +124,15 @@ class Writer:
             },
             "status": status,
         }
-        async with self._leading(RESOURCE):
+        async with self._leading("apply", f"{RESOURCE.kind}/status"):
             answer = await self._api.apply(RESOURCE, body, manager=FIELD_MANAGER, force=True, subresource="status")
-        self._count("apply", f"{RESOURCE.kind}/status")
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
         """Create an object. Raises KubeApiError; conflict if it exists."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        async with self._leading(kind):
-            answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
-        self._count("create", kind.kind)
-        return answer
+        async with self._leading("create", kind.kind):
+            return await self._api.create(kind, manifest, manager=FIELD_MANAGER)
 
     async def patch(self, kind: ObjectKind, name: str, *, namespace: str, body: Object) -> Object:
         """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions.
@@ -142,23 +140,19 @@ class Writer:
         Raises:
             KubeApiError: the API server rejects it.
         """
-        async with self._leading(kind):
-            answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
-        self._count("patch", kind.kind)
-        return answer
+        async with self._leading("patch", kind.kind):
+            return await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
         """Delete a child. Raises KubeApiError: 404 if it does not exist, conflict if another object has the name."""
         kind = kind_of(ref.api_version, ref.kind)
-        async with self._leading(kind):
+        async with self._leading("delete", kind.kind):
             await self._api.delete(kind, namespace, ref.name, uid=uid)
-        self._count("delete", kind.kind)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str, force: bool = False) -> None:
         """Delete a pod. force: without waiting for its kubelet. Raises KubeApiError like delete_child()."""
-        async with self._leading(POD):
+        async with self._leading("delete", POD.kind):
             await self._api.delete(POD, namespace, name, uid=uid, grace_seconds=0 if force else None)
-        self._count("delete", POD.kind)
 
 
 def _onto(manifest: Manifest, known: SeenChild) -> Manifest:

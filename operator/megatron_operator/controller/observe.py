@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPConnection, HTTPException
 
@@ -203,16 +203,8 @@ class Observer:
         await self._read_optional(resource)
         return World(
             resource=ResourceSnapshot(
-                name=resource.name,
-                namespace=resource.namespace,
-                uid=resource.uid,
-                generation=resource.generation,
+                **{each.name: getattr(resource, each.name) for each in fields(ResourceSnapshot) if each.name != "spec"},
                 spec=spec,
-                status=resource.status,
-                deleting=resource.deleting,
-                changed_by=resource.changed_by,
-                restarted_at=resource.restarted_at,
-                update_to=resource.update_to,
             ),
             settings=self._options.settings,
             now=datetime.now(UTC),

@@ -30,6 +30,13 @@ from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.resource.states import UpdatePhase
 from megatron_runtime.protocol import strict_json as json
 
+logger = logging.getLogger(__name__)
+
+BACKOFF_FIRST, BACKOFF_MAX = 0.2, 30.0
+AFTER_ERROR_SECONDS = 1.0
+EAGER_PASSES = 10
+"""Limit of consecutive passes without a pause, while each changes something."""
+
 
 class UpdateLimit:
     """Counts the resources that are being updated. A resource holds its place as long as its status says Running.
@@ -83,14 +90,6 @@ class UpdateLimit:
 def _phase(status: Mapping[str, object]) -> str:
     update = status.get("update")
     return str(update.get("phase", "")) if isinstance(update, Mapping) else ""
-
-
-logger = logging.getLogger(__name__)
-
-BACKOFF_FIRST, BACKOFF_MAX = 0.2, 30.0
-AFTER_ERROR_SECONDS = 1.0
-EAGER_PASSES = 10
-"""Limit of consecutive passes without a pause, while each changes something."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_operator.decision.losses import forced_deletions, forced_in, replacement, replacement_in
 from megatron_operator.decision.policies import POLICIES, Recorded
@@ -18,10 +18,12 @@ from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
     Action,
     ApplyChild,
+    CanaryReport,
     CoordinatorSnapshot,
     Decision,
     DeleteChild,
     EmitEvent,
+    OperationReport,
     PodView,
     World,
 )
@@ -32,6 +34,7 @@ from megatron_operator.resource.text import printable, printable_data, stamp_sec
 
 CONNECT_SECONDS = 10.0
 """After the creation of a coordinator's pod, the time until the operator has connected to it."""
+Report = TypeVar("Report", OperationReport, CanaryReport)
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MOST_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
@@ -116,15 +119,12 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
         lost = after["state"] == "Unknown" and not replaced
         severity = "Warning" if after["state"] == "Failed" or lost else "Normal"
         events.append(EmitEvent(severity, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
-    trouble, earlier = _condition(after, ConditionType.DEGRADED), _condition(before, ConditionType.DEGRADED)
-    known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])
-    if trouble["status"] == "True" and not known:
-        events.append(EmitEvent("Warning", trouble["reason"], trouble["message"]))
-    kind = ConditionType.UPDATE_AVAILABLE
-    update, earlier = _condition(after, kind), _condition(before, kind)
-    if update.get("status") == "True" and (earlier.get("status"), earlier.get("reason")) != ("True", update["reason"]):
-        severity = "Warning" if update["reason"] == Reason.SECURITY_UPDATE_AVAILABLE else "Normal"
-        events.append(EmitEvent(severity, update["reason"], update["message"]))
+    for kind in (ConditionType.DEGRADED, ConditionType.UPDATE_AVAILABLE):
+        found, earlier = _condition(after, kind), _condition(before, kind)
+        known = (earlier.get("status"), earlier.get("reason")) == ("True", found.get("reason"))
+        if found.get("status") == "True" and not known:
+            severity = "Normal" if found["reason"] == Reason.UPDATE_AVAILABLE else "Warning"
+            events.append(EmitEvent(severity, found["reason"], found["message"]))
     phases = [(status.get("update") or {}).get("phase") in BEGUN for status in (before, after)]
     if phases == [False, True]:
         events.append(EmitEvent("Normal", "UpdateBegun", f"updating to release {after['release']['version']}"))
@@ -197,16 +197,14 @@ def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
 
 def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     """Remove texts. Numbers and states stay, because decisions depend on them."""
-    operations = {
-        name: replace(report, message=NOT_QUOTED if report.message else "")
-        for name, report in snapshot.operations.items()
-    }
-    canaries = {
-        name: replace(report, message=NOT_QUOTED if report.message else "")
-        for name, report in snapshot.canaries.items()
-    }
+    operations = {name: _without_message(report) for name, report in snapshot.operations.items()}
+    canaries = {name: _without_message(report) for name, report in snapshot.canaries.items()}
     engines = tuple(replace(engine, digest="") for engine in snapshot.engines)
     adapters = snapshot.adapters and tuple(
         replace(report, error=NOT_QUOTED if report.error else "") for report in snapshot.adapters
     )
     return replace(snapshot, operations=operations, canaries=canaries, engines=engines, adapters=adapters)
+
+
+def _without_message(report: Report) -> Report:
+    return replace(report, message=NOT_QUOTED if report.message else "")

@@ -465,8 +465,8 @@ def _depended_on_mount(value: Any, path: str, request: Request, is_rendered: boo
         yield Violation(path, value, "give an object with name and mountPath", None)
     elif is_rendered and _is_own(where):
         yield Violation(f"{path}.mountPath", where, f"{', '.join(OWN_MOUNTS)} are the operator's own", None)
-    elif name in FIXED_VOLUMES:
-        yield Violation(f"{path}.name", name, "volumes with keys and weights are mounted by the operator alone", None)
+    else:
+        yield from _fixed_volume(name, path)
 
 
 def _image(value: Any, path: str, request: Request) -> Iterator[Violation]:
@@ -580,10 +580,13 @@ def _mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
 def _foreign_mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
     """Check a volume mount of a sidecar."""
     yield from _shared_mount(value, path, request)
-    if isinstance(value, dict) and value.get("name") in FIXED_VOLUMES:
-        yield Violation(
-            f"{path}.name", value["name"], "volumes with keys and weights are mounted by the operator alone", None
-        )
+    if isinstance(value, dict):
+        yield from _fixed_volume(value.get("name"), path)
+
+
+def _fixed_volume(name: object, path: str) -> Iterator[Violation]:
+    if name in FIXED_VOLUMES:
+        yield Violation(f"{path}.name", name, "volumes with keys and weights are mounted by the operator alone", None)
 
 
 _MOUNT_FIELDS = ("name", "mountPath", "readOnly", "recursiveReadOnly", "subPath")
