@@ -76,17 +76,13 @@ def _meta(name: str, namespace: str | None = None) -> dict[str, Any]:
     return {"name": name, **({"namespace": namespace} if namespace else {}), "labels": dict(LABELS)}
 
 
-def _subject(namespace: str) -> list[dict[str, str]]:
-    return [{"kind": "ServiceAccount", "name": NAME, "namespace": namespace}]
-
-
 def _binding(kind: str, name: str, namespace: str | None, subject_namespace: str) -> Manifest:
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": f"{kind}Binding",
         "metadata": _meta(name, namespace),
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
-        "subjects": _subject(subject_namespace),
+        "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": subject_namespace}],
     }
 
 

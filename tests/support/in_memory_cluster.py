@@ -130,7 +130,7 @@ class FakeCoordinator:
         self.fence = signal.fence
         self.begun.append(signal)
         self.open = signal
-        self.operations[signal.operation_id] = OperationReport(OperationOutcome.IN_PROGRESS, signal.kind)
+        self.operations[signal.operation_id] = OperationReport(OperationOutcome.IN_PROGRESS)
         if signal.kind is SignalKind.DRAIN:
             self.all_draining = signal.engine is None
             for name, engine in self.engines.items():
@@ -162,7 +162,7 @@ class FakeCoordinator:
                 engine.epoch, engine.source = self.epoch, self.sources[-1]
         ranks = len(self.engines)
         self.operations[signal.operation_id] = OperationReport(
-            OperationOutcome.CONFIRMED, signal.kind, confirmed_ranks=ranks, total_ranks=ranks
+            OperationOutcome.CONFIRMED, confirmed_ranks=ranks, total_ranks=ranks
         )
         if signal.kind is SignalKind.STOP:
             self.engines.clear()
@@ -180,7 +180,7 @@ class FakeCoordinator:
         assert self.open is not None
         signal, self.open = self.open, None
         self.operations[signal.operation_id] = OperationReport(
-            OperationOutcome.FAILED, signal.kind, message=message, code=code, adapter_errors=adapter_errors or {}
+            OperationOutcome.FAILED, message=message, code=code, adapter_errors=adapter_errors or {}
         )
 
     def snapshot(self) -> CoordinatorSnapshot:
@@ -194,7 +194,6 @@ class FakeCoordinator:
             operations=dict(self.operations),
             engines=tuple(
                 EngineReport(
-                    name,
                     name,
                     engine.state,
                     engine.revision,

@@ -27,13 +27,15 @@ from megatron_kubectl.samples import (
     sample_pods,
 )
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
-from megatron_operator.cluster.kinds import CORE_EVENT, POD, RESOURCE
+from megatron_operator.cluster.kinds import POD, RESOURCE, ObjectKind
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.cluster.read import problem_of_operators
 from megatron_operator.explain import causes
 from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
 from megatron_operator.terminal import as_yaml
 
+CORE_EVENT = ObjectKind("Event", "", "v1", "events")
+"""The ClusterRoles view, edit and admin of Kubernetes allow to read Events by this API only."""
 WATCH_SECONDS = 50
 """Duration of a watch before it is renewed at the same resource version."""
 SILENCE_SECONDS = 65.0

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import logging
 from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
@@ -85,9 +84,7 @@ class KubeApi:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:

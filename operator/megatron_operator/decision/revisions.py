@@ -15,7 +15,7 @@ from megatron_operator.decision.engines import Engines
 from megatron_operator.decision.rendered import Rendered
 from megatron_operator.decision.rollout import EngineFacts, kept_extras
 from megatron_operator.decision.world import ChildRef, PodView, World
-from megatron_operator.render.check import check_name
+from megatron_operator.render.check import check_pod_name
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.resource.conditions import Finding, Reason
@@ -165,7 +165,7 @@ class RevisionCheck:
     @cached_property
     def ref(self) -> ChildRef:
         """Reference of the pod that checks the desired revision."""
-        return ChildRef("Pod", check_name(self.ctx, self.rollout.revision))
+        return ChildRef("Pod", check_pod_name(self.ctx, self.rollout.revision))
 
     @cached_property
     def pod(self) -> PodView | None:

@@ -12,9 +12,8 @@ from megatron_operator.decision.adapters import AdapterView
 from megatron_operator.decision.blockers import Blockers
 from megatron_operator.decision.desired import Desired, Keys
 from megatron_operator.decision.diagnosis import References, references
-from megatron_operator.decision.engines import Engines
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.losses import Losses
-from megatron_operator.decision.observed import Observed
 from megatron_operator.decision.rendered import Rendered
 from megatron_operator.decision.restarts import Restarts, count_restarts
 from megatron_operator.decision.revisions import RevisionCheck, Rollout

@@ -60,8 +60,7 @@ def upkeep(scene: Scene) -> list[Action]:
     for engine in scene.engines.all:
         actions += _engine_upkeep(scene, engine)
     actions += _try_again(scene)
-    actions += _leftover_standby(scene)
-    actions += _leftover_front_door(scene)
+    actions += _leftover_objects(scene)
     return actions + _leftover_config(scene) + _leftover_revisions(scene) + _leftover_checks(scene)
 
 
@@ -188,33 +187,21 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
     return _deletions(obsolete, "no engine is of this revision any more")
 
 
-def _leftover_standby(scene: Scene) -> list[Action]:
-    """Delete the second coordinator of a pair when the spec wants one coordinator."""
-    if scene.ctx.has_standby:
-        return []
-    standby, budget = scene.ctx.standby_name, scene.ctx.coordinator_name
-    refs = (
-        ChildRef("Deployment", standby, APPS),
-        ChildRef("Service", standby),
-        ChildRef("PodDisruptionBudget", budget, "policy/v1"),
+def _leftover_objects(scene: Scene) -> list[Action]:
+    """Delete the second coordinator of a pair, the Ingress, the HTTPRoute and the InferencePool that the spec no longer
+    has."""
+    ctx, server = scene.ctx, scene.ctx.spec.server
+    single = "spec.coordinator.replicas is 1"
+    objects = (
+        (ctx.has_standby, single, ChildRef("Deployment", ctx.standby_name, APPS)),
+        (ctx.has_standby, single, ChildRef("Service", ctx.standby_name)),
+        (ctx.has_standby, single, ChildRef("PodDisruptionBudget", ctx.coordinator_name, "policy/v1")),
+        (server.ingress, "spec.server.ingress is absent", ChildRef("Ingress", ctx.name, NETWORKING)),
+        (server.http_route, "spec.server.httpRoute is absent", ChildRef(HTTP_ROUTE, ctx.name, GATEWAY)),
+        (server.inference_pool, "spec.server.inferencePool is absent", ChildRef(INFERENCE_POOL, ctx.name, INFERENCE)),
     )
-    return _deletions(map(scene.world.children.get, refs), "spec.coordinator.replicas is 1")
-
-
-def _leftover_front_door(scene: Scene) -> list[Action]:
-    """Delete the Ingress, the HTTPRoute and the InferencePool that the spec no longer has."""
-    server, name = scene.ctx.spec.server, scene.ctx.name
-    fields = (
-        (server.ingress, "ingress", ChildRef("Ingress", name, NETWORKING)),
-        (server.http_route, "httpRoute", ChildRef(HTTP_ROUTE, name, GATEWAY)),
-        (server.inference_pool, "inferencePool", ChildRef(INFERENCE_POOL, name, INFERENCE)),
-    )
-    return [
-        action
-        for wanted, field, ref in fields
-        if wanted is None
-        for action in _deletions([scene.world.children.get(ref)], f"spec.server.{field} is absent")
-    ]
+    leftover = ((scene.world.children.get(ref), reason) for wanted, reason, ref in objects if not wanted)
+    return [action for view, reason in leftover for action in _deletions([view], reason)]
 
 
 def _leftover_checks(scene: Scene) -> list[Action]:

@@ -206,7 +206,6 @@ class EngineReport:
 
     name: str
     """`NAME-engine-I`, from the engine's command line."""
-    identity: str
     state: EngineState
     revision: str = ""
     epoch: int = 0
@@ -221,7 +220,6 @@ class EngineReport:
     suspect: bool = False
     """It sends no heartbeats: the coordinator gives its requests to other engines, and removes it soon."""
     draining: bool = False
-    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +227,6 @@ class OperationReport:
     """State of an operation id in the coordinator."""
 
     outcome: OperationOutcome
-    signal: SignalKind | None = None
     message: str = ""
     """The error of a failed operation, with engines and ranks."""
     code: int = 0

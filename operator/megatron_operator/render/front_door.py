@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
-from megatron_operator.render.pod_policy import check_annotations, check_hosts, check_tls_secret
+from megatron_operator.render.pod_policy import require_annotations, require_hosts, require_tls_secret
 from megatron_operator.resource.names import PORT_HTTP, SERVER
 from megatron_operator.resource.server import ServiceType
 
@@ -53,8 +53,8 @@ def ingress(ctx: RenderContext) -> Manifest:
     """Return the Ingress, which routes all paths of its hosts to the servers. Raises NotAllowed."""
     wanted = ctx.spec.server.ingress
     assert wanted is not None
-    check_hosts(ctx, wanted.hosts, "spec.server.ingress.hosts")
-    check_tls_secret(ctx, wanted.tls_secret_name, "spec.server.ingress.tlsSecretName")
+    require_hosts(ctx, wanted.hosts, "spec.server.ingress.hosts")
+    require_tls_secret(ctx, wanted.tls_secret_name, "spec.server.ingress.tlsSecretName")
     backend = {"service": {"name": ctx.name, "port": {"number": _port(ctx)[1]}}}
     http = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
     spec: dict[str, Any] = {"rules": [{"host": host, "http": http} for host in wanted.hosts or ()] or [{"http": http}]}
@@ -72,7 +72,7 @@ def http_route(ctx: RenderContext) -> Manifest:
     the names of the model and of its adapters. Raises NotAllowed."""
     wanted = ctx.spec.server.http_route
     assert wanted is not None
-    check_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
+    require_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
     path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
     matches: list[dict[str, Any]] = [path]
     if wanted.model_header is not None:
@@ -122,7 +122,7 @@ def _port(ctx: RenderContext) -> tuple[str, int]:
 
 def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:
     """Add annotations. Raises NotAllowed."""
-    check_annotations(ctx, wanted, field)
+    require_annotations(ctx, wanted, field)
     if wanted:
         manifest["metadata"]["annotations"] = dict(wanted)
     return manifest

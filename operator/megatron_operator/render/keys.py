@@ -43,14 +43,7 @@ Files = Mapping[str, str]
 
 
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
-    """Return a new Secret.
-
-    Raises:
-        ValueError: an entry is missing or unknown.
-    """
-    if set(data) != set(KEY_NAMES):
-        wrong = sorted(set(data) ^ set(KEY_NAMES))
-        raise ValueError(f"keys: missing or unknown entries {wrong}; give exactly {list(KEY_NAMES)}")
+    """Return a new Secret. data: of all KEY_NAMES."""
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
         generation, KeyStage.SETTLED, server=generation, since=since

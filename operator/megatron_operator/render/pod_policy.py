@@ -118,7 +118,7 @@ def enforce(
         _require_none(violations(ctx, component, overlay, policy=ctx.settings.pod_policy, containers=containers))
 
 
-def check_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
+def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
     """Reject annotations of a Service or Ingress that the policy does not allow. Raises NotAllowed."""
     policy = ctx.settings.pod_policy
     # Recorded templates, which are not checked, have none of the operator's own either.
@@ -126,7 +126,7 @@ def check_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None,
     _require_none(keys(annotations or {}, field, policy or PodPolicy()))
 
 
-def check_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
+def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
     """Reject host names of the front door that the chart does not allow, in both profiles. Raises NotAllowed.
 
     hosts: None or empty means every host.
@@ -139,7 +139,7 @@ def check_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> 
         _require_none(Violation(field, host, clause, Switch.HOSTNAMES) for host in found)
 
 
-def check_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
+def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
     """Reject a TLS Secret of the front door that the chart does not allow, in both profiles. Raises NotAllowed."""
     policy = ctx.settings.pod_policy
     if policy is not None and name is not None:

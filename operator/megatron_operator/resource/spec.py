@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, Rule, require, section
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, Rule, section
 from megatron_operator.resource.server import ServerSpec
 from megatron_operator.resource.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.resource.states import DesiredState
@@ -542,16 +542,6 @@ ADAPTER_NAME_RULE = Rule(
     value=lambda named: repr(named[0]),
 )
 """A rule about the name of a resource and its spec, as a pair."""
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError for the name of a resource that breaks one of NAME_RULES."""
-    require(NAME_RULES, name)
-
-
-def check_adapter_names(name: str, spec: MegatronInferenceSpec) -> None:
-    """Raise ValueError for a resource that breaks ADAPTER_NAME_RULE."""
-    require([ADAPTER_NAME_RULE], (name, spec))
 
 
 def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:

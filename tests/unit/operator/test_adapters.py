@@ -19,8 +19,9 @@ from megatron_operator.render.context import RenderContext
 from megatron_operator.render.guards import hub_egress
 from megatron_operator.render.model_source import model_adapters
 from megatron_operator.render.revision import revision_child
+from megatron_operator.resource.base import require
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import check_adapter_names, parse_spec
+from megatron_operator.resource.spec import ADAPTER_NAME_RULE, parse_spec
 from megatron_runtime.protocol.adapters import Adapter
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "models", "path": "/base"}}
@@ -78,9 +79,9 @@ def test_a_wrong_list_is_rejected_with_field_and_remedy(spec: dict[str, Any], wo
 
 def test_an_adapter_with_the_name_of_the_resource_is_rejected_unless_the_model_has_another() -> None:
     with pytest.raises(ValueError, match=r"has the name of the resource.*is 'sql'"):
-        check_adapter_names("sql", parse_spec(_spec(SQL)))
-    check_adapter_names("sql", parse_spec(_spec(SQL, name="base")))
-    check_adapter_names("demo", parse_spec(_spec(SQL)))
+        require([ADAPTER_NAME_RULE], ("sql", parse_spec(_spec(SQL))))
+    require([ADAPTER_NAME_RULE], ("sql", parse_spec(_spec(SQL, name="base"))))
+    require([ADAPTER_NAME_RULE], ("demo", parse_spec(_spec(SQL))))
 
 
 def test_engines_get_the_path_in_their_pods_or_the_pinned_repository() -> None:

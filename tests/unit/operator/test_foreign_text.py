@@ -32,7 +32,7 @@ from megatron_operator.decision.world import (
     OperationReport,
 )
 from megatron_operator.explain import causes, explanation
-from megatron_operator.resource.states import OperationOutcome, SignalKind
+from megatron_operator.resource.states import OperationOutcome
 from megatron_operator.resource.text import printable, printable_data
 from megatron_runtime.process.logs import JsonFormatter, TextFormatter
 
@@ -347,7 +347,7 @@ def test_texts_of_a_foreign_image_are_quoted_only_where_the_chart_lists_it(
     cluster.settle()
     world = cluster.world()
     operation = {"operationId": "o", "signal": "PAUSE", "goal": "Running", "phase": "Submitted", "fence": 1}
-    failed = OperationReport(OperationOutcome.FAILED, SignalKind.PAUSE, message=SECRET)
+    failed = OperationReport(OperationOutcome.FAILED, message=SECRET)
     engines = tuple(replace(engine, digest=SECRET) for engine in world.coordinator.engines)
     canaries = {"demo-engine-0": CanaryReport(engines[0].revision, ok=False, message=SECRET)}
     coordinator = replace(world.coordinator, operations={"o": failed}, engines=engines, canaries=canaries)

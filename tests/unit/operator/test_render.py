@@ -17,7 +17,6 @@ from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate, RenderContext
 from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
-from megatron_operator.render.keys import KEY_NAMES, keys_secret
 from megatron_operator.render.pod import merge_template
 from megatron_operator.resource.names import LABEL_ENGINE
 from megatron_operator.resource.pod_policy import PodPolicy
@@ -368,13 +367,6 @@ def test_policies_restart_no_pod() -> None:
     ctx = _context(model={"source": HUB})
     plain = RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, replace(SETTINGS, egress_policies=False))
     assert _pods(plain) == _pods(ctx)
-
-
-def test_keys_must_be_complete() -> None:
-    secret = keys_secret(_context(), {name: "z" for name in KEY_NAMES})
-    assert set(secret["data"]) == set(KEY_NAMES)
-    with pytest.raises(ValueError, match=r"admin\.pub"):
-        keys_secret(_context(), {name: "z" for name in KEY_NAMES if name != "admin.pub"})
 
 
 # --- podTemplate ----------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import RenderContext
+from megatron_operator.resource.base import require
 from megatron_operator.resource.crd import COLUMNS, custom_resource_definition
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import check_name, parse_spec
+from megatron_operator.resource.spec import NAME_RULES, parse_spec
 
 SOURCE = {"builtin": "smollm2-135m"}
 
@@ -112,7 +113,7 @@ def test_a_wrong_spec_is_rejected_with_field_and_remedy(spec: dict[str, Any], wo
 
 @pytest.mark.parametrize("name", ["a", "demo", "demo-2", "a" * 40, "engine-x"])
 def test_good_names_pass(name: str) -> None:
-    check_name(name)
+    require(NAME_RULES, name)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_good_names_pass(name: str) -> None:
 )
 def test_names_that_children_could_not_use_are_rejected(name: str) -> None:
     with pytest.raises(ValueError, match=rf"metadata\.name: .*is '{name}'"):
-        check_name(name)
+        require(NAME_RULES, name)
 
 
 def test_every_child_name_of_the_longest_resource_fits() -> None:

@@ -24,7 +24,7 @@ from megatron_operator.resource.crd import structural_schema
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
 from megatron_operator.resource.spec import MegatronInferenceSpec, parse_spec
-from megatron_operator.resource.states import OperationOutcome, SignalKind
+from megatron_operator.resource.states import OperationOutcome
 from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.protocol.vllm_arguments import FIELDS
 
@@ -32,7 +32,7 @@ SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_ima
 CODE = replace(SETTINGS, pod_policy=PodPolicy(vllm_code=True))
 
 POD = PodView("demo-engine-0-0", "u", "engine", engine="demo-engine-0", last_message="the cause")
-DONE = {"op": OperationReport(OperationOutcome.FAILED, SignalKind.PAUSE, message="failed")}
+DONE = {"op": OperationReport(OperationOutcome.FAILED, message="failed")}
 
 
 def context(

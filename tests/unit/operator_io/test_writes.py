@@ -166,14 +166,12 @@ def keys_secret(files: dict[str, str]) -> dict[str, Any]:
     return {"metadata": {"name": "demo-keys"}, "data": data}
 
 
-def test_paths_and_unknown_kinds() -> None:
+def test_paths_of_kinds() -> None:
     assert kind_of("apps/v1", "Deployment").path("prod", "demo", subresource="scale") == (
         "/apis/apps/v1/namespaces/prod/deployments/demo/scale"
     )
     assert SERVICE.path(None) == "/api/v1/services"
     assert "Secret" not in {kind.kind for kind in CHILD_KINDS}
-    with pytest.raises(ValueError, match="apps/v1/DaemonSet: not known"):
-        kind_of("apps/v1", "DaemonSet")
 
 
 def test_the_owner_of_the_replicas_is_read_from_the_managed_fields() -> None:

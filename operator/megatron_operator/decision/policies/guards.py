@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megatron_operator.decision.blockers import Blockers
 from megatron_operator.decision.desired import Desired
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.world import MAX_FENCE_JUMP, World
 from megatron_operator.render.context import RenderContext

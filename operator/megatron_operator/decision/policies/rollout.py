@@ -11,8 +11,7 @@ from typing import Any
 
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.engines import delete_pods
 from megatron_operator.decision.policies.lifecycle import start
 from megatron_operator.decision.policies.verdict import Verdict, waiting
