@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError
-from megatron_operator.cluster.kinds import POD
-from megatron_operator.controller.watches import CHILD_SELECTOR
+from megatron_operator.cluster.kinds import CHILD_SELECTOR, POD
 
 LOOK_SECONDS = 0.15
 WATCH_SECONDS = 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.resource.names import GROUP, KIND, PLURAL, VERSION
+from megatron_operator.resource.names import FIELD_MANAGER, GROUP, KIND, LABEL_MANAGED_BY, PLURAL, VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ CHILD_KINDS: tuple[ObjectKind, ...] = (
 )
 """Kinds that the operator applies, watches (by label) and deletes. Secrets and OPTIONAL_KINDS are only read by
 name."""
+
+CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 
 _ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}

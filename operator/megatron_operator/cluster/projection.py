@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.decision.reduce import owner_uid, reduce_child, reduce_pod
-from megatron_operator.decision.world import ChildRef, ChildView, PodView
+from megatron_operator.decision.reduce import owner_uid, reduce_child
+from megatron_operator.decision.world import ChildRef, ChildView
 from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
 from megatron_runtime.protocol import strict_json as json
 
@@ -34,18 +34,6 @@ class SeenChild:
     """Services: the virtual address; empty for headless ones."""
     owns_replicas: bool = False
     """This operator's applies own `spec.replicas`."""
-
-    @property
-    def uid(self) -> str:
-        return self.view.uid
-
-
-@dataclass(frozen=True, slots=True)
-class SeenPod:
-    """A pod at one version."""
-
-    version: int
-    view: PodView
 
     @property
     def uid(self) -> str:
@@ -104,10 +92,6 @@ def project_child(obj: Object) -> SeenChild:
         cluster_ip="" if cluster_ip == "None" else cluster_ip,
         owns_replicas=any(entry.get("manager") == FIELD_MANAGER for entry in _owners(obj["metadata"], "f:replicas")),
     )
-
-
-def project_pod(obj: Object) -> SeenPod:
-    return SeenPod(version=version_of(obj), view=reduce_pod(obj))
 
 
 def project_resource(obj: Object) -> SeenResource:

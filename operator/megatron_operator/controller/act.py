@@ -12,13 +12,13 @@ from typing import Any, TypeVar, cast
 
 from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import ResourceCache
-from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import new_resource_keys, rotation_patch
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
-from megatron_operator.cluster.projection import SeenPod, SeenResource, project_pod
-from megatron_operator.cluster.writer import NotOwnedError, Writer
+from megatron_operator.cluster.projection import SeenResource
+from megatron_operator.cluster.writer import NotOwnedError, Recorder, Writer
 from megatron_operator.controller.observe import Observer
+from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import (
     Action,
     ApplyChild,
@@ -30,6 +30,7 @@ from megatron_operator.decision.world import (
     DeleteChild,
     DeletePods,
     EmitEvent,
+    PodView,
     RotateKeys,
     Signal,
     VetChild,
@@ -182,7 +183,7 @@ class Actor:
 
     async def _create_pod(self, action: CreatePod, resource: SeenResource) -> bool:
         try:
-            pod: SeenPod | None = project_pod(await self.writer.create(action.manifest))
+            pod: PodView | None = reduce_pod(await self.writer.create(action.manifest))
         except KubeApiError as error:
             if error.reason != "AlreadyExists":
                 if error.permanent:
@@ -192,7 +193,7 @@ class Actor:
             pod = await self.observer.read_pod(action.ref.name, namespace=resource.namespace)
         if pod is None:
             return False
-        if pod.view.owner != resource.uid:
+        if pod.owner != resource.uid:
             return self._rejected(action.ref, action.hash, NotOwnedError(action.ref, namespace=resource.namespace))
         self.cache.created(pod)
         self.rejections.pop(action.ref, None)

@@ -22,17 +22,15 @@ from prometheus_client import CollectorRegistry
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import LoginError, load_configuration
 from megatron_operator.cluster.cache import Index, Key, ResourceCache
-from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import KeyFormatError, ensure_admin_keys
 from megatron_operator.cluster.kinds import RESOURCE
 from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
-from megatron_operator.cluster.writer import Writer
+from megatron_operator.cluster.writer import Recorder, Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
-from megatron_operator.controller.supervisor import TaskSupervisor
-from megatron_operator.controller.task import Parts, ResourceTask, UpdateLimit
+from megatron_operator.controller.task import Parts, ResourceTask, TaskSupervisor, UpdateLimit
 from megatron_operator.decision.decide import decide
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings

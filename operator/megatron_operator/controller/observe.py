@@ -19,6 +19,7 @@ from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
 from megatron_operator.cluster.kinds import (
     CHILD_KINDS,
+    CHILD_SELECTOR,
     EVENT,
     NODE,
     OPTIONAL_KINDS,
@@ -31,15 +32,12 @@ from megatron_operator.cluster.kinds import (
 )
 from megatron_operator.cluster.projection import (
     SeenChild,
-    SeenPod,
     SeenResource,
     project_child,
-    project_pod,
     project_resource,
 )
-from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.decision.losses import NODE_SECONDS
-from megatron_operator.decision.reduce import lost_since
+from megatron_operator.decision.reduce import lost_since, reduce_pod
 from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
     EVENT_SECONDS,
@@ -179,10 +177,10 @@ class Observer:
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
         self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
 
-    async def read_pod(self, name: str, *, namespace: str) -> SeenPod | None:
+    async def read_pod(self, name: str, *, namespace: str) -> PodView | None:
         """Read a pod. It is listed, because the operator's role has no other use for `get`."""
         found = await self._api.list(POD, namespace, fields=f"metadata.name={name}")
-        return project_pod(found[0]) if found else None
+        return reduce_pod(found[0]) if found else None
 
     async def world(
         self,
@@ -424,10 +422,10 @@ class Observer:
                 *(self._api.list(kind, resource.namespace, selector=selector) for kind in kinds)
             )
         children: list[SeenChild] = []
-        pods: list[SeenPod] = []
+        pods: list[PodView] = []
         for kind, items in zip(kinds, answers, strict=True):
             if kind is POD:
-                pods += [project_pod(item) for item in items]
+                pods += [reduce_pod(item) for item in items]
             else:
                 children += [
                     project_child({**item, "apiVersion": kind.api_version, "kind": kind.kind}) for item in items

@@ -11,7 +11,7 @@ from megatron_operator.decision.losses import forced_deletions, forced_in, repla
 from megatron_operator.decision.policies import POLICIES, Recorded
 from megatron_operator.decision.restarts import crash_events
 from megatron_operator.decision.scene import Scene
-from megatron_operator.decision.status import compose, condition
+from megatron_operator.decision.status import compose, condition, step_status
 from megatron_operator.decision.update import BEGUN
 from megatron_operator.decision.upkeep import upkeep
 from megatron_operator.decision.world import (
@@ -43,12 +43,8 @@ MOST_TEXT = 2048
 def decide(world: World) -> Decision:
     """Return the decision for a world. Pure: equal worlds give equal decisions."""
     scene = Scene(quotable(world))
-    for policy in POLICIES:
-        verdict = scene.read_by(policy)
-        if verdict is not None:
-            break
-    else:
-        raise AssertionError("the last policy always applies")
+    verdicts = ((policy, scene.read_by(policy)) for policy in POLICIES)
+    policy, verdict = next((policy, verdict) for policy, verdict in verdicts if verdict is not None)
     if world.resource.deleting:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
     operation = scene.desired.operation if verdict.operation is Recorded.UNCHANGED else verdict.operation
@@ -140,25 +136,23 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
     """Return the decision for a spec that this version cannot parse: report it, change nothing."""
     error = printable(error)
     before = {entry["type"]: entry for entry in status.get("conditions") or ()}
-    findings = {
-        ConditionType.READY: ("False", Reason.INVALID_SPEC, error),
-        ConditionType.PROGRESSING: ("False", Reason.INVALID_SPEC, error),
-        ConditionType.DEGRADED: ("True", Reason.INVALID_SPEC, error),
-    }
+    values = {ConditionType.READY: "False", ConditionType.PROGRESSING: "False", ConditionType.DEGRADED: "True"}
     rewritten = {
         kind.value: condition(
-            kind, finding, generation=generation, before=before.get(kind.value), now=stamp_seconds(now)
+            kind,
+            (value, Reason.INVALID_SPEC, error),
+            generation=generation,
+            before=before.get(kind.value),
+            now=stamp_seconds(now),
         )
-        for kind, finding in findings.items()
+        for kind, value in values.items()
     }
-    plan = {"step": "reading the spec", "waitingOn": f"a corrected spec: {error}"[:1024]}
-    since = (status.get("plan") or {}).get("since") if (status.get("plan") or {}).get("step") == plan["step"] else None
     composed = {
         "state": "Pending",
         **status,
         "observedGeneration": generation,
         "conditions": list({**before, **rewritten}.values()),
-        "plan": {**plan, "since": since or stamp_seconds(now)},
+        "plan": step_status(status, "reading the spec", f"a corrected spec: {error}"[:1024], now=now),
     }
     events = _events(status, composed)
     return Decision("invalid_spec", Reason.INVALID_SPEC.value, error, status=composed, actions=tuple(events))

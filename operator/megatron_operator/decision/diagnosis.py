@@ -122,7 +122,7 @@ class _Termination:
         spare = len(text) - _TERMINATION_MESSAGE
         if spare <= 0:
             return f": {text}" if text else ""
-        match = cause.pattern.search(text) if cause is not None else None
+        match = cause.search(text) if cause is not None else None
         start = min(match.start(), spare) if match is not None else spare
         before, after = "…" if start else "", "…" if start < spare else ""
         return f": {before}{text[start : start + _TERMINATION_MESSAGE]}{after}"

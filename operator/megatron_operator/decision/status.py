@@ -7,6 +7,7 @@ nothing; and the status has no values that change with traffic.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from megatron_operator.decision.engine_view import EngineView
@@ -65,7 +66,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "keys": _keys(scene),
         "failedRequests": _failed_requests(scene),
         "download": _download(scene),
-        "plan": _step(scene, verdict),
+        "plan": verdict.step and step_status(world.resource.status, verdict.step, verdict.waiting_on, now=world.now),
     }
     present = {name: value for name, value in optional.items() if value}
     return {**status, **present, **scene.update.status(complete=_has_release(scene))}
@@ -167,16 +168,11 @@ def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
     return fields
 
 
-def _step(scene: Scene, verdict: Verdict) -> dict[str, Any] | None:
-    if not verdict.step:
-        return None
-    before = scene.world.resource.status.get("plan") or {}
-    since = before.get("since") if before.get("step") == verdict.step else None
-    return {
-        "step": verdict.step,
-        "waitingOn": verdict.waiting_on,
-        "since": since or stamp_seconds(scene.world.now),
-    }
+def step_status(status: Mapping[str, Any], step: str, waiting_on: str, *, now: datetime) -> dict[str, Any]:
+    """Return `status.plan` for the current step; `status` is the stored one."""
+    before = status.get("plan") or {}
+    since = before.get("since") if before.get("step") == step else None
+    return {"step": step, "waitingOn": waiting_on, "since": since or stamp_seconds(now)}
 
 
 def _engine_state(scene: Scene, engine: EngineView) -> str:

@@ -148,9 +148,7 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
     if scene.rollout.keeps_former and engine.scaled == 0:
         return scene.rendered.recorded_manifest(engine.index, scene.rollout.former, pods=pods)
-    if engine.rendered_revision == "":
-        return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
-    if found is None and pods > 0:
+    if engine.rendered_revision == "" or (found is None and pods > 0):
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     if keeps_revision(current=not engine.stale, has_pods=engine.scaled > 0, wants_pods=pods > 0):
         return scene.rendered.own_manifest(engine, pods=pods)

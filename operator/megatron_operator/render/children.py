@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
@@ -36,16 +38,24 @@ def plain_children(ctx: RenderContext) -> list[Manifest]:
     ]
 
 
+def other_children(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
+    """Return the builders of the other shared children, by name. They raise RenderError."""
+    standby = {ctx.standby_name: lambda: coordinator_deployment(ctx, STANDBY)} if ctx.has_standby else {}
+    return {
+        **front_door(ctx),
+        ctx.coordinator_name: lambda: coordinator_deployment(ctx),
+        **standby,
+        ctx.server_name: lambda: server_deployment(ctx),
+    }
+
+
 def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manifest]:
     return [engine_policy(ctx, index), engine_service(ctx, index), engine_statefulset(ctx, index, pods=pods)]
 
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
     """Return the children of a running resource with all engines; without the keys."""
-    children = [*plain_children(ctx), *(build() for build in front_door(ctx).values()), coordinator_deployment(ctx)]
-    if ctx.has_standby:
-        children.append(coordinator_deployment(ctx, STANDBY))
-    children += [server_deployment(ctx), revision_child(ctx)]
+    children = [*plain_children(ctx), *(build() for build in other_children(ctx).values()), revision_child(ctx)]
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
     return children

@@ -20,7 +20,7 @@ from prometheus_client import generate_latest
 
 import megatron_operator
 from megatron_operator.cli import main
-from megatron_operator.cluster.events import Recorder
+from megatron_operator.cluster.writer import Recorder
 from megatron_operator.controller.metrics import Metrics, Reading
 from megatron_operator.decision.decide import NOT_QUOTED, decide, reject_spec
 from megatron_operator.decision.world import (
