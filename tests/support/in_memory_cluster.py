@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
@@ -588,6 +588,30 @@ class Cluster:
             if quiet == 3:
                 return decision
         raise AssertionError("did not settle:\n" + "\n".join(self.log[-12:]))
+
+    def play(self, passes: int) -> None:
+        """Make passes, with a tick after each."""
+        for _ in range(passes):
+            self.step()
+            self.tick()
+
+    def play_until(self, done: Callable[[], object], *, limit: int = 40) -> None:
+        """Make passes and ticks until `done` is true."""
+        for _ in range(limit):
+            if done():
+                return
+            self.play(1)
+        raise AssertionError("\n".join(self.log[-8:]))
+
+    def settled(self) -> Self:
+        """Settle, and return this cluster."""
+        self.settle()
+        return self
+
+    def change(self, **fields: Any) -> None:
+        """Merge top-level spec fields, and settle."""
+        self.patch(**fields)
+        self.settle()
 
     # --- State for assertions -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_operator.cluster.kinds import ObjectKind
 from megatron_operator.decision.reduce import owner_uid, reduce_child
 from megatron_operator.decision.world import ChildRef, ChildView
 from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
@@ -78,8 +79,10 @@ def fingerprint(obj: Object) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=12).hexdigest()
 
 
-def project_child(obj: Object) -> SeenChild:
-    """Project a child, whose `apiVersion` and `kind` must be set."""
+def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
+    """Project a child. kind: for an object of a list, which has neither `apiVersion` nor `kind`."""
+    if kind is not None:
+        obj = {**obj, "apiVersion": kind.api_version, "kind": kind.kind}
     owner = owner_uid(obj)
     view = reduce_child(obj, owner_uid=owner or "none", verified=False)
     cluster_ip = str((obj.get("spec") or {}).get("clusterIP") or "") if obj["kind"] == "Service" else ""

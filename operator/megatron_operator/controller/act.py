@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
@@ -71,6 +71,10 @@ async def _at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return cast("list[T]", outcomes)
 
 
+def _secret(name: str) -> ChildRef:
+    return ChildRef(SECRET.kind, name, SECRET.api_version)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
     """Executes the actions of one resource's decisions."""
@@ -118,13 +122,13 @@ class Actor:
             going_on = True
             match action:
                 case CreateKeys():
-                    going_on = await self._create_keys(action, resource)
+                    going_on = await self._accepted(self._create_keys(action, resource), _secret(action.name))
                 case RotateKeys():
-                    going_on = await self._rotate_keys(action, resource)
+                    going_on = await self._accepted(self._rotate_keys(action, resource), _secret(action.name))
                 case VetChild():
-                    going_on = await self._vet(action, resource)
+                    going_on = await self._accepted(self._vet(action, resource), action.ref, action.hash)
                 case CreatePod():
-                    going_on = await self._create_pod(action, resource)
+                    going_on = await self._accepted(self._create_pod(action, resource), action.ref, action.hash)
                 case DeletePods():
                     await self._delete_pods(action, resource)
                 case Signal():
@@ -143,25 +147,37 @@ class Actor:
         """Apply the children that pods refer to concurrently, then those that create pods."""
         for workloads in (False, True):
             wave = [action for action in actions if (action.ref.kind in WORKLOADS) is workloads]
-            if not all(await _at_once(self._apply(action, resource) for action in wave)):
+            applies = (self._accepted(self._apply(action, resource), action.ref, action.hash) for action in wave)
+            if not all(await _at_once(applies)):
                 return False
         return True
+
+    async def _accepted(self, write: Awaitable[bool], ref: ChildRef, manifest_hash: str = "") -> bool:
+        """Return the result of a write: whether it took place. A permanent error is recorded as a rejection."""
+        try:
+            done = await write
+        except KubeApiError as error:
+            if not error.permanent:
+                raise
+            logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
+            self.rejections[ref] = ApplyRejection(
+                hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
+            )
+            return False
+        if done:
+            self.rejections.pop(ref, None)
+        return done
 
     async def _apply(self, action: ApplyChild, resource: SeenResource) -> bool:
         known = self.cache.child(action.ref)
         try:
             seen = await self.writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
-        except NotOwnedError as error:
-            return self._rejected(action.ref, action.hash, error)
         except KubeApiError as error:
-            if error.conflict:
+            if error.conflict and not isinstance(error, NotOwnedError):
                 # The object was replaced or has another owner: read it, then decide again.
                 await self.observer.reread_child(action.ref, namespace=resource.namespace)
-            if error.permanent:
-                return self._rejected(action.ref, action.hash, error)
             raise
         self.cache.applied(seen)
-        self.rejections.pop(action.ref, None)
         return True
 
     async def _vet(self, action: VetChild, resource: SeenResource) -> bool:
@@ -174,11 +190,8 @@ class Actor:
             if error.conflict or error.not_found:
                 await self.observer.reread_child(action.ref, namespace=resource.namespace)
                 return False
-            if error.permanent:
-                return self._rejected(action.ref, action.hash, error)
             raise
         self.vetted[action.ref] = action.hash
-        self.rejections.pop(action.ref, None)
         return True
 
     async def _create_pod(self, action: CreatePod, resource: SeenResource) -> bool:
@@ -186,23 +199,19 @@ class Actor:
             pod: PodView | None = reduce_pod(await self.writer.create(action.manifest))
         except KubeApiError as error:
             if error.reason != "AlreadyExists":
-                if error.permanent:
-                    return self._rejected(action.ref, action.hash, error)
                 raise
             # An earlier process created it, and the watch does not show it yet; or it belongs to someone else.
             pod = await self.observer.read_pod(action.ref.name, namespace=resource.namespace)
         if pod is None:
             return False
         if pod.owner != resource.uid:
-            return self._rejected(action.ref, action.hash, NotOwnedError(action.ref, namespace=resource.namespace))
+            raise NotOwnedError(action.ref, namespace=resource.namespace)
         self.cache.created(pod)
-        self.rejections.pop(action.ref, None)
         return True
 
     async def _create_keys(self, action: CreateKeys, resource: SeenResource) -> bool:
         if self.admin is None:
             raise ValueError(f"Secret {action.name}: keys were asked for, but this operator runs without security")
-        ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
         ctx = RenderContext(resource.name, resource.namespace, resource.uid, parse_spec(resource.spec), self.settings)
         try:
             files = new_resource_keys(self.admin)
@@ -210,12 +219,9 @@ class Actor:
             created = await self.writer.create(manifest)
         except KubeApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
-                return self._rejected(ref, "", NotOwnedError(ref, namespace=resource.namespace))
-            if error.permanent:
-                return self._rejected(ref, "", error)
+                raise NotOwnedError(_secret(action.name), namespace=resource.namespace) from error
             raise
         self.observer.remember_keys(created)
-        self.rejections.pop(ref, None)
         return True
 
     async def _rotate_keys(self, action: RotateKeys, resource: SeenResource) -> bool:
@@ -234,20 +240,9 @@ class Actor:
             if error.conflict or error.not_found:
                 await self.observer.reread_keys(resource)
                 return False
-            if error.permanent:
-                ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
-                return self._rejected(ref, "", error)
             raise
         self.observer.remember_keys(written)
-        self.rejections.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
         return True
-
-    def _rejected(self, ref: ChildRef, manifest_hash: str, error: KubeApiError) -> bool:
-        logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
-        self.rejections[ref] = ApplyRejection(
-            hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
-        )
-        return False
 
     async def _delete_child(self, action: DeleteChild, resource: SeenResource) -> None:
         logger.info("deleting", extra={"child": str(action.ref), "why": action.reason})

@@ -13,7 +13,6 @@ as a watched kind is gone, and abandons a kopf that does not stop in time.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +35,6 @@ from megatron_operator.controller.task import TaskSupervisor
 from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import PodView
 from megatron_operator.resource.names import FIELD_MANAGER, LABEL_MANAGED_BY
-
-logger = logging.getLogger(__name__)
 
 END_SECONDS = 10.0
 """Timeout of the shutdown. kopf itself waits 5 s before it cancels its remaining tasks."""
@@ -90,8 +87,8 @@ def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]
 
     def index_of(kind: ObjectKind) -> Callable[..., Any]:
         async def index(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, SeenChild]:
-            obj = {**body, "apiVersion": kind.api_version, "kind": kind.kind}
-            return {(namespace or "", instance_of(obj)): project_child(obj)}
+            obj = dict(body)
+            return {(namespace or "", instance_of(obj)): project_child(obj, kind)}
 
         return index
 

@@ -150,11 +150,13 @@ class Observer:
 
     async def resource(self) -> SeenResource | None:
         """Return the resource, after reading objects that the watch may have missed. None if it is deleted."""
-        if self._cache.resource() is None:
+        resource = self._cache.resource()
+        if resource is None:
             return None
         if time.monotonic() >= self._audit_due:
             await self._audit()
-        await self._catch_up()
+        for ref in self._cache.lagging():
+            await self.reread_child(ref, namespace=resource.namespace)
         return self._cache.resource()
 
     async def reread_resource(self) -> None:
@@ -237,7 +239,7 @@ class Observer:
     def remember_keys(self, obj: Object) -> None:
         """Record the keys Secret after a write."""
         self._keys = (obj["metadata"]["uid"], obj)
-        seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
+        seen = project_child(obj, SECRET)
         self._cache.read_unwatched(seen.ref, seen)
 
     async def _coordinator(self, resource: SeenResource, secret: Object | None) -> CoordinatorSnapshot:
@@ -370,7 +372,7 @@ class Observer:
             if obj is None:
                 self._cache.read_unwatched(ref, None)
                 return None
-            seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
+            seen = project_child(obj, SECRET)
             self._cache.read_unwatched(ref, seen)
             if seen.owner_uid != resource.uid:
                 return None
@@ -395,16 +397,8 @@ class Observer:
             if error.code != 403:
                 raise
             obj = None
-        seen = None if obj is None else project_child({**obj, "apiVersion": ref.api_version, "kind": ref.kind})
+        seen = None if obj is None else project_child(obj, kind)
         self._cache.read_unwatched(ref, seen if seen is not None and seen.owner_uid == resource.uid else None)
-
-    async def _catch_up(self) -> None:
-        """Read objects that were written but have not appeared in the watch."""
-        resource = self._cache.resource()
-        if resource is None:
-            return
-        for ref in self._cache.lagging():
-            await self.reread_child(ref, namespace=resource.namespace)
 
     async def _audit(self) -> None:
         """List all objects of this resource, because an interrupted watch may have missed deletions."""
@@ -427,9 +421,7 @@ class Observer:
             if kind is POD:
                 pods += [reduce_pod(item) for item in items]
             else:
-                children += [
-                    project_child({**item, "apiVersion": kind.api_version, "kind": kind.kind}) for item in items
-                ]
+                children += [project_child(item, kind) for item in items]
         self._cache.audited(children, pods, before=before)
         await self.reread_resource()
 

@@ -56,6 +56,19 @@ def decide(world: World) -> Decision:
     coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
     events = _events(world.resource.status, status, replaced=replaced)
+    times = (
+        verdict.requeue_after,
+        scene.rendered.rejection_retry_in,
+        scene.engines.events_due_in,
+        DOWNLOAD_SECONDS if scene.world.downloads else None,
+        scene.losses.lost_in,
+        scene.losses.unknown_in,
+        scene.engines.retry_in,
+        scene.adapters.retry_in,
+        replacement_in(scene.world),
+        forced_in(scene.world),
+        *reports,
+    )
     return Decision(
         policy=policy.__name__,
         reason=verdict.reason.value,
@@ -63,24 +76,8 @@ def decide(world: World) -> Decision:
         status=status,
         actions=_once((*actions, *verdict.actions, *events, *crashes)),
         attentive=bool(verdict.step) or scene.desired.may_wake,
-        requeue_after=_soonest(
-            verdict.requeue_after,
-            scene.rendered.rejection_retry_in,
-            scene.engines.events_due_in,
-            DOWNLOAD_SECONDS if scene.world.downloads else None,
-            scene.losses.lost_in,
-            scene.losses.unknown_in,
-            scene.engines.retry_in,
-            scene.adapters.retry_in,
-            replacement_in(scene.world),
-            forced_in(scene.world),
-            *reports,
-        ),
+        requeue_after=min((max(0.0, time) for time in times if time is not None), default=None),
     )
-
-
-def _soonest(*times: float | None) -> float | None:
-    return min((max(0.0, time) for time in times if time is not None), default=None)
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:

@@ -22,6 +22,7 @@ from megatron_operator.resource.names import (
     LABEL_WEIGHTS,
     REVISION_KIND,
 )
+from megatron_operator.resource.text import parse
 
 Object = Mapping[str, Any]
 
@@ -131,7 +132,7 @@ def _last_end(status: Object) -> Object | None:
 def _time(value: object) -> datetime | None:
     """Return a time of the API; None if it has none."""
     try:
-        return datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+        return parse(str(value))
     except ValueError:
         return None
 
@@ -173,7 +174,7 @@ def reduce_pod(obj: Object) -> PodView:
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),
         ended_at=_time(ended.get("finishedAt")),
-        created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
+        created_at=parse(created) if isinstance(created, str) else created,
         owner=owner_uid(obj),
         node=str((obj.get("spec") or {}).get("nodeName") or ""),
         ends_at=_time(metadata.get("deletionTimestamp")) if metadata.get("deletionGracePeriodSeconds") != 0 else None,

@@ -151,7 +151,6 @@ def _by_infrastructure(pod: PodView, reason: Reason) -> bool:
     return reason in INFRASTRUCTURE or pod.reason in NODE_LOST or pod.exit_reason in NODE_LOST
 
 
-COMPONENTS = (COORDINATOR, ENGINE, SERVER)
 PODS = {COORDINATOR: (COORDINATOR, STANDBY), ENGINE: (ENGINE,), SERVER: (SERVER,)}
 """The values of a pod's component label. A standby counts as a coordinator."""
 REPORT_SECONDS = 5.0

@@ -167,6 +167,12 @@ def _deletions(views: Iterable[ChildView | None], reason: str) -> list[Action]:
     return [DeleteChild(view.ref, view.uid, reason) for view in found]
 
 
+def _children(scene: Scene, kind: str) -> list[ChildView]:
+    """Return the children of a kind, by name."""
+    views = scene.world.children.values()
+    return sorted((view for view in views if view.ref.kind == kind), key=lambda view: view.ref.name)
+
+
 def _leftover_revisions(scene: Scene) -> list[Action]:
     """Delete records of revisions that no engine has, last had, or will get."""
     if scene.rendered.template_error is not None:
@@ -177,12 +183,8 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
     kept |= {str(entry.get("revision", "")) for entry in scene.world.resource.status.get("engines") or ()}
     kept |= {scene.rollout.former} if scene.rollout.keeps_former else set()
     names = {revision_name(scene.ctx, revision) for revision in kept}
-    obsolete = [
-        view
-        for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
-        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names and scene.engines.wanted
-    ]
-    return _deletions(obsolete, "no engine is of this revision any more")
+    ours = [view for view in _children(scene, REVISION_KIND) if view.data is not None and scene.engines.wanted]
+    return _deletions((view for view in ours if view.ref.name not in names), "no engine is of this revision any more")
 
 
 def _leftover_objects(scene: Scene) -> list[Action]:
@@ -214,10 +216,5 @@ def _leftover_config(scene: Scene) -> list[Action]:
     if scene.rendered.template_error is not None or changing:
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
-    prefix = f"{scene.ctx.name}-config-"
-    obsolete = [
-        view
-        for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
-        if ref.kind == "ConfigMap" and ref.name.startswith(prefix) and current and ref.name not in current
-    ]
-    return _deletions(obsolete, "no pod uses it any more")
+    configs = (view for view in _children(scene, "ConfigMap") if view.ref.name.startswith(f"{scene.ctx.name}-config-"))
+    return _deletions((view for view in configs if view.ref.name not in current), "no pod uses it any more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
-from megatron_operator.render.coordinator import coordinator_deployment
+from megatron_operator.render.coordinator import PORTS, coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import front_door
 from megatron_operator.render.guards import disruption_budgets, engine_policy, network_policies, service_account
@@ -16,9 +16,6 @@ from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_ENGINE,
-    PORT_ADMIN,
-    PORT_CLIENT,
-    PORT_ENGINE,
     PORT_HEALTH,
     PORT_RENDEZVOUS,
     STANDBY,
@@ -63,10 +60,9 @@ def all_children(ctx: RenderContext) -> list[Manifest]:
 
 def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:
     """Return the Service of a coordinator; of the standby for the component STANDBY."""
-    ports = [("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH)]
     spec = {
         "selector": selector(ctx, component),
-        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports],
+        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in PORTS],
     }
     name = ctx.coordinator_name if component == COORDINATOR else ctx.standby_name
     return seal(child(ctx, "Service", name, component=component, spec=spec))

@@ -30,12 +30,8 @@ ANNOTATION_STAGE = f"{GROUP}/keys-stage"
 ANNOTATION_SINCE = f"{GROUP}/keys-since"
 ANNOTATION_SERVER = f"{GROUP}/keys-server"
 
-AFTER: dict[KeyStage, KeyStage] = {
-    KeyStage.SETTLED: KeyStage.ADMITTING,
-    KeyStage.ADMITTING: KeyStage.SWITCHING,
-    KeyStage.SWITCHING: KeyStage.RESTARTING,
-    KeyStage.RESTARTING: KeyStage.SETTLED,
-}
+_STAGES = tuple(KeyStage)
+AFTER = dict(zip(_STAGES, (*_STAGES[1:], KeyStage.SETTLED), strict=True))
 """The stage after each."""
 
 Files = Mapping[str, str]

@@ -94,10 +94,6 @@ class Request:
     accounts: frozenset[str]
     """Service accounts that the podTemplate names."""
 
-    def allows_image(self, image: object) -> bool:
-        repositories = (*self.runtime_images, *self.policy.image_repositories)
-        return isinstance(image, str) and in_repositories(image, repositories)
-
 
 Rule = Callable[[Any, str, Request], Iterator[Violation]]
 
@@ -470,7 +466,8 @@ def _depended_on_mount(value: Any, path: str, request: Request, is_rendered: boo
 
 
 def _image(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    if not request.allows_image(value):
+    repositories = (*request.runtime_images, *request.policy.image_repositories)
+    if not (isinstance(value, str) and in_repositories(value, repositories)):
         allowed = f"images of the repositories of {' and '.join(request.runtime_images)} are allowed"
         if request.policy.image_repositories:
             allowed += f", and of {', '.join(request.policy.image_repositories)}"

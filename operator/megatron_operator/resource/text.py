@@ -32,7 +32,7 @@ def stamp_seconds(moment: datetime) -> str:
 
 
 def parse(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+    return datetime.fromisoformat(text) if text else None
 
 
 def seconds_since(text: str | None, now: datetime) -> float:

@@ -261,8 +261,7 @@ def test_commands_print_no_terminal_control_characters(tmp_path: Path, spec: dic
 
 
 def test_metrics_name_the_engines_of_the_resource_and_no_others(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     seen = cluster.coordinator.snapshot()
     foreign = replace(seen.engines[0], name=SECRET)
     metrics = Metrics()

@@ -268,11 +268,9 @@ def test_a_plan_names_the_change_and_replaces_engines_one_after_another() -> Non
 
 
 def test_a_bad_argument_is_named_in_the_status_and_changes_nothing_that_runs(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, engine={"backend": "VLLM"})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, engine={"backend": "VLLM"}).settled()
     before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
-    cluster.patch(engine={"vllm": {"args": {"quantisation": "fp8"}}})
-    cluster.settle()
+    cluster.change(engine={"vllm": {"args": {"quantisation": "fp8"}}})
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
     assert cluster.signals() == []
     degraded = cluster.condition("Degraded")
@@ -280,22 +278,18 @@ def test_a_bad_argument_is_named_in_the_status_and_changes_nothing_that_runs(mak
     assert "spec.engine.vllm.args.quantisation is not supported: use one of" in degraded["message"]
     assert cluster.condition("Ready")["status"] == "True"
 
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
     assert (cluster.state, cluster.engine_pods()) == ("Stopped", [])
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.status["ready"] == "2/2", "engines of the recorded revision run again"
 
-    cluster.patch(engine={"vllm": {"args": {"quantization": "fp8"}}})
-    cluster.settle()
+    cluster.change(engine={"vllm": {"args": {"quantization": "fp8"}}})
     assert (cluster.status["ready"], cluster.status["updatedReplicas"]) == ("2/2", 2)
     assert cluster.condition("Degraded")["status"] == "False"
 
 
 def test_a_new_resource_with_a_bad_argument_gets_no_engine(make_cluster: Any) -> None:
-    cluster = make_cluster(engine={"backend": "VLLM", "vllm": {"args": {"dtype": "half"}}})
-    cluster.settle()
+    cluster = make_cluster(engine={"backend": "VLLM", "vllm": {"args": {"dtype": "half"}}}).settled()
     assert cluster.engine_pods() == []
     assert cluster.condition("Ready")["reason"] == "UnsupportedByBackend"
 

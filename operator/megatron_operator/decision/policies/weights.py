@@ -19,10 +19,7 @@ from megatron_operator.resource.states import DesiredState, LifecyclePhase, Reso
 from megatron_operator.resource.text import seconds_since
 from megatron_runtime.protocol.limits import MAX_EPOCH
 
-REFRESHABLE = {
-    DesiredState.RUNNING: ResourceState.RUNNING,
-    DesiredState.PAUSED: ResourceState.PAUSED,
-}
+REFRESHABLE = {state: ResourceState(state.value) for state in (DesiredState.RUNNING, DesiredState.PAUSED)}
 
 
 def refresh_weights(
