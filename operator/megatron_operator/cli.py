@@ -405,11 +405,11 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 @click.option("--timeout", type=FiniteRange(min=0), default=60.0, show_default=True, help="Seconds for all checks.")
 def verify(timeout: float, **options: Any) -> None:
     """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
-    from megatron_operator import verify as checks
+    from megatron_operator import verify as verification
 
     try:
-        asyncio.run(checks.verify(timeout_seconds=timeout, **options))
-    except checks.VerificationError as error:
+        asyncio.run(verification.verify(timeout_seconds=timeout, **options))
+    except verification.VerificationError as error:
         fail(error)
 
 
