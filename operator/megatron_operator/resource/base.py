@@ -28,7 +28,7 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SpecRule:
     """A rule about several fields of an object: in CEL for the API server, in Python for the offline commands.
 
     cel, holds: true for a valid object. message: the field and the remedy. expression: CEL for the message with the
@@ -45,7 +45,7 @@ class Rule:
         return cel(self.cel, self.message, expression=self.expression)
 
 
-def require(rules: Iterable[Rule], value: Any) -> None:
+def require(rules: Iterable[SpecRule], value: Any) -> None:
     """Raise ValueError with the message of the first rule that does not hold."""
     for rule in rules:
         if not rule.holds(value):
@@ -55,7 +55,7 @@ def require(rules: Iterable[Rule], value: Any) -> None:
 class ApiModel(BaseModel):
     """A part of the resource: frozen, camelCase in JSON; unknown keys are rejected."""
 
-    RULES: ClassVar[tuple[Rule, ...]] = ()
+    RULES: ClassVar[tuple[SpecRule, ...]] = ()
 
     model_config = ConfigDict(
         alias_generator=to_camel,

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, Rule, section
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.source import SecretKeyRef
 
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
@@ -37,7 +37,7 @@ class ServiceType(StrEnum):
 
 class ServiceSpec(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             "!has(self.loadBalancerClass) || self.type == 'LoadBalancer'",
             lambda service: service.load_balancer_class is None or service.type is ServiceType.LOAD_BALANCER,
             "spec.server.service.loadBalancerClass: not allowed without spec.server.service.type LoadBalancer; set the "

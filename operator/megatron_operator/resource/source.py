@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, Rule, list_by
+from megatron_operator.resource.base import ApiModel, Matches, Name, SpecRule, list_by
 from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS
 
 
@@ -145,12 +145,12 @@ _SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
 
 class ModelSource(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             f"{_SET_SOURCES}.exists(set, set)",
             lambda source: source.model_dump(exclude_none=True),
             f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
         ),
-        Rule(
+        SpecRule(
             f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
             lambda source: len(source.model_dump(exclude_none=True)) == 1,
             f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
@@ -202,7 +202,7 @@ CachePath = Annotated[
 
 class CacheSpec(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             "has(self.persistentVolumeClaim) != has(self.hostPath)",
             lambda cache: (cache.persistent_volume_claim is None) != (cache.host_path is None),
             "spec.model.cache: set exactly one of persistentVolumeClaim and hostPath",
@@ -243,7 +243,7 @@ class AdapterRepository(ApiModel):
 
 class AdapterSource(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             "has(self.huggingFace) != has(self.path)",
             lambda source: (source.hugging_face is None) != (source.path is None),
             "spec.model.adapters: the source of each adapter is exactly one of huggingFace and path",
@@ -270,19 +270,19 @@ class AdapterSpec(ApiModel):
 
 class ModelSpec(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             "!has(self.adapters) || !has(self.name) || self.adapters.all(adapter, adapter.name != self.name)",
             lambda model: all(adapter.name != model.name for adapter in model.adapters or ()),
             "spec.model.adapters: an adapter has the name of the model; give it another one",
         ),
-        Rule(
+        SpecRule(
             "!has(self.adapters) || has(self.source.persistentVolumeClaim) || has(self.source.image) || "
             "self.adapters.all(adapter, !has(adapter.source.path))",
             lambda model: model.source.path or all(adapter.source.path is None for adapter in model.adapters or ()),
             "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
             "persistentVolumeClaim or image; use source.huggingFace",
         ),
-        Rule(
+        SpecRule(
             "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStore)",
             lambda model: model.cache is None or model.source.downloads,
             "spec.model.cache: only downloaded models are cached; remove it, or set spec.model.source.huggingFace or "

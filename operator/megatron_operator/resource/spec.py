@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, Rule, section
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.server import ServerSpec
 from megatron_operator.resource.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.resource.states import DesiredState
@@ -109,7 +109,7 @@ class Parallelism(ApiModel):
 
 class Batching(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             "!has(self.maxTokens) || !has(self.maxRequests) || self.maxTokens >= self.maxRequests",
             lambda batching: (
                 None in (batching.max_tokens, batching.max_requests) or batching.max_tokens >= batching.max_requests
@@ -198,18 +198,18 @@ class TopologySpec(ApiModel):
 
 class EngineSpec(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             "self.backend == 'VLLM' || !has(self.vllm)",
             lambda engine: engine.backend is Backend.VLLM or engine.vllm is None,
             "spec.engine.vllm: not allowed with spec.engine.backend Native; set spec.engine.backend to VLLM, or remove "
             "spec.engine.vllm",
         ),
-        Rule(
+        SpecRule(
             "self.backend == 'Native' || !has(self.image)",
             lambda engine: engine.backend is Backend.NATIVE or engine.image is None,
             "spec.engine.image: not allowed with spec.engine.backend VLLM; set spec.engine.vllm.image instead",
         ),
-        Rule(
+        SpecRule(
             "self.backend == 'Native' || !has(self.native)",
             lambda engine: engine.backend is Backend.NATIVE or engine.native is None,
             "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or "
@@ -352,7 +352,7 @@ class KeysSpec(ApiModel):
 
 class RolloutSpec(ApiModel):
     RULES: ClassVar = (
-        Rule(
+        SpecRule(
             "!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0",
             lambda rollout: rollout.max_unavailable != 0 or rollout.max_surge > 0,
             "spec.rollout.maxUnavailable: is 0 and spec.rollout.maxSurge is 0, so no engine may be replaced; raise one "
@@ -396,7 +396,7 @@ _LOCATIONS = ("objectStore.url", "persistentVolumeClaim.path", "image.path")
 """Fields of spec.model.source in which {revision} is replaced."""
 
 
-def _revision_rules(field: str) -> tuple[Rule, Rule]:
+def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     source, placed = field.partition(".")[0], f"self.model.source.{field}.contains('{{revision}}')"
     absent = f"!has(self.model.source.{source})"
 
@@ -406,12 +406,12 @@ def _revision_rules(field: str) -> tuple[Rule, Rule]:
         return None if location is None or location[0] != field else "{revision}" in location[1]
 
     return (
-        Rule(
+        SpecRule(
             f"has(self.weights) || {absent} || !{placed}",
             lambda spec: spec.weights is not None or is_placed(spec) is not True,
             f"spec.model.source.{field}: contains {{revision}}, so spec.weights.revision must be set",
         ),
-        Rule(
+        SpecRule(
             f"!has(self.weights) || {absent} || {placed}",
             lambda spec: spec.weights is None or is_placed(spec) is not False,
             f"spec.model.source.{field}: has no {{revision}} placeholder for spec.weights.revision; add it there, or "
@@ -428,21 +428,21 @@ _NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4)
 class MegatronInferenceSpec(ApiModel):
     RULES: ClassVar = (
         # The message cannot contain the values: the estimated cost of string() exceeds the budget.
-        Rule(
+        SpecRule(
             f"{_RANKS} % {_POD_DIVISOR} == 0",
             lambda spec: spec.parallelism.ranks % spec.ranks_per_pod == 0,
             "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
             "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
             value=lambda spec: f"{spec.parallelism.ranks} ranks, {spec.ranks_per_pod} per pod",
         ),
-        Rule(
+        SpecRule(
             f"{_RANKS} <= {MAX_RANKS}",
             lambda spec: spec.parallelism.ranks <= MAX_RANKS,
             f"spec.parallelism: tensor x pipeline x expert must be at most {MAX_RANKS}, the ranks of one "
             "engine; lower one of them, and raise spec.replicas for more throughput",
             value=lambda spec: spec.parallelism.ranks,
         ),
-        Rule(
+        SpecRule(
             "!has(self.weights) || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
             lambda spec: (
                 not (spec.weights and spec.model.source.hugging_face and spec.model.source.hugging_face.revision)
@@ -451,12 +451,12 @@ class MegatronInferenceSpec(ApiModel):
             "remove one of the two",
         ),
         *(rule for field in _LOCATIONS for rule in _revision_rules(field)),
-        Rule(
+        SpecRule(
             "!has(self.weights) || !has(self.model.source.builtin)",
             lambda spec: spec.weights is None or spec.model.source.builtin is None,
             "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
         ),
-        Rule(
+        SpecRule(
             "self.engine.backend != 'VLLM' || !(self.model.dtype in "
             f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
             lambda spec: spec.engine.backend is not Backend.VLLM or spec.model.dtype not in _NOT_VLLM_DTYPES,
@@ -464,7 +464,7 @@ class MegatronInferenceSpec(ApiModel):
             "set spec.engine.vllm.args.quantization, or set spec.engine.backend to Native",
             value=lambda spec: spec.model.dtype.value,
         ),
-        Rule(
+        SpecRule(
             f"self.engine.backend != 'VLLM' || {_RANKS} == {_POD_DIVISOR} || "
             "(has(self.engine.vllm) && self.engine.vllm.allowPickleBetweenPods)",
             lambda spec: (
@@ -511,7 +511,7 @@ class MegatronInferenceSpec(ApiModel):
 
 
 NAME_RULES = (
-    Rule(
+    SpecRule(
         f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
         lambda name: len(name) <= MAX_NAME_LENGTH,
         f"metadata.name: use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit",
@@ -519,13 +519,13 @@ NAME_RULES = (
         f"' is too long; use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit'",
         value=repr,
     ),
-    Rule(
+    SpecRule(
         f"self.metadata.name.matches('{NAME_PATTERN}')",
         lambda name: re.fullmatch(NAME_PATTERN, name),
         "metadata.name: is not a DNS-1035 label; start with a letter and use only lower case letters, digits and '-'",
         value=repr,
     ),
-    Rule(
+    SpecRule(
         f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
         lambda name: not re.search(RESERVED_SUFFIX_PATTERN, name),
         "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
@@ -534,7 +534,7 @@ NAME_RULES = (
     ),
 )
 """Rules about the name of a resource, which would lead to invalid names of its children."""
-ADAPTER_NAME_RULE = Rule(
+ADAPTER_NAME_RULE = SpecRule(
     "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
     "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
     lambda named: named[1].model.name or named[0] not in [adapter.name for adapter in named[1].model.adapters or ()],
