@@ -43,11 +43,7 @@ async def verify(
         configuration = await load_configuration(kubeconfig=kubeconfig, context=context)
     except LoginError as error:
         raise VerificationError(str(error)) from error
-    # One request carries the API key, so the session follows no redirect.
-    http = aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS), trust_env=True, trace_configs=[rejects_redirects()]
-    )
-    async with KubeApi(configuration) as api, http:
+    async with KubeApi(configuration) as api, _session() as http:
         await _until(end, "the API server serves the resource", "install the CRD", lambda: _served(api))
         if operator_url is not None:
             remedy = "read the log of the operator"
@@ -55,6 +51,12 @@ async def verify(
         if server_url is not None:
             remedy = "read the status of the resource: kubectl megatron explain NAME"
             await _until(end, "the model answers", remedy, lambda: _answers(http, server_url, api_key))
+
+
+def _session() -> aiohttp.ClientSession:
+    """Return the session of the requests to operator and server. One carries the API key: it follows no redirect."""
+    timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+    return aiohttp.ClientSession(timeout=timeout, trust_env=True, trace_configs=[rejects_redirects()])
 
 
 async def _until(end: float, what: str, remedy: str, check: Callable[[], Awaitable[str]]) -> None:

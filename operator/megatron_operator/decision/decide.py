@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from megatron_operator.decision.losses import forced_deletions, forced_in, replacement, replacement_in
-from megatron_operator.decision.policies import POLICIES, Recorded
+from megatron_operator.decision.policies import POLICIES
+from megatron_operator.decision.policies.verdict import Recorded
 from megatron_operator.decision.restarts import crash_events
 from megatron_operator.decision.scene import Scene
 from megatron_operator.decision.status import compose, condition, step_status

@@ -5,9 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from megatron_runtime.protocol.text import printable
-
-__all__ = ["printable", "printable_data"]
+from megatron_runtime.protocol.text import printable as printable
 
 
 def printable_data(value: Any, *, limit: int) -> Any:
