@@ -89,7 +89,10 @@ def _rules(schema: Schema) -> Iterator[str]:
 
 def resource_page() -> str:
     """Return the page in Markdown."""
-    spec, status = structural_schema(MegatronInferenceSpec), structural_schema(MegatronInferenceStatus)
+    spec, status = (
+        structural_schema(MegatronInferenceSpec, "spec"),
+        structural_schema(MegatronInferenceStatus, "status"),
+    )
     (version,) = custom_resource_definition()["spec"]["versions"]
     columns = ", ".join(f"{name.upper()}{' (wide)' if priority else ''}" for name, _, _, priority in COLUMNS)
     lines = [

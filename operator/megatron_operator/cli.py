@@ -98,8 +98,12 @@ resource_file = click.option(
     required=True,
     help="YAML file with one MegatronInference.",
 )
-
-
+kubeconfig = click.option(
+    "--kubeconfig",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
+)
+kube_context = click.option("--context", help="Context of the kubeconfig.")
 egress_policies = click.option(
     "--egress-policies/--no-egress-policies",
     default=True,
@@ -148,70 +152,16 @@ api_server_ranges = click.option(
 )
 
 
-_POLICY: dict[Switch, tuple[str, str | None, str]] = {
-    Switch.HOST_PATHS: ("host_paths", "PREFIX", "podTemplates may mount host paths below PREFIX, read-only."),
-    Switch.MODEL_CACHE_PATHS: ("model_cache_paths", "PREFIX", "spec.model.cache.hostPath may be PREFIX or below it."),
-    Switch.CAPABILITIES: ("capabilities", "NAME", "podTemplates may add this Linux capability, such as IPC_LOCK."),
-    Switch.HOST_NETWORK: ("host_network", None, "podTemplates may set hostNetwork."),
-    Switch.SIDECARS: ("sidecars", None, "podTemplates may add containers and init containers."),
-    Switch.SERVICE_ACCOUNTS: ("service_accounts", "NAME", "podTemplates may name this service account."),
-    Switch.IMAGES: (
-        "image_repositories",
-        "REPOSITORY",
-        "Images of this repository are allowed, besides those of the runtime images; all below it if it ends in /.",
-    ),
-    Switch.ENVIRONMENT: (
-        "environment",
-        "NAME",
-        "podTemplates may set this variable, which is rejected by default; a prefix if it ends in *.",
-    ),
-    Switch.SECRET_ENVIRONMENT: (
-        "secret_environment",
-        "NAME",
-        "podTemplates may set this variable to a value of a Secret that the spec names; a prefix if it ends in *.",
-    ),
-    Switch.METADATA: (
-        "metadata",
-        "KEY",
-        "Pods, Services and Ingresses may have this label or annotation, which is rejected by default; a prefix if it "
-        "ends in /.",
-    ),
-    Switch.HOSTNAMES: (
-        "hostnames",
-        "HOST",
-        "Ingresses and HTTPRoutes may have this host name; *.SUFFIX: every name below it; *: every name. {namespace} "
-        "and {name} are those of the resource.",
-    ),
-    Switch.TLS_SECRETS: (
-        "tls_secrets",
-        "NAME",
-        "Ingresses may name this TLS Secret; a prefix if it ends in *. {namespace} and {name} are those of the "
-        "resource.",
-    ),
-    Switch.VLLM_CODE: ("vllm_code", None, "Resources may set arguments of vLLM that can load code."),
-}
-"""For each switch: the field of PodPolicy, the flag's argument (None: a boolean flag) and its help."""
-
-
 def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
     """Options of the pod policy. `_settings` converts their values to a PodPolicy."""
-    for switch, (name, argument, text) in reversed(_POLICY.items()):
-        flag = switch.value[1]
-        if argument is None:
-            option = click.option(flag, name, is_flag=True, help=text)
-        else:
-            option = click.option(flag, name, multiple=True, metavar=argument, help=f"{text} May be repeated.")
-        command = option(command)
-    profile = click.option(
-        Switch.PROFILE.value[1],
-        "profile",
-        type=click.Choice(PROFILES),
-        default=RESTRICTED,
-        show_default=True,
-        help="restricted: allow lists limit podTemplates; the options below extend them. trusted: a user who may "
-        "create a resource is treated as one who may create pods in its namespace.",
-    )
-    return profile(command)
+    for switch in reversed(Switch):
+        kind: dict[str, Any] = {"is_flag": True, "help": switch.text}
+        if switch is Switch.PROFILE:
+            kind = {"type": click.Choice(PROFILES), "default": RESTRICTED, "show_default": True, "help": switch.text}
+        elif switch.argument is not None:
+            kind = {"multiple": True, "metavar": switch.argument, "help": f"{switch.text} May be repeated."}
+        command = click.option(switch.option, switch.field, **kind)(command)
+    return command
 
 
 def installation(command: Callable[..., None]) -> Callable[..., None]:
@@ -253,12 +203,8 @@ def main() -> None:
 @main.command()
 @installation
 @click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
-@click.option(
-    "--kubeconfig",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
-)
-@click.option("--context", help="Context of the kubeconfig.")
+@kubeconfig
+@kube_context
 @click.option("--health-port", type=click.IntRange(0, 65535), default=8080, show_default=True)
 @click.option(
     "--lease-name", default="megatron-operator", show_default=True, help="Lease, one for each set of namespaces."
@@ -436,7 +382,7 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @main.command()
 @click.argument("name")
 @click.option("-n", "--namespace", help="Default: the namespace of the context.")
-@click.option("--context", help="Context of the kubeconfig.")
+@kube_context
 def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
     from megatron_operator.cluster.api import KubeApiError
@@ -454,20 +400,16 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 @click.option("--operator-url", metavar="URL", help="Address of the operator's probes; absent: not checked.")
 @click.option("--server-url", metavar="URL", help="Address of the server of a resource; absent: not checked.")
 @environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key for the server.")
-@click.option(
-    "--kubeconfig",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
-)
-@click.option("--context", help="Context of the kubeconfig.")
+@kubeconfig
+@kube_context
 @click.option("--timeout", type=FiniteRange(min=0), default=60.0, show_default=True, help="Seconds for all checks.")
 def verify(timeout: float, **options: Any) -> None:
     """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
-    from megatron_operator import verify as checks
+    from megatron_operator import verify as verification
 
     try:
-        asyncio.run(checks.verify(timeout_seconds=timeout, **options))
-    except checks.VerificationError as error:
+        asyncio.run(verification.verify(timeout_seconds=timeout, **options))
+    except verification.VerificationError as error:
         fail(error)
 
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.diagnosis import References, diagnose, references
 from megatron_operator.decision.reduce import reduce_pod
-from megatron_operator.decision.references import References, references
 from megatron_operator.decision.world import PodView
 from megatron_operator.resource.conditions import ConditionType, Reason
 from megatron_operator.resource.remedies import REMEDIES
@@ -36,7 +35,13 @@ def explanation(resource: Mapping[str, Any], operators: str | None = None) -> li
     if metadata.get("generation") != status.get("observedGeneration"):
         lines.append("  the operator has not processed the latest change of the spec yet")
     lines += _waiting(status, idle="  waits for nothing" if operators is None else "")
-    lines += ["conditions:", *(_condition(entry) for entry in status.get("conditions") or ())]
+    lines += [
+        "conditions:",
+        *(
+            f"  {entry['type']:17} {entry['status']:7} {entry['reason']}: {entry['message']}"
+            for entry in status.get("conditions") or ()
+        ),
+    ]
     lines += _engines(status)
     lines += _adapters(status)
     lines += _history(status)
@@ -126,10 +131,6 @@ def _waiting(status: Mapping[str, Any], *, idle: str) -> list[str]:
             lines.append(f"  error: {entry['reason']}: {entry['message']}")
             lines += [f"    {text}" for text in _DOCS.get(entry["reason"], ())]
     return lines
-
-
-def _condition(entry: Mapping[str, Any]) -> str:
-    return f"  {entry['type']:17} {entry['status']:7} {entry['reason']}: {entry['message']}"
 
 
 def _engines(status: Mapping[str, Any]) -> list[str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_operator.render.coordinator import lost_node_tolerations
 from megatron_operator.render.keys import ADMIN_SECRET
+from megatron_operator.render.pod import CONTAINER_SECURITY, USER, http_probe
 from megatron_operator.resource.crd import custom_resource_definition
-from megatron_operator.resource.names import GROUP, PLURAL
+from megatron_operator.resource.names import GROUP, PLURAL, PORT_HEALTH
 from megatron_operator.resource.settings import MONITORING_NAMESPACE
 from megatron_runtime.protocol import strict_json as json
 
@@ -19,8 +20,6 @@ Rule = dict[str, list[str]]
 
 NAME = "megatron-operator"
 LABELS = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/instance": "megatron"}
-HEALTH_PORT = 8080
-USER = 65532
 READ = ["get", "list", "watch"]
 APPLY = [*READ, "create", "patch"]
 """Server-side apply and the reads for it. The garbage collector deletes shared children with their resource."""
@@ -77,17 +76,13 @@ def _meta(name: str, namespace: str | None = None) -> dict[str, Any]:
     return {"name": name, **({"namespace": namespace} if namespace else {}), "labels": dict(LABELS)}
 
 
-def _subject(namespace: str) -> list[dict[str, str]]:
-    return [{"kind": "ServiceAccount", "name": NAME, "namespace": namespace}]
-
-
 def _binding(kind: str, name: str, namespace: str | None, subject_namespace: str) -> Manifest:
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": f"{kind}Binding",
         "metadata": _meta(name, namespace),
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
-        "subjects": _subject(subject_namespace),
+        "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": subject_namespace}],
     }
 
 
@@ -113,9 +108,6 @@ def _field(path: str) -> dict[str, Any]:
 
 
 def _container(*, image: str, runtime_image: str, vllm_runtime_image: str) -> dict[str, Any]:
-    def probe(path: str, **timing: int) -> dict[str, Any]:
-        return {"httpGet": {"path": path, "port": HEALTH_PORT}, "timeoutSeconds": 3, **timing}
-
     return {
         "name": "operator",
         "image": image,
@@ -133,16 +125,12 @@ def _container(*, image: str, runtime_image: str, vllm_runtime_image: str) -> di
             {"name": "POD_UID", "valueFrom": _field("metadata.uid")},
             {"name": "POD_NAMESPACE", "valueFrom": _field("metadata.namespace")},
         ],
-        "ports": [{"name": "health", "containerPort": HEALTH_PORT}],
-        "startupProbe": probe("/healthz", periodSeconds=2, failureThreshold=150),
-        "livenessProbe": probe("/healthz", periodSeconds=10, failureThreshold=6),
-        "readinessProbe": probe("/readyz", periodSeconds=2),
+        "ports": [{"name": "health", "containerPort": PORT_HEALTH}],
+        "startupProbe": http_probe("/healthz", periodSeconds=2, failureThreshold=150),
+        "livenessProbe": http_probe("/healthz", periodSeconds=10, failureThreshold=6),
+        "readinessProbe": http_probe("/readyz", periodSeconds=2),
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": CONTAINER_SECURITY,
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
 
@@ -182,7 +170,7 @@ def _network_policy(namespace: str) -> Manifest:
         "spec": {
             "podSelector": {"matchLabels": dict(LABELS)},
             "policyTypes": ["Ingress"],
-            "ingress": [{"ports": [{"protocol": "TCP", "port": HEALTH_PORT}]}],
+            "ingress": [{"ports": [{"protocol": "TCP", "port": PORT_HEALTH}]}],
         },
     }
 

@@ -10,10 +10,11 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_operator.render.context import RenderContext
+from megatron_operator.resource.base import require
 from megatron_operator.resource.names import API_VERSION, KIND
 from megatron_operator.resource.release import Release
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import MegatronInferenceSpec, check_adapter_names, check_name, parse_spec
+from megatron_operator.resource.spec import ADAPTER_NAME_RULE, NAME_RULES, MegatronInferenceSpec, parse_spec
 from megatron_operator.resource.text import printable
 
 
@@ -81,9 +82,9 @@ def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
         raise ResourceFileError(f"{origin}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")
     metadata = manifest.get("metadata") or {}
     try:
-        check_name(metadata.get("name", ""))
+        require(NAME_RULES, metadata.get("name", ""))
         spec = parse_spec(manifest.get("spec") or {})
-        check_adapter_names(metadata["name"], spec)
+        require([ADAPTER_NAME_RULE], (metadata["name"], spec))
     except ValidationError as error:
         raise ResourceFileError(f"{origin}:\n{describe(error)}") from error
     except ValueError as error:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_kubectl.dashboard.watching import stream
 from megatron_operator.cluster.api import KubeApi, KubeApiError
-from megatron_operator.cluster.kinds import POD
-from megatron_operator.controller.watches import CHILD_SELECTOR
+from megatron_operator.cluster.kinds import CHILD_SELECTOR, POD
 
 LOOK_SECONDS = 0.15
 WATCH_SECONDS = 30
@@ -80,7 +80,7 @@ class FakeKubelet(ABC):
                 self._pods = {uid_of(pod): pod for pod in page["items"]}
                 version = page["metadata"]["resourceVersion"]
                 query = {**selector, "watch": "true", "resourceVersion": version, "timeoutSeconds": WATCH_SECONDS}
-                async with self._api.stream(path, query=query, silence_seconds=2 * WATCH_SECONDS) as answer:
+                async with stream(self._api, path, query=query, silence_seconds=2 * WATCH_SECONDS) as answer:
                     async for line in answer.content:
                         event = json.loads(line)
                         if event["type"] == "ERROR":

@@ -59,7 +59,7 @@ class BadValue:
 
 
 def _along(path: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
-    schema = structural_schema(MegatronInferenceSpec)
+    schema = structural_schema(MegatronInferenceSpec, "spec")
     for name in path:
         schema = schema["properties"][name]
         yield name, schema
@@ -76,7 +76,7 @@ def _minimal(schema: Schema) -> Any:
 
 def bad_values() -> list[BadValue]:
     """Return all invalid values in the order of the schema."""
-    return list(_of(structural_schema(MegatronInferenceSpec), ()))
+    return list(_of(structural_schema(MegatronInferenceSpec, "spec"), ()))
 
 
 def _of(schema: Schema, path: tuple[str, ...]) -> Iterator[BadValue]:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
@@ -130,7 +130,7 @@ class FakeCoordinator:
         self.fence = signal.fence
         self.begun.append(signal)
         self.open = signal
-        self.operations[signal.operation_id] = OperationReport(OperationOutcome.IN_PROGRESS, signal.kind)
+        self.operations[signal.operation_id] = OperationReport(OperationOutcome.IN_PROGRESS)
         if signal.kind is SignalKind.DRAIN:
             self.all_draining = signal.engine is None
             for name, engine in self.engines.items():
@@ -162,7 +162,7 @@ class FakeCoordinator:
                 engine.epoch, engine.source = self.epoch, self.sources[-1]
         ranks = len(self.engines)
         self.operations[signal.operation_id] = OperationReport(
-            OperationOutcome.CONFIRMED, signal.kind, confirmed_ranks=ranks, total_ranks=ranks
+            OperationOutcome.CONFIRMED, confirmed_ranks=ranks, total_ranks=ranks
         )
         if signal.kind is SignalKind.STOP:
             self.engines.clear()
@@ -180,7 +180,7 @@ class FakeCoordinator:
         assert self.open is not None
         signal, self.open = self.open, None
         self.operations[signal.operation_id] = OperationReport(
-            OperationOutcome.FAILED, signal.kind, message=message, code=code, adapter_errors=adapter_errors or {}
+            OperationOutcome.FAILED, message=message, code=code, adapter_errors=adapter_errors or {}
         )
 
     def snapshot(self) -> CoordinatorSnapshot:
@@ -194,7 +194,6 @@ class FakeCoordinator:
             operations=dict(self.operations),
             engines=tuple(
                 EngineReport(
-                    name,
                     name,
                     engine.state,
                     engine.revision,
@@ -589,6 +588,30 @@ class Cluster:
             if quiet == 3:
                 return decision
         raise AssertionError("did not settle:\n" + "\n".join(self.log[-12:]))
+
+    def play(self, passes: int) -> None:
+        """Make passes, with a tick after each."""
+        for _ in range(passes):
+            self.step()
+            self.tick()
+
+    def play_until(self, done: Callable[[], object], *, limit: int = 40) -> None:
+        """Make passes and ticks until `done` is true."""
+        for _ in range(limit):
+            if done():
+                return
+            self.play(1)
+        raise AssertionError("\n".join(self.log[-8:]))
+
+    def settled(self) -> Self:
+        """Settle, and return this cluster."""
+        self.settle()
+        return self
+
+    def change(self, **fields: Any) -> None:
+        """Merge top-level spec fields, and settle."""
+        self.patch(**fields)
+        self.settle()
 
     # --- State for assertions -----------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_kubectl.dashboard.watching import Observers, ResourceObserver, summary, watch
+from megatron_kubectl.dashboard.watching import Observers, ResourceObserver, stream, summary, watch
 from megatron_kubectl.samples import INTERVAL_SECONDS
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.auth import load_configuration
@@ -209,7 +209,7 @@ class Dashboard:
         query = {"container": container, "follow": "true", "tailLines": LOG_LINES}
         stack = contextlib.AsyncExitStack()
         answer = await stack.enter_async_context(
-            self._api.stream(path, query=query, silence_seconds=LOG_SILENCE_SECONDS)
+            stream(self._api, path, query=query, silence_seconds=LOG_SILENCE_SECONDS)
         )
 
         async def text() -> AsyncGenerator[bytes]:

@@ -6,6 +6,7 @@ A `ResourceObserver` exists while a page shows its resource, and for 15 minutes 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
@@ -26,14 +27,16 @@ from megatron_kubectl.samples import (
     parse_page,
     sample_pods,
 )
-from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
-from megatron_operator.cluster.kinds import CORE_EVENT, POD, RESOURCE
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object, rejection
+from megatron_operator.cluster.kinds import POD, RESOURCE, ObjectKind
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.cluster.read import problem_of_operators
 from megatron_operator.explain import causes
 from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
 from megatron_operator.terminal import as_yaml
 
+CORE_EVENT = ObjectKind("Event", "", "v1", "events")
+"""The ClusterRoles view, edit and admin of Kubernetes allow to read Events by this API only."""
 WATCH_SECONDS = 50
 """Duration of a watch before it is renewed at the same resource version."""
 SILENCE_SECONDS = 65.0
@@ -55,6 +58,26 @@ class CollectionChange:
     error: KubeApiError | None = None
 
 
+@contextlib.asynccontextmanager
+async def stream(
+    api: KubeApi, path: str, *, query: Mapping[str, Any], silence_seconds: float
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """GET an answer that is read as it arrives, such as a watch or a log. Its errors are KubeApiError.
+
+    silence_seconds: time without a byte after which the connection counts as broken.
+    """
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=api.timeout, sock_read=silence_seconds)
+    try:
+        response = await api.open("GET", path, None, query, "application/json", limits)
+        async with response:
+            if response.status != 200:
+                raise rejection(response.status, await response.read(), response.headers)
+            yield response
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        # The timeouts of aiohttp are OSErrors, too.
+        raise KubeApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from error
+
+
 async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncIterator[CollectionChange]:
     """Yield all objects of a collection, then each change, for ever.
 
@@ -69,8 +92,8 @@ async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncItera
             while version:
                 options = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
                 begun = version
-                async with api.stream(
-                    path, query={**query, **options, "resourceVersion": version}, silence_seconds=SILENCE_SECONDS
+                async with stream(
+                    api, path, query={**query, **options, "resourceVersion": version}, silence_seconds=SILENCE_SECONDS
                 ) as answer:
                     failures = 0
                     async for event in _events(answer):
@@ -308,7 +331,7 @@ class ResourceObserver:
     async def _metrics(self, pod: str) -> PodMetrics:
         path = POD.path(self.namespace, f"{pod}:{PORT_HEALTH}", subresource="proxy/metrics")
         text = b""
-        async with self._api.stream(path, query={}, silence_seconds=METRICS_TIMEOUT_SECONDS) as answer:
+        async with stream(self._api, path, query={}, silence_seconds=METRICS_TIMEOUT_SECONDS) as answer:
             while len(text) < MAX_PAGE_BYTES and (chunk := await answer.content.readany()):
                 text += chunk
         return parse_page(text.decode())

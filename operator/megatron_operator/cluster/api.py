@@ -7,11 +7,8 @@ decides whether a write is allowed (leadership, ownership).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
-import logging
-from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
+from collections.abc import Mapping
 from typing import Any, Self
 from urllib.parse import urlencode
 
@@ -23,8 +20,6 @@ from megatron_operator.cluster.kinds import ObjectKind
 from megatron_operator.cluster.nesting import decode
 from megatron_operator.decision.causes import FAILED_WEBHOOK, MALFORMED_OBJECT
 from megatron_runtime.protocol import strict_json as json
-
-logger = logging.getLogger(__name__)
 
 Object = dict[str, Any]
 
@@ -80,14 +75,12 @@ class KubeApi:
         own = copy.copy(configuration)
         own.trace_configs = [*(own.trace_configs or ()), rejects_redirects()]
         self._client = ApiClient(own)
-        self._timeout = timeout
+        self.timeout = timeout
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -188,48 +181,24 @@ class KubeApi:
     ) -> Object:
         """Send one request. Raises KubeApiError for every failure, including the timeout."""
         try:
-            async with asyncio.timeout(self._timeout):
-                status, text, headers = await self._exchange(method, path, body, query or {}, content_type)
+            async with asyncio.timeout(self.timeout):
+                response = await self.open(method, path, body, query or {}, content_type)
+                text = await response.read()
         except ApiException as error:
             raise KubeApiError(error.status or 0, "Error", str(error.reason)) from error
         except TimeoutError:
-            raise KubeApiError(0, "Timeout", f"{method} {path}: no answer within {self._timeout:g} s") from None
+            raise KubeApiError(0, "Timeout", f"{method} {path}: no answer within {self.timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise KubeApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
-        if not 200 <= status <= 299:
-            raise _rejection(status, text, headers)
+        if not 200 <= response.status <= 299:
+            raise rejection(response.status, text, response.headers)
         try:
             answer: Object = decode(text)
             return answer
         except ValueError as error:
             raise KubeApiError(0, "Unreachable", f"{method} {path}: the answer is not JSON: {error}") from error
 
-    @contextlib.asynccontextmanager
-    async def stream(
-        self, path: str, *, query: Mapping[str, Any], silence_seconds: float
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """GET an answer that is read as it arrives, such as a watch or a log. Its errors are KubeApiError.
-
-        silence_seconds: time without a byte after which the connection counts as broken.
-        """
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout, sock_read=silence_seconds)
-        try:
-            response = await self._open("GET", path, None, query, "application/json", limits)
-            async with response:
-                if response.status != 200:
-                    raise _rejection(response.status, await response.read(), response.headers)
-                yield response
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            # The timeouts of aiohttp are OSErrors, too.
-            raise KubeApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from error
-
-    async def _exchange(
-        self, method: str, path: str, body: Object | None, query: Mapping[str, Any], content_type: str
-    ) -> tuple[int, bytes, Mapping[str, str]]:
-        response = await self._open(method, path, body, query, content_type)
-        return response.status, await response.read(), response.headers
-
-    async def _open(
+    async def open(
         self,
         method: str,
         path: str,
@@ -238,6 +207,7 @@ class KubeApi:
         content_type: str,
         limits: aiohttp.ClientTimeout | None = None,
     ) -> aiohttp.ClientResponse:
+        """Send one request. Return the response before its body is read."""
         headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content_type}
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         given = {key: value for key, value in query.items() if value is not None}
@@ -249,7 +219,7 @@ class KubeApi:
         return response
 
 
-def _rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
+def rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
     """Return the error of the API server's Status, or of a proxy's answer."""
     said = headers.get("Retry-After", "")
     retry_after = min(float(said), MAX_RETRY_AFTER_SECONDS) if said.isdigit() else 0.0

@@ -87,24 +87,11 @@ def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.Ai
 
     watches: records when a watch is established.
     """
-    login = _kopf_login(configuration)
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=login.as_ssl_context()),
-        headers=login.as_http_headers(),
-        trust_env=bool(getproxies()),
-        trace_configs=[watches.trace(), rejects_redirects()],
-        response_class=BoundedResponse,
-    )
-    return kopf.AiohttpSession(server=login.server, aiohttp_session=session)
-
-
-def _kopf_login(configuration: Configuration) -> kopf.ConnectionInfo:
-    """Return the login for kopf, with the current token."""
     if configuration.refresh_api_key_hook is not None:
         configuration.refresh_api_key_hook(configuration)
     header = configuration.api_key.get("BearerToken", "")
     scheme, _, token = header.rpartition(" ")
-    return kopf.ConnectionInfo(
+    login = kopf.ConnectionInfo(
         server=configuration.host,
         ca_path=configuration.ssl_ca_cert,
         insecure=not configuration.verify_ssl,
@@ -116,3 +103,11 @@ def _kopf_login(configuration: Configuration) -> kopf.ConnectionInfo:
         private_key_path=configuration.key_file,
         default_namespace=None,
     )
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=login.as_ssl_context()),
+        headers=login.as_http_headers(),
+        trust_env=bool(getproxies()),
+        trace_configs=[watches.trace(), rejects_redirects()],
+        response_class=BoundedResponse,
+    )
+    return kopf.AiohttpSession(server=login.server, aiohttp_session=session)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_operator.cluster.kinds import OPTIONAL_KINDS
-from megatron_operator.cluster.projection import SeenChild, SeenPod, SeenResource
+from megatron_operator.cluster.projection import SeenChild, SeenResource
 from megatron_operator.decision.world import ChildRef, ChildView, PodView
 
 Key = tuple[str, str]
@@ -27,7 +27,7 @@ class Index:
     """Objects that the watch has seen: live views of kopf's indexes."""
 
     children: Mapping[Key, Iterable[SeenChild]]
-    pods: Mapping[Key, Iterable[SeenPod]]
+    pods: Mapping[Key, Iterable[PodView]]
     resources: Mapping[str, Iterable[SeenResource]]
     """By UID."""
 
@@ -54,7 +54,7 @@ class ResourceCache:
         self._written: dict[ChildRef, _Written] = {}
         self._unwatched: dict[ChildRef, SeenChild] = {}
         self._applied: dict[ChildRef, tuple[str, str]] = {}
-        self._created: dict[str, SeenPod] = {}
+        self._created: dict[str, PodView] = {}
         self._deleted: set[str] = set()
         self._gone: set[str] = set()
 
@@ -87,13 +87,13 @@ class ResourceCache:
 
     def pods(self) -> tuple[PodView, ...]:
         pods = [
-            replace(seen.view, deleting=True) if seen.uid in self._deleted else seen.view
+            replace(seen, deleting=True) if seen.uid in self._deleted else seen
             for seen in self._known_pods().values()
             if seen.uid not in self._gone
         ]
         return tuple(sorted(pods, key=lambda pod: pod.name))
 
-    def _known_pods(self) -> dict[str, SeenPod]:
+    def _known_pods(self) -> dict[str, PodView]:
         """Return the pods that the watch shows, and those that this process created and that it does not show yet."""
         shown = {seen.uid: seen for seen in self._index.pods.get(self._key, ())}
         self._created = {uid: seen for uid, seen in self._created.items() if uid not in shown}
@@ -158,7 +158,7 @@ class ResourceCache:
         else:
             self._unwatched[ref] = child
 
-    def created(self, pod: SeenPod) -> None:
+    def created(self, pod: PodView) -> None:
         """Record the answer to the creation of a pod."""
         self._created[pod.uid] = pod
 
@@ -181,7 +181,7 @@ class ResourceCache:
         """Return the UIDs of all known objects, the `before` argument of audited() for a listing that starts now."""
         return frozenset(seen.uid for seen in self._merged().values()) | self._pod_uids()
 
-    def audited(self, children: Iterable[SeenChild], pods: Iterable[SeenPod], *, before: frozenset[str]) -> None:
+    def audited(self, children: Iterable[SeenChild], pods: Iterable[PodView], *, before: frozenset[str]) -> None:
         """Record a full listing, which corrects what the watch missed while it was disconnected.
 
         before: the UIDs that were known when the listing started. An object that was known then and is not known now

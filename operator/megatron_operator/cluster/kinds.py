@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.resource.names import GROUP, KIND, PLURAL, VERSION
+from megatron_operator.resource.names import FIELD_MANAGER, GROUP, KIND, LABEL_MANAGED_BY, PLURAL, VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,6 @@ NODE = ObjectKind("Node", "", "v1", "nodes")
 SERVICE = ObjectKind("Service", "", "v1", "services")
 LEASE = ObjectKind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = ObjectKind("Event", "events.k8s.io", "v1", "events")
-CORE_EVENT = ObjectKind("Event", "", "v1", "events")
-"""The same objects as EVENT. The ClusterRoles view, edit and admin of Kubernetes allow to read this API only."""
 HTTP_ROUTE = ObjectKind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
 INFERENCE_POOL = ObjectKind("InferencePool", "inference.networking.k8s.io", "v1", "inferencepools")
 OPTIONAL_KINDS = (HTTP_ROUTE, INFERENCE_POOL)
@@ -61,14 +59,12 @@ CHILD_KINDS: tuple[ObjectKind, ...] = (
 """Kinds that the operator applies, watches (by label) and deletes. Secrets and OPTIONAL_KINDS are only read by
 name."""
 
+CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
+
 _ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
 def kind_of(api_version: str, kind: str) -> ObjectKind:
-    """Return the entry of a kind. Raises ValueError for a kind that is not in the table."""
-    try:
-        return _BY_NAME[api_version, kind]
-    except KeyError:
-        known = ", ".join(sorted(f"{version}/{name}" for version, name in _BY_NAME))
-        raise ValueError(f"kind {api_version}/{kind}: not known to the operator; known are {known}") from None
+    """Return the entry of a kind of the table."""
+    return _BY_NAME[api_version, kind]

@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import LEASE
 from megatron_operator.resource.names import FIELD_MANAGER, NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_TERM = 1 << 32
 """A higher term cannot come from counting acquisitions; counting restarts."""
@@ -126,10 +129,17 @@ class Elector:
         self._trusted_until = float("-inf")
         body = self._body(self._lease, holder="", term=self.term, renewed=_now(), acquired=_now())
         try:
-            async with asyncio.timeout(self._settings.request_timeout):
-                await self._api.replace(LEASE, body, manager=FIELD_MANAGER)
-        except (KubeApiError, TimeoutError) as error:
+            await self._in_time(self._api.replace(LEASE, body, manager=FIELD_MANAGER))
+        except KubeApiError as error:
             logger.warning("lease not released; it expires by itself", extra={"error": str(error)})
+
+    async def _in_time(self, request: Awaitable[T]) -> T:
+        """Return the answer to a request. Raises KubeApiError if it takes longer than `request_timeout`."""
+        try:
+            async with asyncio.timeout(self._settings.request_timeout):
+                return await request
+        except TimeoutError:
+            raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
 
     async def _try_acquire(self) -> bool:
         lease = await self._get()
@@ -179,11 +189,7 @@ class Elector:
         self._lease = lease
 
     async def _get(self) -> Object | None:
-        try:
-            async with asyncio.timeout(self._settings.request_timeout):
-                return await self._api.get(LEASE, self._settings.namespace, self._settings.name)
-        except TimeoutError:
-            raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
+        return await self._in_time(self._api.get(LEASE, self._settings.namespace, self._settings.name))
 
     async def _write(self, *, term: int) -> None:
         """Write this holder by compare-and-swap. The renewal counts from when the request was sent."""
@@ -192,11 +198,7 @@ class Elector:
         acquired = self._lease["spec"].get("acquireTime") if renewing and self._lease else _now()
         body = self._body(self._lease, holder=self._settings.identity, term=term, renewed=_now(), acquired=acquired)
         write = self._api.replace if self._lease is not None else self._api.create
-        try:
-            async with asyncio.timeout(self._settings.request_timeout):
-                self._lease = await write(LEASE, body, manager=FIELD_MANAGER)
-        except TimeoutError:
-            raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
+        self._lease = await self._in_time(write(LEASE, body, manager=FIELD_MANAGER))
         self.term = term
         self._trusted_until = began + self._settings.renew_deadline
 

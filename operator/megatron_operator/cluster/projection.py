@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.decision.reduce import owner_uid, reduce_child, reduce_pod
-from megatron_operator.decision.world import ChildRef, ChildView, PodView
+from megatron_operator.cluster.kinds import ObjectKind
+from megatron_operator.decision.reduce import owner_uid, reduce_child
+from megatron_operator.decision.world import ChildRef, ChildView
 from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
 from megatron_runtime.protocol import strict_json as json
 
@@ -34,18 +35,6 @@ class SeenChild:
     """Services: the virtual address; empty for headless ones."""
     owns_replicas: bool = False
     """This operator's applies own `spec.replicas`."""
-
-    @property
-    def uid(self) -> str:
-        return self.view.uid
-
-
-@dataclass(frozen=True, slots=True)
-class SeenPod:
-    """A pod at one version."""
-
-    version: int
-    view: PodView
 
     @property
     def uid(self) -> str:
@@ -90,8 +79,10 @@ def fingerprint(obj: Object) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=12).hexdigest()
 
 
-def project_child(obj: Object) -> SeenChild:
-    """Project a child, whose `apiVersion` and `kind` must be set."""
+def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
+    """Project a child. kind: for an object of a list, which has neither `apiVersion` nor `kind`."""
+    if kind is not None:
+        obj = {**obj, "apiVersion": kind.api_version, "kind": kind.kind}
     owner = owner_uid(obj)
     view = reduce_child(obj, owner_uid=owner or "none", verified=False)
     cluster_ip = str((obj.get("spec") or {}).get("clusterIP") or "") if obj["kind"] == "Service" else ""
@@ -104,10 +95,6 @@ def project_child(obj: Object) -> SeenChild:
         cluster_ip="" if cluster_ip == "None" else cluster_ip,
         owns_replicas=any(entry.get("manager") == FIELD_MANAGER for entry in _owners(obj["metadata"], "f:replicas")),
     )
-
-
-def project_pod(obj: Object) -> SeenPod:
-    return SeenPod(version=version_of(obj), view=reduce_pod(obj))
 
 
 def project_resource(obj: Object) -> SeenResource:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,13 +13,6 @@ from megatron_operator.cluster.kinds import LEASE, POD, RESOURCE
 from megatron_operator.explain import causes
 from megatron_operator.operator_leases import operator_leases, operator_problem
 from megatron_operator.resource.names import CRD_NAME, LABEL_INSTANCE
-
-
-@contextlib.asynccontextmanager
-async def _login(context: str | None) -> AsyncIterator[KubeApi]:
-    configuration = await load_configuration(kubeconfig=None, context=context)
-    async with KubeApi(configuration) as api:
-        yield api
 
 
 def _default_namespace(context: str | None) -> str:
@@ -41,7 +32,7 @@ async def find_resource(name: str, *, namespace: str, context: str | None) -> Ob
     Raises:
         LoginError, KubeApiError
     """
-    async with _login(context) as api:
+    async with KubeApi(await load_configuration(kubeconfig=None, context=context)) as api:
         return await api.get(RESOURCE, namespace, name)
 
 
@@ -54,7 +45,7 @@ async def explain_resource(name: str, *, namespace: str | None, context: str | N
         LookupError: there is no such resource.
         LoginError, KubeApiError
     """
-    async with _login(context) as api:
+    async with KubeApi(await load_configuration(kubeconfig=None, context=context)) as api:
         where = namespace or _default_namespace(context)
         resource = await api.get(RESOURCE, where, name)
         if resource is None:

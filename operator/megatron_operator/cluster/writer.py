@@ -1,16 +1,23 @@
-"""All writes to the API server. Only the leader writes, only to objects it owns, only to versions it has seen."""
+"""All writes to the API server. Only the leader writes, only to objects it owns, only to versions it has seen.
+
+Events of the custom resource are the exception: repeated ones with the same text increase the count of one Event.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
-from megatron_operator.cluster.kinds import POD, RESOURCE, ObjectKind, kind_of
+from megatron_operator.cluster.kinds import EVENT, POD, RESOURCE, ObjectKind, kind_of
 from megatron_operator.cluster.projection import SeenChild, SeenResource, project_child, project_resource
-from megatron_operator.decision.world import ChildRef, Manifest
+from megatron_operator.decision.world import ChildRef, EmitEvent, Manifest
 from megatron_operator.resource.names import FIELD_MANAGER
+from megatron_operator.resource.text import printable
 
 REPLICAS_MANAGER = f"{FIELD_MANAGER}-replicas"
 """Field manager that keeps the number of replicas of a Deployment when this operator ceases to own it."""
@@ -44,13 +51,15 @@ class Writer:
         self._count = count
 
     @asynccontextmanager
-    async def _leading(self, kind: ObjectKind) -> AsyncIterator[None]:
-        """Cancel the request when another process may lead."""
+    async def _leading(self, verb: str | None, kind: str) -> AsyncIterator[None]:
+        """Cancel the request when another process may lead, and count it if it succeeds. verb: None for a dry run."""
         try:
             async with asyncio.timeout(self._guard()):
                 yield
         except TimeoutError:
-            raise KubeApiError(0, "Timeout", f"write of a {kind.kind}: no answer before the Lease may expire") from None
+            raise KubeApiError(0, "Timeout", f"write of a {kind}: no answer before the Lease may expire") from None
+        if verb is not None:
+            self._count(verb, kind)
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
         """Server-side apply, forced only on the object `known`, which the resource must own. Without a known object the
@@ -91,9 +100,8 @@ class Writer:
         await self._apply(kind, _onto(body, known), force=True, manager=REPLICAS_MANAGER)
 
     async def _apply(self, kind: ObjectKind, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> SeenChild:
-        async with self._leading(kind):
+        async with self._leading("apply", kind.kind):
             answer = await self._api.apply(kind, body, manager=manager, force=force)
-        self._count("apply", kind.kind)
         return project_child(answer)
 
     async def vet_child(self, manifest: Manifest, *, known: SeenChild) -> None:
@@ -103,7 +111,7 @@ class Writer:
             KubeApiError: the server would reject it.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        async with self._leading(kind):
+        async with self._leading(None, kind.kind):
             await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
@@ -123,18 +131,15 @@ class Writer:
             },
             "status": status,
         }
-        async with self._leading(RESOURCE):
+        async with self._leading("apply", f"{RESOURCE.kind}/status"):
             answer = await self._api.apply(RESOURCE, body, manager=FIELD_MANAGER, force=True, subresource="status")
-        self._count("apply", f"{RESOURCE.kind}/status")
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
         """Create an object. Raises KubeApiError; conflict if it exists."""
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        async with self._leading(kind):
-            answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
-        self._count("create", kind.kind)
-        return answer
+        async with self._leading("create", kind.kind):
+            return await self._api.create(kind, manifest, manager=FIELD_MANAGER)
 
     async def patch(self, kind: ObjectKind, name: str, *, namespace: str, body: Object) -> Object:
         """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions.
@@ -142,23 +147,19 @@ class Writer:
         Raises:
             KubeApiError: the API server rejects it.
         """
-        async with self._leading(kind):
-            answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
-        self._count("patch", kind.kind)
-        return answer
+        async with self._leading("patch", kind.kind):
+            return await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
         """Delete a child. Raises KubeApiError: 404 if it does not exist, conflict if another object has the name."""
         kind = kind_of(ref.api_version, ref.kind)
-        async with self._leading(kind):
+        async with self._leading("delete", kind.kind):
             await self._api.delete(kind, namespace, ref.name, uid=uid)
-        self._count("delete", kind.kind)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str, force: bool = False) -> None:
         """Delete a pod. force: without waiting for its kubelet. Raises KubeApiError like delete_child()."""
-        async with self._leading(POD):
+        async with self._leading("delete", POD.kind):
             await self._api.delete(POD, namespace, name, uid=uid, grace_seconds=0 if force else None)
-        self._count("delete", POD.kind)
 
 
 def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
@@ -169,3 +170,62 @@ def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
 def _onto_nothing(manifest: Manifest) -> Manifest:
     """Return the manifest for an object that must not exist: any existing one has another version and is a conflict."""
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}
+
+
+logger = logging.getLogger(__name__)
+
+MAX_NOTE = 1000
+"""The API server rejects longer notes, in bytes."""
+
+
+class Recorder:
+    """Writes Events. A failure is logged and not retried, because Events are not state."""
+
+    def __init__(self, api: KubeApi, *, instance: str) -> None:
+        self._api = api
+        self._instance = instance[:128]
+
+    async def emit(self, event: EmitEvent, *, name: str, namespace: str, uid: str) -> None:
+        body = self._body(event, name=name, namespace=namespace, uid=uid)
+        try:
+            await self._api.create(EVENT, body, manager=FIELD_MANAGER)
+        except KubeApiError as error:
+            if error.code == 409 and error.reason == "AlreadyExists":
+                await self._count_again(body)
+            elif not error.namespace_ends:
+                logger.warning("event not written", extra={"reason": event.reason, "error": str(error)})
+
+    async def _count_again(self, body: Object) -> None:
+        namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
+        try:
+            stored = await self._api.get(EVENT, namespace, name)
+            if stored is not None:
+                count = int((stored.get("series") or {}).get("count") or 1) + 1
+                series = {"series": {"count": count, "lastObservedTime": body["eventTime"]}}
+                await self._api.merge_patch(EVENT, namespace, name, series, manager=FIELD_MANAGER)
+        except KubeApiError as error:
+            logger.warning("event not counted", extra={"reason": body["reason"], "error": str(error)})
+
+    def _body(self, event: EmitEvent, *, name: str, namespace: str, uid: str) -> Object:
+        message = printable(event.message)
+        words = "\0".join((uid, event.type, event.reason, message))
+        digest = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+        return {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.kind,
+            "metadata": {"name": f"{name}.{digest}", "namespace": namespace},
+            "eventTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "reportingController": FIELD_MANAGER,
+            "reportingInstance": self._instance,
+            "action": event.reason,
+            "reason": event.reason,
+            "type": event.type,
+            "note": message.encode()[:MAX_NOTE].decode(errors="ignore"),
+            "regarding": {
+                "apiVersion": RESOURCE.api_version,
+                "kind": RESOURCE.kind,
+                "name": name,
+                "namespace": namespace,
+                "uid": uid,
+            },
+        }

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
 from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import ResourceCache
-from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import new_resource_keys, rotation_patch
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
-from megatron_operator.cluster.projection import SeenPod, SeenResource, project_pod
-from megatron_operator.cluster.writer import NotOwnedError, Writer
+from megatron_operator.cluster.projection import SeenResource
+from megatron_operator.cluster.writer import NotOwnedError, Recorder, Writer
 from megatron_operator.controller.observe import Observer
+from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import (
     Action,
     ApplyChild,
@@ -29,6 +30,7 @@ from megatron_operator.decision.world import (
     DeleteChild,
     DeletePods,
     EmitEvent,
+    PodView,
     RotateKeys,
     Signal,
     VetChild,
@@ -69,33 +71,25 @@ async def _at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return cast("list[T]", outcomes)
 
 
+def _secret(name: str) -> ChildRef:
+    return ChildRef(SECRET.kind, name, SECRET.api_version)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
     """Executes the actions of one resource's decisions."""
 
-    def __init__(
-        self,
-        *,
-        cache: ResourceCache,
-        writer: Writer,
-        observer: Observer,
-        recorder: Recorder,
-        link: CoordinatorLink,
-        elector: Elector,
-        settings: Settings,
-        admin: KeyPair | None,
-        count_signal: Callable[[SignalKind], None],
-    ) -> None:
-        self._cache = cache
-        self._writer = writer
-        self._observer = observer
-        self._recorder = recorder
-        self._link = link
-        self._elector = elector
-        self._settings = settings
-        self._admin = admin
-        self._count_signal = count_signal
-        self.rejections: dict[ChildRef, ApplyRejection] = {}
-        self.vetted: dict[ChildRef, str] = {}
+    cache: ResourceCache
+    writer: Writer
+    observer: Observer
+    recorder: Recorder
+    link: CoordinatorLink
+    elector: Elector
+    settings: Settings
+    admin: KeyPair | None
+    count_signal: Callable[[SignalKind], None]
+    rejections: dict[ChildRef, ApplyRejection] = field(default_factory=dict)
+    vetted: dict[ChildRef, str] = field(default_factory=dict)
 
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
         """Execute the actions in order. Return whether the next pass should follow at once, because something changed.
@@ -128,25 +122,23 @@ class Actor:
             going_on = True
             match action:
                 case CreateKeys():
-                    going_on = await self._create_keys(action, resource)
+                    going_on = await self._accepted(self._create_keys(action, resource), _secret(action.name))
                 case RotateKeys():
-                    going_on = await self._rotate_keys(action, resource)
+                    going_on = await self._accepted(self._rotate_keys(action, resource), _secret(action.name))
                 case VetChild():
-                    going_on = await self._vet(action, resource)
+                    going_on = await self._accepted(self._vet(action, resource), action.ref, action.hash)
                 case CreatePod():
-                    going_on = await self._create_pod(action, resource)
+                    going_on = await self._accepted(self._create_pod(action, resource), action.ref, action.hash)
                 case DeletePods():
                     await self._delete_pods(action, resource)
                 case Signal():
                     self._signal(action, resource)
                 case AskCanary():
-                    self._elector.require_leadership()
-                    self._link.ask_canary(action)
+                    self.elector.require_leadership()
+                    self.link.ask_canary(action)
                 case EmitEvent():
-                    self._elector.require_leadership()
-                    await self._recorder.emit(
-                        action, name=resource.name, namespace=resource.namespace, uid=resource.uid
-                    )
+                    self.elector.require_leadership()
+                    await self.recorder.emit(action, name=resource.name, namespace=resource.namespace, uid=resource.uid)
             if not going_on:
                 return False
         return True
@@ -155,141 +147,132 @@ class Actor:
         """Apply the children that pods refer to concurrently, then those that create pods."""
         for workloads in (False, True):
             wave = [action for action in actions if (action.ref.kind in WORKLOADS) is workloads]
-            if not all(await _at_once(self._apply(action, resource) for action in wave)):
+            applies = (self._accepted(self._apply(action, resource), action.ref, action.hash) for action in wave)
+            if not all(await _at_once(applies)):
                 return False
         return True
 
-    async def _apply(self, action: ApplyChild, resource: SeenResource) -> bool:
-        known = self._cache.child(action.ref)
+    async def _accepted(self, write: Awaitable[bool], ref: ChildRef, manifest_hash: str = "") -> bool:
+        """Return the result of a write: whether it took place. A permanent error is recorded as a rejection."""
         try:
-            seen = await self._writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
-        except NotOwnedError as error:
-            return self._rejected(action.ref, action.hash, error)
+            done = await write
         except KubeApiError as error:
-            if error.conflict:
+            if not error.permanent:
+                raise
+            logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
+            self.rejections[ref] = ApplyRejection(
+                hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
+            )
+            return False
+        if done:
+            self.rejections.pop(ref, None)
+        return done
+
+    async def _apply(self, action: ApplyChild, resource: SeenResource) -> bool:
+        known = self.cache.child(action.ref)
+        try:
+            seen = await self.writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
+        except KubeApiError as error:
+            if error.conflict and not isinstance(error, NotOwnedError):
                 # The object was replaced or has another owner: read it, then decide again.
-                await self._observer.reread_child(action.ref, namespace=resource.namespace)
-            if error.permanent:
-                return self._rejected(action.ref, action.hash, error)
+                await self.observer.reread_child(action.ref, namespace=resource.namespace)
             raise
-        self._cache.applied(seen)
-        self.rejections.pop(action.ref, None)
+        self.cache.applied(seen)
         return True
 
     async def _vet(self, action: VetChild, resource: SeenResource) -> bool:
-        known = self._cache.child(action.ref)
+        known = self.cache.child(action.ref)
         if known is None or known.owner_uid != resource.uid:
             return False
         try:
-            await self._writer.vet_child(action.manifest, known=known)
+            await self.writer.vet_child(action.manifest, known=known)
         except KubeApiError as error:
             if error.conflict or error.not_found:
-                await self._observer.reread_child(action.ref, namespace=resource.namespace)
+                await self.observer.reread_child(action.ref, namespace=resource.namespace)
                 return False
-            if error.permanent:
-                return self._rejected(action.ref, action.hash, error)
             raise
         self.vetted[action.ref] = action.hash
-        self.rejections.pop(action.ref, None)
         return True
 
     async def _create_pod(self, action: CreatePod, resource: SeenResource) -> bool:
         try:
-            pod: SeenPod | None = project_pod(await self._writer.create(action.manifest))
+            pod: PodView | None = reduce_pod(await self.writer.create(action.manifest))
         except KubeApiError as error:
             if error.reason != "AlreadyExists":
-                if error.permanent:
-                    return self._rejected(action.ref, action.hash, error)
                 raise
             # An earlier process created it, and the watch does not show it yet; or it belongs to someone else.
-            pod = await self._observer.read_pod(action.ref.name, namespace=resource.namespace)
+            pod = await self.observer.read_pod(action.ref.name, namespace=resource.namespace)
         if pod is None:
             return False
-        if pod.view.owner != resource.uid:
-            return self._rejected(action.ref, action.hash, NotOwnedError(action.ref, namespace=resource.namespace))
-        self._cache.created(pod)
-        self.rejections.pop(action.ref, None)
+        if pod.owner != resource.uid:
+            raise NotOwnedError(action.ref, namespace=resource.namespace)
+        self.cache.created(pod)
         return True
 
     async def _create_keys(self, action: CreateKeys, resource: SeenResource) -> bool:
-        if self._admin is None:
+        if self.admin is None:
             raise ValueError(f"Secret {action.name}: keys were asked for, but this operator runs without security")
-        ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
-        ctx = RenderContext(resource.name, resource.namespace, resource.uid, parse_spec(resource.spec), self._settings)
+        ctx = RenderContext(resource.name, resource.namespace, resource.uid, parse_spec(resource.spec), self.settings)
         try:
-            files = new_resource_keys(self._admin)
+            files = new_resource_keys(self.admin)
             manifest = keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(datetime.now(UTC)))
-            created = await self._writer.create(manifest)
+            created = await self.writer.create(manifest)
         except KubeApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
-                return self._rejected(ref, "", NotOwnedError(ref, namespace=resource.namespace))
-            if error.permanent:
-                return self._rejected(ref, "", error)
+                raise NotOwnedError(_secret(action.name), namespace=resource.namespace) from error
             raise
-        self._observer.remember_keys(created)
-        self.rejections.pop(ref, None)
+        self.observer.remember_keys(created)
         return True
 
     async def _rotate_keys(self, action: RotateKeys, resource: SeenResource) -> bool:
-        if self._admin is None:
+        if self.admin is None:
             raise ValueError(f"Secret {action.name}: keys were to be rotated, but this operator runs without security")
-        secret = await self._observer.reread_keys(resource)
+        secret = await self.observer.reread_keys(resource)
         if secret is None:
             return False
-        patch = rotation_patch(secret, action, self._admin, now=stamp_seconds(datetime.now(UTC)))
+        patch = rotation_patch(secret, action, self.admin, now=stamp_seconds(datetime.now(UTC)))
         if patch is None:
             return True
         logger.info("rotating keys", extra={"secret": action.name, "stage": action.stage.value})
         try:
-            written = await self._writer.patch(SECRET, action.name, namespace=resource.namespace, body=patch)
+            written = await self.writer.patch(SECRET, action.name, namespace=resource.namespace, body=patch)
         except KubeApiError as error:
             if error.conflict or error.not_found:
-                await self._observer.reread_keys(resource)
+                await self.observer.reread_keys(resource)
                 return False
-            if error.permanent:
-                ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
-                return self._rejected(ref, "", error)
             raise
-        self._observer.remember_keys(written)
-        self.rejections.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
+        self.observer.remember_keys(written)
         return True
-
-    def _rejected(self, ref: ChildRef, manifest_hash: str, error: KubeApiError) -> bool:
-        logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
-        self.rejections[ref] = ApplyRejection(
-            hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
-        )
-        return False
 
     async def _delete_child(self, action: DeleteChild, resource: SeenResource) -> None:
         logger.info("deleting", extra={"child": str(action.ref), "why": action.reason})
         try:
-            await self._writer.delete_child(action.ref, namespace=resource.namespace, uid=action.uid)
+            await self.writer.delete_child(action.ref, namespace=resource.namespace, uid=action.uid)
         except KubeApiError as error:
             if not (error.not_found or error.conflict):
                 raise
-            self._cache.gone(action.uid)
-            await self._observer.reread_child(action.ref, namespace=resource.namespace)
+            self.cache.gone(action.uid)
+            await self.observer.reread_child(action.ref, namespace=resource.namespace)
         else:
-            self._cache.deleted(action.uid)
+            self.cache.deleted(action.uid)
 
     async def _delete_pods(self, action: DeletePods, resource: SeenResource) -> None:
         logger.info("deleting pods", extra={"owner": action.owner, "why": action.reason})
         for name, uid in action.pods:
             try:
-                await self._writer.delete_pod(name, namespace=resource.namespace, uid=uid, force=action.force)
+                await self.writer.delete_pod(name, namespace=resource.namespace, uid=uid, force=action.force)
             except KubeApiError as error:
                 if not (error.not_found or error.conflict):
                     raise
-                self._cache.gone(uid)
+                self.cache.gone(uid)
             else:
-                self._cache.deleted(uid)
+                self.cache.deleted(uid)
 
     def _signal(self, action: Signal, resource: SeenResource) -> None:
-        self._elector.require_leadership()
-        if self._link.awaits(action.operation_id):
+        self.elector.require_leadership()
+        if self.link.awaits(action.operation_id):
             return
-        sent = self._link.signal(action)
+        sent = self.link.signal(action)
         logger.info(
             "signal sent" if sent else "signal not sent: no connection",
             extra={
@@ -300,4 +283,4 @@ class Actor:
             },
         )
         if sent:
-            self._count_signal(action.kind)
+            self.count_signal(action.kind)

@@ -1,4 +1,9 @@
-"""One run of kopf, with a bounded shutdown.
+"""One run of kopf: its handlers, its settings, and a bounded shutdown.
+
+The handlers watch, keep projections in indexes and wake tasks, nothing else. There are no create, update or delete
+handlers, daemons or timers, so kopf adds no finalizers and annotations and writes nothing. kopf runs an object's event
+handlers after its indexes hold that object's new version, and the first handler after all kinds are listed. So a woken
+task always sees the change that woke it.
 
 kopf fails when a watched kind is deleted, and its shutdown may then hang: a watch that is renewing its login at that
 moment treats its cancellation as the end of a pause and continues. So this module stops kopf in an orderly way as soon
@@ -8,7 +13,7 @@ as a watched kind is gone, and abandons a kopf that does not stop in time.
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +21,130 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster.auth import kopf_session
-from megatron_operator.cluster.cache import Index
-from megatron_operator.cluster.watch_ages import WatchAges
-from megatron_operator.controller.supervisor import TaskSupervisor
-from megatron_operator.controller.watches import build_registry, kopf_settings
-
-logger = logging.getLogger(__name__)
+from megatron_operator.cluster.cache import Index, Key
+from megatron_operator.cluster.kinds import CHILD_KINDS, CHILD_SELECTOR, POD, RESOURCE, ObjectKind
+from megatron_operator.cluster.projection import (
+    SeenChild,
+    SeenResource,
+    instance_of,
+    project_child,
+    project_resource,
+)
+from megatron_operator.cluster.watch_ages import GRACE_SECONDS, WatchAges
+from megatron_operator.controller.task import TaskSupervisor
+from megatron_operator.decision.reduce import reduce_pod
+from megatron_operator.decision.world import PodView
+from megatron_operator.resource.names import FIELD_MANAGER, LABEL_MANAGED_BY
 
 END_SECONDS = 10.0
 """Timeout of the shutdown. kopf itself waits 5 s before it cancels its remaining tasks."""
+
+
+def build_registry(
+    *,
+    login: Callable[[], kopf.AiohttpSession],
+    started: Callable[[Index], None],
+    wake_resource: Callable[[str, Key], None],
+    wake_instance: Callable[[Key], None],
+) -> kopf.OperatorRegistry:
+    """Return the registry with all handlers.
+
+    started: called once, before any event, with the live indexes.
+    wake_resource: called when the resource with this UID was created, changed or deleted.
+    wake_instance: called when an object of the resource with this namespace and name was.
+    """
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    async def authenticate(**_: Any) -> kopf.AiohttpSession:
+        return login()
+
+    @kopf.on.startup(registry=registry)
+    async def start(**indexes: Any) -> None:
+        started(Index(resources=indexes["resources"], children=indexes["children"], pods=indexes["pods"]))
+
+    _watch_resources(registry, wake_resource)
+    _watch_children(registry, wake_instance)
+    return registry
+
+
+def _watch_resources(registry: kopf.OperatorRegistry, wake: Callable[[str, Key], None]) -> None:
+    where = (RESOURCE.group, RESOURCE.version, RESOURCE.plural)
+
+    @kopf.index(*where, registry=registry, id="resources")
+    async def index(body: kopf.Body, **_: Any) -> dict[str, SeenResource]:
+        seen = project_resource(dict(body))
+        return {seen.uid: seen}
+
+    @kopf.on.event(*where, registry=registry, id="wake-resource")
+    async def event(uid: str, namespace: str | None, name: str, **_: Any) -> None:
+        wake(uid, (namespace or "", name))
+
+
+def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]) -> None:
+    async def event(body: kopf.Body, namespace: str | None, **_: Any) -> None:
+        wake((namespace or "", instance_of(dict(body))))
+
+    def index_of(kind: ObjectKind) -> Callable[..., Any]:
+        async def index(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, SeenChild]:
+            obj = dict(body)
+            return {(namespace or "", instance_of(obj)): project_child(obj, kind)}
+
+        return index
+
+    async def index_pod(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, PodView]:
+        obj = dict(body)
+        return {(namespace or "", instance_of(obj)): reduce_pod(obj)}
+
+    labels = {LABEL_MANAGED_BY: FIELD_MANAGER}
+    for kind in CHILD_KINDS:
+        where = (kind.group, kind.version, kind.plural)
+        kopf.index(*where, registry=registry, id="children", labels=labels)(index_of(kind))
+        kopf.on.event(*where, registry=registry, id=f"wake-{kind.plural}", labels=labels)(event)
+    where = (POD.group, POD.version, POD.plural)
+    kopf.index(*where, registry=registry, id="pods", labels=labels)(index_pod)
+    kopf.on.event(*where, registry=registry, id="wake-pods", labels=labels)(event)
+
+
+class _NoDifferences(kopf.DiffBaseStorage):
+    """Disables the computation of differences, for which kopf copies each object twice per event."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Stores no progress in the cluster."""
+
+
+def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
+    """Set the relevant settings of kopf explicitly.
+
+    watch_seconds: duration of a watch. The server sends a bookmark shortly before its end, so the next watch continues
+        without a listing. A dead watch is detected and replaced in the same time.
+    """
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.posting.loggers = False
+    settings.peering.standalone = True
+    settings.scanning.disabled = True
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 10
+    settings.networking.error_backoffs = (0.2, 0.5, 1, 2, 3, 5)
+    settings.watching.connect_timeout = 10
+    settings.watching.server_timeout = math.ceil(watch_seconds)
+    settings.watching.client_timeout = math.ceil(watch_seconds) + GRACE_SECONDS
+    settings.watching.reconnect_backoff = 0.1
+    settings.execution.default_backoff = 5
+    settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
+    # It would kill a process whose kopf has ended and was restarted.
+    settings.process.ultimate_exiting_timeout = None
+    settings.persistence.diffbase_storage = _NoDifferences()
+    for kind in (*CHILD_KINDS, POD):
+        settings.watching.label_selectors[kind.group, kind.version, kind.plural] = CHILD_SELECTOR
+    return settings
 
 
 class WatchesEndedError(Exception):

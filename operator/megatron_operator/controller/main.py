@@ -22,18 +22,15 @@ from prometheus_client import CollectorRegistry
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import LoginError, load_configuration
 from megatron_operator.cluster.cache import Index, Key, ResourceCache
-from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import KeyFormatError, ensure_admin_keys
 from megatron_operator.cluster.kinds import RESOURCE
 from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
-from megatron_operator.cluster.writer import Writer
+from megatron_operator.cluster.writer import Recorder, Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
-from megatron_operator.controller.supervisor import TaskSupervisor
-from megatron_operator.controller.task import Parts, ResourceTask
-from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.controller.task import Parts, ResourceTask, TaskSupervisor, UpdateLimit
 from megatron_operator.decision.decide import decide
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
@@ -89,10 +86,6 @@ RESTART_SECONDS = 1.0
 AUDITS_AT_ONCE = 2
 
 
-class MetricsBindError(RuntimeError):
-    """The address is in use. The message names it."""
-
-
 class OperatorStartError(RuntimeError):
     """An option of this process is unusable. The message names it and the remedy."""
 
@@ -105,7 +98,7 @@ def run(options: RunOptions) -> int:
     """
     try:
         return asyncio.run(OperatorProcess(options).run())
-    except (LoginError, AddressTemplateError, MetricsBindError, KeyFormatError) as error:
+    except (LoginError, AddressTemplateError, KeyFormatError) as error:
         raise OperatorStartError(str(error)) from error
 
 
@@ -117,7 +110,7 @@ async def serve_probes(
     host: str | None,
     port: int,
 ) -> HealthServer:
-    """Start to answer on one listening socket. Raises MetricsBindError.
+    """Start to answer on one listening socket. Raises OperatorStartError if its address is in use.
 
     GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
     GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing
@@ -138,7 +131,7 @@ async def serve_probes(
     try:
         await server.start()
     except OSError as error:
-        raise MetricsBindError(error.strerror) from error
+        raise OperatorStartError(error.strerror) from error
     return server
 
 

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPConnection, HTTPException
 
@@ -19,6 +19,7 @@ from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
 from megatron_operator.cluster.kinds import (
     CHILD_KINDS,
+    CHILD_SELECTOR,
     EVENT,
     NODE,
     OPTIONAL_KINDS,
@@ -31,15 +32,12 @@ from megatron_operator.cluster.kinds import (
 )
 from megatron_operator.cluster.projection import (
     SeenChild,
-    SeenPod,
     SeenResource,
     project_child,
-    project_pod,
     project_resource,
 )
-from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.decision.losses import NODE_SECONDS
-from megatron_operator.decision.reduce import lost_since
+from megatron_operator.decision.reduce import lost_since, reduce_pod
 from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
     EVENT_SECONDS,
@@ -152,11 +150,13 @@ class Observer:
 
     async def resource(self) -> SeenResource | None:
         """Return the resource, after reading objects that the watch may have missed. None if it is deleted."""
-        if self._cache.resource() is None:
+        resource = self._cache.resource()
+        if resource is None:
             return None
         if time.monotonic() >= self._audit_due:
             await self._audit()
-        await self._catch_up()
+        for ref in self._cache.lagging():
+            await self.reread_child(ref, namespace=resource.namespace)
         return self._cache.resource()
 
     async def reread_resource(self) -> None:
@@ -179,10 +179,10 @@ class Observer:
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
         self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
 
-    async def read_pod(self, name: str, *, namespace: str) -> SeenPod | None:
+    async def read_pod(self, name: str, *, namespace: str) -> PodView | None:
         """Read a pod. It is listed, because the operator's role has no other use for `get`."""
         found = await self._api.list(POD, namespace, fields=f"metadata.name={name}")
-        return project_pod(found[0]) if found else None
+        return reduce_pod(found[0]) if found else None
 
     async def world(
         self,
@@ -203,16 +203,8 @@ class Observer:
         await self._read_optional(resource)
         return World(
             resource=ResourceSnapshot(
-                name=resource.name,
-                namespace=resource.namespace,
-                uid=resource.uid,
-                generation=resource.generation,
+                **{each.name: getattr(resource, each.name) for each in fields(ResourceSnapshot) if each.name != "spec"},
                 spec=spec,
-                status=resource.status,
-                deleting=resource.deleting,
-                changed_by=resource.changed_by,
-                restarted_at=resource.restarted_at,
-                update_to=resource.update_to,
             ),
             settings=self._options.settings,
             now=datetime.now(UTC),
@@ -247,7 +239,7 @@ class Observer:
     def remember_keys(self, obj: Object) -> None:
         """Record the keys Secret after a write."""
         self._keys = (obj["metadata"]["uid"], obj)
-        seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
+        seen = project_child(obj, SECRET)
         self._cache.read_unwatched(seen.ref, seen)
 
     async def _coordinator(self, resource: SeenResource, secret: Object | None) -> CoordinatorSnapshot:
@@ -380,7 +372,7 @@ class Observer:
             if obj is None:
                 self._cache.read_unwatched(ref, None)
                 return None
-            seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
+            seen = project_child(obj, SECRET)
             self._cache.read_unwatched(ref, seen)
             if seen.owner_uid != resource.uid:
                 return None
@@ -405,16 +397,8 @@ class Observer:
             if error.code != 403:
                 raise
             obj = None
-        seen = None if obj is None else project_child({**obj, "apiVersion": ref.api_version, "kind": ref.kind})
+        seen = None if obj is None else project_child(obj, kind)
         self._cache.read_unwatched(ref, seen if seen is not None and seen.owner_uid == resource.uid else None)
-
-    async def _catch_up(self) -> None:
-        """Read objects that were written but have not appeared in the watch."""
-        resource = self._cache.resource()
-        if resource is None:
-            return
-        for ref in self._cache.lagging():
-            await self.reread_child(ref, namespace=resource.namespace)
 
     async def _audit(self) -> None:
         """List all objects of this resource, because an interrupted watch may have missed deletions."""
@@ -432,14 +416,12 @@ class Observer:
                 *(self._api.list(kind, resource.namespace, selector=selector) for kind in kinds)
             )
         children: list[SeenChild] = []
-        pods: list[SeenPod] = []
+        pods: list[PodView] = []
         for kind, items in zip(kinds, answers, strict=True):
             if kind is POD:
-                pods += [project_pod(item) for item in items]
+                pods += [reduce_pod(item) for item in items]
             else:
-                children += [
-                    project_child({**item, "apiVersion": kind.api_version, "kind": kind.kind}) for item in items
-                ]
+                children += [project_child(item, kind) for item in items]
         self._cache.audited(children, pods, before=before)
         await self.reread_resource()
 

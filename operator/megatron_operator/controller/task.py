@@ -1,7 +1,8 @@
 """The task of one resource: a loop of observe, decide, persist, act and wait, until the resource is deleted.
 
 An exception ends a pass, not the task: it is logged, and the next pass follows after a backoff. Only the loss of
-leadership is raised. All rules about resources are in `decide`.
+leadership is raised. All rules about resources are in `decide`. The supervisor runs one task per resource UID, from
+when the resource is first seen until the task ends.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -24,10 +25,10 @@ from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
-from megatron_operator.controller.updates import UpdateLimit
 from megatron_operator.decision.decide import reject_spec
 from megatron_operator.decision.world import Decision, World
 from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.resource.states import UpdatePhase
 from megatron_runtime.protocol import strict_json as json
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,60 @@ BACKOFF_FIRST, BACKOFF_MAX = 0.2, 30.0
 AFTER_ERROR_SECONDS = 1.0
 EAGER_PASSES = 10
 """Limit of consecutive passes without a pause, while each changes something."""
+
+
+class UpdateLimit:
+    """Counts the resources that are being updated. A resource holds its place as long as its status says Running.
+
+    The caller asks may_begin(), decides, and calls decided() without an await in between, so that two resources cannot
+    take one place.
+
+    limit: number of places. resources: all resources as the watch has shown them, by UID. They are counted until their
+        tasks have decided for the first time: a new leader continues the updates that have begun.
+    """
+
+    def __init__(self, limit: int, resources: Callable[[], Mapping[str, Iterable[SeenResource]]]) -> None:
+        self._limit = limit
+        self._resources = resources
+        self._phases: dict[str, str] = {}
+        self._waiting: dict[str, Callable[[], None]] = {}
+
+    def may_begin(self, uid: str) -> bool:
+        """Return whether a place is free for this resource, or taken by it."""
+        shown = {
+            other: _phase(seen.status)
+            for other, versions in self._resources().items()
+            for seen in versions
+            if other not in self._phases
+        }
+        running = [other for other, phase in {**shown, **self._phases}.items() if phase == UpdatePhase.RUNNING]
+        return uid in running or len(running) < self._limit
+
+    def decided(self, uid: str, status: Mapping[str, object], *, wake: Callable[[], None]) -> None:
+        """Record the decided status of a resource. wake: called when a place becomes free, if the resource waits."""
+        phase = _phase(status)
+        if phase == UpdatePhase.WAITING:
+            self._waiting[uid] = wake
+        else:
+            self._waiting.pop(uid, None)
+        self._changed(uid, phase)
+
+    def ended(self, uid: str) -> None:
+        """Record that a resource is deleted, or that its task ended."""
+        self._waiting.pop(uid, None)
+        self._changed(uid, "")
+        self._phases.pop(uid, None)
+
+    def _changed(self, uid: str, phase: str) -> None:
+        before, self._phases[uid] = self._phases.get(uid, ""), phase
+        if before == UpdatePhase.RUNNING and phase != before:
+            for wake in self._waiting.values():
+                wake()
+
+
+def _phase(status: Mapping[str, object]) -> str:
+    update = status.get("update")
+    return str(update.get("phase", "")) if isinstance(update, Mapping) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,3 +277,67 @@ def _first(error: ValidationError) -> str:
 
 def _canonical(status: object) -> str:
     return json.dumps(status, sort_keys=True, separators=(",", ":"), default=str)
+
+
+class TaskSupervisor:
+    """make_task: creates a task; its argument is the event that wakes the task."""
+
+    def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:
+        self._make_task = make_task
+        self._tasks: dict[str, tuple[ResourceTask, asyncio.Task[None]]] = {}
+        self._by_key: dict[Key, str] = {}
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Future with the fatal exception of a task: the loss of leadership."""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def oldest_pass_seconds(self) -> float:
+        """Age of the longest running pass in seconds; 0 without one."""
+        now = time.monotonic()
+        return max((now - task.busy_since for task, _ in self._tasks.values() if task.busy_since), default=0.0)
+
+    @property
+    def behind_seconds(self) -> float:
+        """How long the watch of any resource has lagged behind, in seconds; 0 if none lags."""
+        return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
+
+    def readings(self) -> list[Reading]:
+        """Callable on any thread."""
+        return [task.reading for task, _ in list(self._tasks.values())]
+
+    def wake_resource(self, uid: str, key: Key) -> None:
+        """Wake the task: its resource was created, changed or deleted. A task of a deleted resource ends itself."""
+        if uid not in self._tasks:
+            task = self._make_task(uid, key, asyncio.Event())
+            runner = asyncio.create_task(task.run(), name=f"resource {key[0]}/{key[1]}")
+            runner.add_done_callback(lambda done: self._ended(task, done))
+            self._tasks[uid] = (task, runner)
+            self._by_key[key] = uid
+        self._tasks[uid][0].wake()
+
+    def wake_instance(self, key: Key) -> None:
+        """Wake the task after a change of an object with this resource's name."""
+        uid = self._by_key.get(key)
+        if uid is not None:
+            self._tasks[uid][0].wake()
+
+    async def stop(self) -> None:
+        """Cancel all tasks. The next start continues from the persisted state."""
+        runners = [runner for _, runner in self._tasks.values()]
+        for runner in runners:
+            runner.cancel()
+        await asyncio.gather(*runners, return_exceptions=True)
+
+    def _ended(self, task: ResourceTask, runner: asyncio.Task[None]) -> None:
+        del self._tasks[task.uid]
+        if self._by_key.get(task.key) == task.uid:
+            del self._by_key[task.key]
+        if runner.cancelled():
+            return
+        error = runner.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+        elif error is None:
+            logger.info("resource gone", extra={"resource": "/".join(task.key)})

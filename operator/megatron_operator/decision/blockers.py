@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.decision.diagnosis import creation_error, first_diagnosis
+from megatron_operator.decision.diagnosis import References, creation_error, first_diagnosis
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import MAX_STARTING, Engines
 from megatron_operator.decision.losses import Losses
-from megatron_operator.decision.reduce import child_ref
-from megatron_operator.decision.references import References
 from megatron_operator.decision.rendered import APPS, Rendered
 from megatron_operator.decision.world import ChildRef, World
 from megatron_operator.render.context import RenderContext
@@ -40,7 +38,7 @@ class Blockers:
                 manifests.append(manifest)
         for manifest in manifests:
             found = self.rendered.rejected(manifest)
-            if found is not None and name in (None, child_ref(manifest).name):
+            if found is not None and name in (None, ChildRef.of(manifest).name):
                 return found
         return None
 

@@ -11,66 +11,65 @@ from megatron_operator.resource.conditions import Reason
 @dataclass(frozen=True, slots=True)
 class Cause:
     reason: Reason
-    pattern: re.Pattern[str]
+    pattern: str
     remedy: str
 
-
-def _cause(reason: Reason, pattern: str, remedy: str) -> Cause:
-    return Cause(reason, re.compile(pattern, re.IGNORECASE), remedy)
+    def search(self, text: str) -> re.Match[str] | None:
+        return re.search(self.pattern, text, re.IGNORECASE)
 
 
 VLLM_MESSAGE: tuple[Cause, ...] = (
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"vLLM is not installed|vLLM [\w.+-]+ is not supported",
         "use the vLLM image of this release: correct spec.engine.vllm.image, or vllm.image of the operator's chart",
     ),
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"quantization method|quantization .* is unknown",
         "correct spec.engine.vllm.args.quantization, or leave it out for a model that is quantized already",
     ),
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"trust_remote_code|requires you to execute the configuration file",
         "set spec.engine.vllm.args.trust_remote_code, which the chart allows with vllm.allowCode, or use another model",
     ),
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"must be divisible by tensor parallel size",
         "set spec.parallelism.tensor to a divisor of the model's attention heads",
     ),
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"greater than the derived max_model_len",
         "lower spec.model.maxSequenceLength to the model's limit",
     ),
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"larger than the available KV cache memory|No available memory for the cache blocks",
         "raise spec.engine.batching.kvCacheMemory, or lower spec.model.maxSequenceLength",
     ),
-    _cause(
+    Cause(
         Reason.GPU_OUT_OF_MEMORY,
         r"less than desired GPU memory utilization",
         "end the other processes on the GPU, or lower spec.engine.vllm.args.gpu_memory_utilization",
     ),
-    _cause(
+    Cause(
         Reason.NO_GPU,
         r"Failed to infer device type|larger than the number of available GPUs",
         "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin offers them",
     ),
-    _cause(
+    Cause(
         Reason.UNSUPPORTED_BY_BACKEND,
         r"Model architectures? .*(supported|failed to be inspected)|No model architectures are specified",
         "choose a model that this version of vLLM supports, or set spec.engine.backend to Native",
     ),
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"vLLM argument |vLLM [\w.+-]+ rejects its arguments|validation errors? for \w+(Config|Args)",
         "correct spec.engine.vllm.args, or the field that the message names",
     ),
-    _cause(
+    Cause(
         Reason.OUT_OF_MEMORY,
         r"killed by SIGKILL, most often because its memory limit was exceeded",
         "raise resources.limits.memory in podTemplate, or lower batching.kvCacheMemory",
@@ -80,55 +79,55 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
 
 TERMINATION_MESSAGE: tuple[Cause, ...] = (
     *VLLM_MESSAGE,
-    _cause(
+    Cause(
         Reason.GPU_OUT_OF_MEMORY,
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
         "lower batching.kvCacheMemory or maxSequenceLength, choose a smaller dtype, or raise parallelism.tensor",
     ),
-    _cause(
+    Cause(
         Reason.NO_GPU,
         r"no CUDA(-capable)? (device|GPU)|CUDA.*not available|found no NVIDIA|invalid device ordinal",
         "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin offers them",
     ),
-    _cause(
+    Cause(
         Reason.ACCESS_DENIED,
         r"access to (s3|gs|az|https)://\S+ is denied \(40[13]",
         "set spec.model.source.objectStore.credentialsSecretRef, or give the ServiceAccount of the resource an "
         "identity that may read the objects",
     ),
-    _cause(
+    Cause(
         Reason.ACCESS_DENIED,
         r"\b(401|403)\b.*(client error|unauthorized|forbidden)|gated repo|GatedRepoError|invalid (user )?token",
         "set spec.model.source.huggingFace.tokenSecretRef to a token that may read the repository",
     ),
-    _cause(
+    Cause(
         Reason.RENDEZVOUS_FAILED,
         r"rendezvous|connect\(\) timed out|store.*(timed? ?out|timeout)|Connection closed by peer"
         r"|gloo.*(timed? ?out|connect)",
         "check that all pods of the engine are scheduled, and that NetworkPolicies allow their connections",
     ),
-    _cause(
+    Cause(
         Reason.PORT_TAKEN,
         r"address (is )?already in use|EADDRINUSE|cannot bind",
         "do not use hostNetwork in podTemplate, or free the port on the node",
     ),
-    _cause(
+    Cause(
         Reason.DISK_FULL,
         r"no space left on device|ENOSPC|disk quota exceeded",
         "increase the cache volume in podTemplate, or the node's ephemeral storage",
     ),
-    _cause(
+    Cause(
         Reason.WEIGHTS_MISSING,
         r"no such (file|model|directory)|not a (directory|file)|does not exist|no weights"
         r"|weights? .*(missing|not found)|config\.json|repository not found|unknown builtin|\.safetensors|\.gguf",
         "correct spec.model.source or spec.weights.revision",
     ),
-    _cause(
+    Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"not divisible|unsupported|is not supported|InvalidConfig|exceeds the model|usage: ",
         "correct the field of the spec that the message names",
     ),
-    _cause(
+    Cause(
         Reason.GPU_KERNELS_MISSING,
         r"GpuKernelsMissing",
         "set spec.engine.image or the chart's runtime.image to an image with triton and a C compiler",
@@ -137,26 +136,26 @@ TERMINATION_MESSAGE: tuple[Cause, ...] = (
 """The first match applies, so specific patterns come first."""
 
 SCHEDULING: tuple[Cause, ...] = (
-    _cause(
+    Cause(
         Reason.VOLUME_MISSING,
         r"persistentvolumeclaim .*not found|unbound immediate PersistentVolumeClaims|volume node affinity",
         "create the claim that spec.model.source.persistentVolumeClaim names, and check that it is bound",
     ),
-    _cause(
+    Cause(
         Reason.UNSCHEDULABLE,
         r"didn't match pod affinity rules",
         "if spec.engine.topology.packBy is set, all pods of the engine must share a domain: label the nodes, free a "
         "domain for all of them, or delete the engine's pods so that the scheduler chooses another domain; otherwise "
         "correct podAffinity in podTemplate",
     ),
-    _cause(
+    Cause(
         Reason.UNSCHEDULABLE,
         r"insufficient nvidia\.com/gpu",
         "free GPUs, add nodes that have them, or lower spec.replicas or parallelism",
     ),
-    _cause(Reason.UNSCHEDULABLE, r"insufficient (cpu|memory)", "lower the requests in podTemplate, or add nodes"),
-    _cause(Reason.UNSCHEDULABLE, r"taint", "add a toleration in podTemplate, or remove the taint"),
-    _cause(
+    Cause(Reason.UNSCHEDULABLE, r"insufficient (cpu|memory)", "lower the requests in podTemplate, or add nodes"),
+    Cause(Reason.UNSCHEDULABLE, r"taint", "add a toleration in podTemplate, or remove the taint"),
+    Cause(
         Reason.UNSCHEDULABLE,
         r"node affinity|node selector|didn't match",
         "correct nodeSelector or affinity in podTemplate",
@@ -164,12 +163,12 @@ SCHEDULING: tuple[Cause, ...] = (
 )
 
 CREATION: tuple[Cause, ...] = (
-    _cause(
+    Cause(
         Reason.QUOTA_EXCEEDED,
         r"exceeded quota|maximum .* usage per|failed quota",
         "raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate",
     ),
-    _cause(
+    Cause(
         Reason.INVALID_POD_TEMPLATE,
         r"violates PodSecurity|denied the request|is forbidden|is invalid",
         "correct {pod_template}",
@@ -193,4 +192,4 @@ EXIT_CODES: dict[int, str] = {
 
 
 def find_cause(text: str, causes: tuple[Cause, ...] = TERMINATION_MESSAGE) -> Cause | None:
-    return next((cause for cause in causes if cause.pattern.search(text)), None)
+    return next((cause for cause in causes if cause.search(text)), None)

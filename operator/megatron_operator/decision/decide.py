@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_operator.decision.incidents import crash_events
 from megatron_operator.decision.losses import forced_deletions, forced_in, replacement, replacement_in
-from megatron_operator.decision.policies import POLICIES, Recorded
+from megatron_operator.decision.policies import POLICIES
+from megatron_operator.decision.policies.verdict import Recorded
+from megatron_operator.decision.restarts import crash_events
 from megatron_operator.decision.scene import Scene
-from megatron_operator.decision.status import compose, condition
+from megatron_operator.decision.status import compose, condition, step_status
 from megatron_operator.decision.update import BEGUN
 from megatron_operator.decision.upkeep import upkeep
 from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
     Action,
     ApplyChild,
+    CanaryReport,
     CoordinatorSnapshot,
     Decision,
     DeleteChild,
     EmitEvent,
+    OperationReport,
     PodView,
     World,
 )
@@ -32,6 +35,7 @@ from megatron_operator.resource.text import printable, printable_data, stamp_sec
 
 CONNECT_SECONDS = 10.0
 """After the creation of a coordinator's pod, the time until the operator has connected to it."""
+Report = TypeVar("Report", OperationReport, CanaryReport)
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MOST_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
@@ -40,12 +44,8 @@ MOST_TEXT = 2048
 def decide(world: World) -> Decision:
     """Return the decision for a world. Pure: equal worlds give equal decisions."""
     scene = Scene(quotable(world))
-    for policy in POLICIES:
-        verdict = scene.read_by(policy)
-        if verdict is not None:
-            break
-    else:
-        raise AssertionError("the last policy always applies")
+    verdicts = ((policy, scene.read_by(policy)) for policy in POLICIES)
+    policy, verdict = next((policy, verdict) for policy, verdict in verdicts if verdict is not None)
     if world.resource.deleting:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
     operation = scene.desired.operation if verdict.operation is Recorded.UNCHANGED else verdict.operation
@@ -57,6 +57,19 @@ def decide(world: World) -> Decision:
     coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
     events = _events(world.resource.status, status, replaced=replaced)
+    times = (
+        verdict.requeue_after,
+        scene.rendered.rejection_retry_in,
+        scene.engines.events_due_in,
+        DOWNLOAD_SECONDS if scene.world.downloads else None,
+        scene.losses.lost_in,
+        scene.losses.unknown_in,
+        scene.engines.retry_in,
+        scene.adapters.retry_in,
+        replacement_in(scene.world),
+        forced_in(scene.world),
+        *reports,
+    )
     return Decision(
         policy=policy.__name__,
         reason=verdict.reason.value,
@@ -64,24 +77,8 @@ def decide(world: World) -> Decision:
         status=status,
         actions=_once((*actions, *verdict.actions, *events, *crashes)),
         attentive=bool(verdict.step) or scene.desired.may_wake,
-        requeue_after=_soonest(
-            verdict.requeue_after,
-            scene.rendered.rejection_retry_in,
-            scene.engines.events_due_in,
-            DOWNLOAD_SECONDS if scene.world.downloads else None,
-            scene.losses.lost_in,
-            scene.losses.unknown_in,
-            scene.engines.retry_in,
-            scene.adapters.retry_in,
-            replacement_in(scene.world),
-            forced_in(scene.world),
-            *reports,
-        ),
+        requeue_after=min((max(0.0, time) for time in times if time is not None), default=None),
     )
-
-
-def _soonest(*times: float | None) -> float | None:
-    return min((max(0.0, time) for time in times if time is not None), default=None)
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -116,15 +113,12 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
         lost = after["state"] == "Unknown" and not replaced
         severity = "Warning" if after["state"] == "Failed" or lost else "Normal"
         events.append(EmitEvent(severity, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
-    trouble, earlier = _condition(after, ConditionType.DEGRADED), _condition(before, ConditionType.DEGRADED)
-    known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])
-    if trouble["status"] == "True" and not known:
-        events.append(EmitEvent("Warning", trouble["reason"], trouble["message"]))
-    kind = ConditionType.UPDATE_AVAILABLE
-    update, earlier = _condition(after, kind), _condition(before, kind)
-    if update.get("status") == "True" and (earlier.get("status"), earlier.get("reason")) != ("True", update["reason"]):
-        severity = "Warning" if update["reason"] == Reason.SECURITY_UPDATE_AVAILABLE else "Normal"
-        events.append(EmitEvent(severity, update["reason"], update["message"]))
+    for kind in (ConditionType.DEGRADED, ConditionType.UPDATE_AVAILABLE):
+        found, earlier = _condition(after, kind), _condition(before, kind)
+        known = (earlier.get("status"), earlier.get("reason")) == ("True", found.get("reason"))
+        if found.get("status") == "True" and not known:
+            severity = "Normal" if found["reason"] == Reason.UPDATE_AVAILABLE else "Warning"
+            events.append(EmitEvent(severity, found["reason"], found["message"]))
     phases = [(status.get("update") or {}).get("phase") in BEGUN for status in (before, after)]
     if phases == [False, True]:
         events.append(EmitEvent("Normal", "UpdateBegun", f"updating to release {after['release']['version']}"))
@@ -140,25 +134,23 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
     """Return the decision for a spec that this version cannot parse: report it, change nothing."""
     error = printable(error)
     before = {entry["type"]: entry for entry in status.get("conditions") or ()}
-    findings = {
-        ConditionType.READY: ("False", Reason.INVALID_SPEC, error),
-        ConditionType.PROGRESSING: ("False", Reason.INVALID_SPEC, error),
-        ConditionType.DEGRADED: ("True", Reason.INVALID_SPEC, error),
-    }
+    values = {ConditionType.READY: "False", ConditionType.PROGRESSING: "False", ConditionType.DEGRADED: "True"}
     rewritten = {
         kind.value: condition(
-            kind, finding, generation=generation, before=before.get(kind.value), now=stamp_seconds(now)
+            kind,
+            (value, Reason.INVALID_SPEC, error),
+            generation=generation,
+            before=before.get(kind.value),
+            now=stamp_seconds(now),
         )
-        for kind, finding in findings.items()
+        for kind, value in values.items()
     }
-    plan = {"step": "reading the spec", "waitingOn": f"a corrected spec: {error}"[:1024]}
-    since = (status.get("plan") or {}).get("since") if (status.get("plan") or {}).get("step") == plan["step"] else None
     composed = {
         "state": "Pending",
         **status,
         "observedGeneration": generation,
         "conditions": list({**before, **rewritten}.values()),
-        "plan": {**plan, "since": since or stamp_seconds(now)},
+        "plan": step_status(status, "reading the spec", f"a corrected spec: {error}"[:1024], now=now),
     }
     events = _events(status, composed)
     return Decision("invalid_spec", Reason.INVALID_SPEC.value, error, status=composed, actions=tuple(events))
@@ -197,16 +189,14 @@ def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
 
 def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     """Remove texts. Numbers and states stay, because decisions depend on them."""
-    operations = {
-        name: replace(report, message=NOT_QUOTED if report.message else "")
-        for name, report in snapshot.operations.items()
-    }
-    canaries = {
-        name: replace(report, message=NOT_QUOTED if report.message else "")
-        for name, report in snapshot.canaries.items()
-    }
+    operations = {name: _without_message(report) for name, report in snapshot.operations.items()}
+    canaries = {name: _without_message(report) for name, report in snapshot.canaries.items()}
     engines = tuple(replace(engine, digest="") for engine in snapshot.engines)
     adapters = snapshot.adapters and tuple(
         replace(report, error=NOT_QUOTED if report.error else "") for report in snapshot.adapters
     )
     return replace(snapshot, operations=operations, canaries=canaries, engines=engines, adapters=adapters)
+
+
+def _without_message(report: Report) -> Report:
+    return replace(report, message=NOT_QUOTED if report.message else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.decision.budget import EngineBudget
+from megatron_operator.decision.restarts import EngineBudget
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.world import ChildView, EngineReport, PodView
 

@@ -1,4 +1,4 @@
-"""The engines of a resource: their StatefulSets, pods and reports, joined."""
+"""The engines of a resource: their StatefulSets, pods and reports, joined, and their common state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_operator.decision.budget import engine_budget
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.operation import Operation
 from megatron_operator.decision.rendered import APPS, Rendered
+from megatron_operator.decision.restarts import engine_budget
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.update import Update
 from megatron_operator.decision.world import EVENT_SECONDS, UNKNOWN_SECONDS, ChildRef, EngineReport, World
@@ -20,7 +21,14 @@ from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import has_inputs, revision_name
 from megatron_operator.resource.names import ENGINE
-from megatron_operator.resource.states import CoordinatorState, DesiredState, EngineState, SignalKind
+from megatron_operator.resource.states import (
+    CoordinatorState,
+    DesiredState,
+    EngineState,
+    LifecyclePhase,
+    ResourceState,
+    SignalKind,
+)
 from megatron_operator.resource.text import seconds_since
 
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
@@ -212,3 +220,59 @@ class Engines:
             return {"canary": canary}
         answered = Canary.PASSED if report.ok else Canary.FAILED
         return {"canary": answered if report.supported else Canary.SKIPPED, "canary_message": report.message}
+
+
+VERB_STATE: dict[SignalKind, ResourceState] = {
+    SignalKind.PAUSE: ResourceState.PAUSING,
+    SignalKind.UNPAUSE: ResourceState.UNPAUSING,
+    SignalKind.SUSPEND: ResourceState.SUSPENDING,
+    SignalKind.RESUME: ResourceState.RESUMING,
+    SignalKind.STOP: ResourceState.STOPPING,
+}
+"""State of a resource while a signal is in progress. DRAIN of one engine does not change it."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The observed state of a World."""
+
+    world: World
+    desired: Desired
+    engines: Engines
+
+    @cached_property
+    def state(self) -> ResourceState:
+        """The common state of coordinator, engines and pods, as reported by every rank."""
+        engines, steady = self.engines, self.world.coordinator.steady
+        if engines.wanted and all(engine.budget.exhausted for engine in engines.wanted):
+            return ResourceState.FAILED
+        if self.desired.state is DesiredState.STOPPED and engines.empty:
+            return ResourceState.STOPPED
+        if not self.world.coordinator.reachable:
+            started = self.world.resource.status.get("state") not in (None, ResourceState.PENDING.value)
+            return ResourceState.UNKNOWN if started else ResourceState.PENDING
+        some = bool(engines.serving)
+        if steady is CoordinatorState.RUNNING and some:
+            return ResourceState.RUNNING
+        if steady is CoordinatorState.PAUSED and some:
+            return ResourceState.PAUSED
+        if steady is CoordinatorState.SUSPENDED and (some or self.desired.releases_pods):
+            return ResourceState.SUSPENDED
+        return ResourceState.PENDING
+
+    @property
+    def running(self) -> bool:
+        """Whether the resource runs as desired, so that single engines may be drained."""
+        return self.desired.state is DesiredState.RUNNING and self.state is ResourceState.RUNNING
+
+    def state_with(self, operation: Operation | None) -> ResourceState:
+        """Return `status.state`: the verb that `operation` carries out, or the observed state."""
+        if self.state in (ResourceState.STOPPED, ResourceState.FAILED):
+            return self.state
+        if self.desired.state is DesiredState.STOPPED and (self.engines.serving or not self.engines.empty):
+            return ResourceState.STOPPING
+        if operation is not None and operation.open and operation.phase is not LifecyclePhase.UNKNOWN:
+            verb = VERB_STATE.get(operation.signal)
+            if verb is not None:
+                return verb
+        return self.state

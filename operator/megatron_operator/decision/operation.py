@@ -11,8 +11,11 @@ A Pending operation was never sent, so it may be dropped; a Submitted one is kep
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any
+
+from pydantic.alias_generators import to_camel
 
 from megatron_operator.decision.world import CoordinatorSnapshot, Signal, World
 from megatron_operator.render.model_source import adapters_digest, model_adapters
@@ -69,47 +72,26 @@ class Operation:
         return done and self.signal is signal and self.engine == engine
 
     def to_status(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "operationId": self.id,
-            "signal": self.signal.value,
-            "engine": self.engine,
-            "goal": self.goal.value,
-            "fence": self.fence,
-            "phase": self.phase.value,
-            "confirmedRanks": self.confirmed_ranks,
-            "totalRanks": self.total_ranks,
-            "message": self.message,
-            "weights": self.weights,
-            "source": self.source,
-            "epoch": self.epoch,
-            "adapters": self.adapters,
-            "rejected": self.rejected or None,
-            "since": self.since,
-        }
-        return {key: value for key, value in fields.items() if value is not None}
+        found = {key: getattr(self, name) for name, key in _KEYS.items()}
+        values = {key: value.value if isinstance(value, StrEnum) else value for key, value in found.items()}
+        return {key: value for key, value in values.items() if value is not None and value is not False}
+
+
+_KEYS = {field.name: "operationId" if field.name == "id" else to_camel(field.name) for field in fields(Operation)}
+"""Key of `status.lifecycle` by field."""
 
 
 def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
     """Return the operation that was persisted last."""
     if not lifecycle.get("operationId"):
         return None
-    return Operation(
-        id=lifecycle["operationId"],
-        signal=SignalKind(lifecycle["signal"]),
-        goal=DesiredState(lifecycle["goal"]),
-        fence=int(lifecycle.get("fence", 0)),
-        phase=LifecyclePhase(lifecycle["phase"]),
-        since=lifecycle.get("since", ""),
-        engine=lifecycle.get("engine"),
-        confirmed_ranks=lifecycle.get("confirmedRanks"),
-        total_ranks=lifecycle.get("totalRanks"),
-        message=lifecycle.get("message"),
-        weights=lifecycle.get("weights"),
-        source=lifecycle.get("source"),
-        epoch=lifecycle.get("epoch"),
-        adapters=lifecycle.get("adapters"),
-        rejected=bool(lifecycle.get("rejected", False)),
-    )
+    found = {name: lifecycle[key] for name, key in _KEYS.items() if key in lifecycle}
+    kinds = {
+        "signal": SignalKind(found["signal"]),
+        "goal": DesiredState(found["goal"]),
+        "phase": LifecyclePhase(found["phase"]),
+    }
+    return Operation(**{"fence": 0, "since": "", **found, **kinds})
 
 
 def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str | None = None) -> Operation:

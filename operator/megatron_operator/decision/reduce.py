@@ -22,13 +22,9 @@ from megatron_operator.resource.names import (
     LABEL_WEIGHTS,
     REVISION_KIND,
 )
+from megatron_operator.resource.text import parse
 
 Object = Mapping[str, Any]
-
-
-def child_ref(obj: Object) -> ChildRef:
-    """Return the reference of an object or manifest."""
-    return ChildRef(kind=obj["kind"], name=obj["metadata"]["name"], api_version=obj["apiVersion"])
 
 
 def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> ChildView:
@@ -37,7 +33,7 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
     annotations = metadata.get("annotations") or {}
     template = spec.get("template") or {}
     return ChildView(
-        ref=child_ref(obj),
+        ref=ChildRef.of(obj),
         uid=metadata.get("uid", ""),
         owned=any(ref.get("uid") == owner_uid for ref in metadata.get("ownerReferences") or ()),
         deleting=metadata.get("deletionTimestamp") is not None,
@@ -136,7 +132,7 @@ def _last_end(status: Object) -> Object | None:
 def _time(value: object) -> datetime | None:
     """Return a time of the API; None if it has none."""
     try:
-        return datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+        return parse(str(value))
     except ValueError:
         return None
 
@@ -178,7 +174,7 @@ def reduce_pod(obj: Object) -> PodView:
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),
         ended_at=_time(ended.get("finishedAt")),
-        created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
+        created_at=parse(created) if isinstance(created, str) else created,
         owner=owner_uid(obj),
         node=str((obj.get("spec") or {}).get("nodeName") or ""),
         ends_at=_time(metadata.get("deletionTimestamp")) if metadata.get("deletionGracePeriodSeconds") != 0 else None,

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_operator.decision.causes import MALFORMED_OBJECT
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.reduce import child_ref
-from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest, World
+from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest, World, manifest_hash
 from megatron_operator.render import revision as revision_render
-from megatron_operator.render.children import plain_children
-from megatron_operator.render.context import (
-    RenderContext,
-    RenderError,
-    manifest_hash,
-)
-from megatron_operator.render.coordinator import coordinator_deployment
+from megatron_operator.render.children import other_children, plain_children
+from megatron_operator.render.context import RenderContext, RenderError
 from megatron_operator.render.engine import engine_statefulset
-from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL, front_door
+from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
 from megatron_operator.resource.conditions import Finding, Reason
-from megatron_operator.resource.names import SERVER, STANDBY
+from megatron_operator.resource.names import SERVER
 
 APPS = "apps/v1"
 REJECTION_RETRY_SECONDS = 15
@@ -45,13 +38,7 @@ class Rendered:
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
         """The shared children that can be rendered, and by name the errors of the others, which are left unchanged."""
         manifests, findings = plain_children(self.ctx), {}
-        builds: dict[str, Callable[[], Manifest]] = {
-            **front_door(self.ctx),
-            self.ctx.coordinator_name: lambda: coordinator_deployment(self.ctx),
-            self.ctx.server_name: lambda: server_deployment(self._server_ctx),
-        }
-        if self.ctx.has_standby:
-            builds[self.ctx.standby_name] = lambda: coordinator_deployment(self.ctx, STANDBY)
+        builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
         for name, build in builds.items():
             try:
                 manifests.append(build())
@@ -169,7 +156,7 @@ class Rendered:
 
     def rejected(self, manifest: Manifest) -> tuple[Reason, str] | None:
         """Return the API server's last rejection of this manifest."""
-        ref = child_ref(manifest)
+        ref = ChildRef.of(manifest)
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
@@ -184,7 +171,7 @@ class Rendered:
 
     def may_offer(self, manifest: Manifest) -> bool:
         """Return whether it was not rejected, or may be applied again."""
-        return self.rejected(manifest) is None or self.just_rejected(child_ref(manifest)) is None
+        return self.rejected(manifest) is None or self.just_rejected(ChildRef.of(manifest)) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
         """Return the last rejection of a child, until it may be applied again."""

@@ -10,16 +10,13 @@ from typing import Any
 
 from megatron_operator.decision.adapters import AdapterView
 from megatron_operator.decision.blockers import Blockers
-from megatron_operator.decision.desired import Desired
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.incidents import Restarts, count_restarts
-from megatron_operator.decision.keys import Keys
+from megatron_operator.decision.desired import Desired, Keys
+from megatron_operator.decision.diagnosis import References, references
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.losses import Losses
-from megatron_operator.decision.observed import Observed
-from megatron_operator.decision.references import References, references
 from megatron_operator.decision.rendered import Rendered
-from megatron_operator.decision.revision_check import RevisionCheck
-from megatron_operator.decision.revisions import Rollout
+from megatron_operator.decision.restarts import Restarts, count_restarts
+from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.update import Update
 from megatron_operator.decision.weights import ConfirmedWeights, Weights
 from megatron_operator.decision.world import World

@@ -7,16 +7,17 @@ nothing; and the status has no values that change with traffic.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import LOST, UNKNOWN, UNRESPONSIVE
 from megatron_operator.decision.operation import Operation
 from megatron_operator.decision.policies.verdict import Verdict
-from megatron_operator.decision.reduce import child_ref
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.scene import Scene
-from megatron_operator.render.context import manifest_hash, scale_selector
+from megatron_operator.decision.world import ChildRef, manifest_hash
+from megatron_operator.render.context import scale_selector
 from megatron_operator.resource.conditions import ConditionType, Finding, Reason
 from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
 from megatron_operator.resource.states import DesiredState, ResourceState
@@ -24,21 +25,9 @@ from megatron_operator.resource.status import FAILED_REQUESTS, HISTORY_LENGTH
 from megatron_operator.resource.text import printable, seconds_since, stamp, stamp_seconds
 
 T = ConditionType
-STABLE = frozenset(
-    {
-        ResourceState.RUNNING,
-        ResourceState.PAUSED,
-        ResourceState.SUSPENDED,
-        ResourceState.STOPPED,
-        ResourceState.FAILED,
-    }
-)
-REACHED: dict[DesiredState, ResourceState] = {
-    DesiredState.RUNNING: ResourceState.RUNNING,
-    DesiredState.PAUSED: ResourceState.PAUSED,
-    DesiredState.SUSPENDED: ResourceState.SUSPENDED,
-    DesiredState.STOPPED: ResourceState.STOPPED,
-}
+REACHED = {state: ResourceState(state.value) for state in DesiredState}
+"""The state of a resource that is as desired."""
+STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
 ConditionFinding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
@@ -56,7 +45,6 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "ready": f"{min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
         "revision": _revision(scene),
-        **({"verifiedRevisions": list(scene.rollout.verified)} if scene.rollout.verified else {}),
         "endpoint": ctx.endpoint,
         "epoch": epoch,
         "replicas": sum(engine.scaled > 0 for engine in scene.engines.all),
@@ -71,24 +59,17 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "history": _history(scene, operation, state),
     }
     unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
-    weights = _weights(scene, serving=[*serving, *unknown])
-    if weights is not None:
-        status["weights"] = weights
-    if scene.adapters.entries:
-        status["adapters"] = scene.adapters.entries
-    keys = _keys(scene)
-    if keys is not None:
-        status["keys"] = keys
-    failed = _failed_requests(scene)
-    if failed:
-        status["failedRequests"] = failed
-    download = _download(scene)
-    if download is not None:
-        status["download"] = download
-    plan = _plan(scene, verdict)
-    if plan is not None:
-        status["plan"] = plan
-    return {**status, **scene.update.status(complete=_has_release(scene))}
+    optional = {
+        "verifiedRevisions": list(scene.rollout.verified),
+        "weights": _weights(scene, serving=[*serving, *unknown]),
+        "adapters": scene.adapters.entries,
+        "keys": _keys(scene),
+        "failedRequests": _failed_requests(scene),
+        "download": _download(scene),
+        "plan": verdict.step and step_status(world.resource.status, verdict.step, verdict.waiting_on, now=world.now),
+    }
+    present = {name: value for name, value in optional.items() if value}
+    return {**status, **present, **scene.update.status(complete=_has_release(scene))}
 
 
 def _download(scene: Scene) -> dict[str, Any] | None:
@@ -115,7 +96,7 @@ def _has_release(scene: Scene) -> bool:
     """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
     manifests, errors = scene.rendered.shared
     for manifest in manifests:
-        view = scene.world.children.get(child_ref(manifest))
+        view = scene.world.children.get(ChildRef.of(manifest))
         if manifest["kind"] != "Deployment":
             continue
         if view is None or view.hash != manifest_hash(manifest) or not view.rolled_out:
@@ -187,16 +168,11 @@ def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
     return fields
 
 
-def _plan(scene: Scene, verdict: Verdict) -> dict[str, Any] | None:
-    if not verdict.step:
-        return None
-    before = scene.world.resource.status.get("plan") or {}
-    since = before.get("since") if before.get("step") == verdict.step else None
-    return {
-        "step": verdict.step,
-        "waitingOn": verdict.waiting_on,
-        "since": since or stamp_seconds(scene.world.now),
-    }
+def step_status(status: Mapping[str, Any], step: str, waiting_on: str, *, now: datetime) -> dict[str, Any]:
+    """Return `status.plan` for the current step; `status` is the stored one."""
+    before = status.get("plan") or {}
+    since = before.get("since") if before.get("step") == step else None
+    return {"step": step, "waitingOn": waiting_on, "since": since or stamp_seconds(now)}
 
 
 def _engine_state(scene: Scene, engine: EngineView) -> str:

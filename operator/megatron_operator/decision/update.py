@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_operator.decision.world import ChildView, Manifest, World
-from megatron_operator.render.context import digest, manifest_hash
+from megatron_operator.decision.world import ChildView, Manifest, World, manifest_hash
+from megatron_operator.render.context import digest
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.names import ANNOTATION_INPUTS, ENGINE
 from megatron_operator.resource.release import Release, is_older

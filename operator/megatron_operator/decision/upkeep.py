@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.reduce import child_ref
 from megatron_operator.decision.rendered import APPS
 from megatron_operator.decision.rollout import keeps_revision
 from megatron_operator.decision.scene import Scene
@@ -26,9 +25,10 @@ from megatron_operator.decision.world import (
     RotateKeys,
     VetChild,
     World,
+    manifest_hash,
 )
 from megatron_operator.render.children import engine_service
-from megatron_operator.render.context import RenderError, manifest_hash
+from megatron_operator.render.context import RenderError
 from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
@@ -36,13 +36,9 @@ from megatron_operator.render.revision import revision_child, revision_name
 from megatron_operator.resource.names import ANNOTATION_MODEL
 
 
-def apply(manifest: Manifest) -> ApplyChild:
-    return ApplyChild(manifest=manifest, hash=manifest_hash(manifest), ref=child_ref(manifest))
-
-
 def _due(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child is missing or differs, and may be applied."""
-    view = scene.world.children.get(child_ref(manifest))
+    view = scene.world.children.get(ChildRef.of(manifest))
     if not scene.rendered.may_offer(manifest):
         return False
     if view is None:
@@ -57,15 +53,14 @@ def upkeep(scene: Scene) -> list[Action]:
     # Before the shared policies, which allow no connections within an engine.
     extras = scene.rollout.extras
     policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in extras)]
-    actions += [apply(policy) for policy in policies if _due(scene, policy)]
+    actions += [ApplyChild(policy) for policy in policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
-    actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
+    actions += [ApplyChild(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)
     for engine in scene.engines.all:
         actions += _engine_upkeep(scene, engine)
     actions += _try_again(scene)
-    actions += _leftover_standby(scene)
-    actions += _leftover_front_door(scene)
+    actions += _leftover_objects(scene)
     return actions + _leftover_config(scene) + _leftover_revisions(scene) + _leftover_checks(scene)
 
 
@@ -89,7 +84,7 @@ def _try_again(scene: Scene) -> list[Action]:
         waiting.append(rendered.server)
     for manifest in waiting:
         if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
-            return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
+            return [VetChild(manifest)]
     return []
 
 
@@ -99,8 +94,8 @@ def _record_revision(scene: Scene) -> list[Action]:
         manifest = revision_child(scene.ctx)
     except RenderError:
         return []
-    missing = scene.engines.wanted and child_ref(manifest) not in scene.world.children
-    return [apply(manifest)] if missing and scene.rendered.may_offer(manifest) else []
+    missing = scene.engines.wanted and ChildRef.of(manifest) not in scene.world.children
+    return [ApplyChild(manifest)] if missing and scene.rendered.may_offer(manifest) else []
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
@@ -110,12 +105,12 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     another model waits until no engine has or gets the old one, and until the check of the new one has passed. Of a
     pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
     """
-    ref = child_ref(manifest)
+    ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
     if scene.update.holds(manifest, view):
         return False
     if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
-        second = scene.world.children.get(child_ref(standby))
+        second = scene.world.children.get(ChildRef.of(standby))
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
@@ -130,7 +125,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
         return remove_engine(scene.world, engine, reason=f"engine {engine.name} is beyond spec.replicas")
     if engine.name in scene.engines.held_back:
         return []
-    actions: list[Action] = [apply(service)] if _due(scene, service) else []
+    actions: list[Action] = [ApplyChild(service)] if _due(scene, service) else []
     pods = scene.engines.pods_for(engine)
     if found is not None and (found.deleting or not found.owned):
         return actions
@@ -138,7 +133,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     if manifest is None or not scene.rendered.may_offer(manifest):
         return actions
     differs = found is None or found.replicas != manifest["spec"]["replicas"] or _due(scene, manifest)
-    return [*actions, apply(manifest)] if differs else actions
+    return [*actions, ApplyChild(manifest)] if differs else actions
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
@@ -153,9 +148,7 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
         return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
     if scene.rollout.keeps_former and engine.scaled == 0:
         return scene.rendered.recorded_manifest(engine.index, scene.rollout.former, pods=pods)
-    if engine.rendered_revision == "":
-        return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
-    if found is None and pods > 0:
+    if engine.rendered_revision == "" or (found is None and pods > 0):
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     if keeps_revision(current=not engine.stale, has_pods=engine.scaled > 0, wants_pods=pods > 0):
         return scene.rendered.own_manifest(engine, pods=pods)
@@ -174,6 +167,12 @@ def _deletions(views: Iterable[ChildView | None], reason: str) -> list[Action]:
     return [DeleteChild(view.ref, view.uid, reason) for view in found]
 
 
+def _children(scene: Scene, kind: str) -> list[ChildView]:
+    """Return the children of a kind, by name."""
+    views = scene.world.children.values()
+    return sorted((view for view in views if view.ref.kind == kind), key=lambda view: view.ref.name)
+
+
 def _leftover_revisions(scene: Scene) -> list[Action]:
     """Delete records of revisions that no engine has, last had, or will get."""
     if scene.rendered.template_error is not None:
@@ -184,41 +183,25 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
     kept |= {str(entry.get("revision", "")) for entry in scene.world.resource.status.get("engines") or ()}
     kept |= {scene.rollout.former} if scene.rollout.keeps_former else set()
     names = {revision_name(scene.ctx, revision) for revision in kept}
-    obsolete = [
-        view
-        for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
-        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names and scene.engines.wanted
-    ]
-    return _deletions(obsolete, "no engine is of this revision any more")
+    ours = [view for view in _children(scene, REVISION_KIND) if view.data is not None and scene.engines.wanted]
+    return _deletions((view for view in ours if view.ref.name not in names), "no engine is of this revision any more")
 
 
-def _leftover_standby(scene: Scene) -> list[Action]:
-    """Delete the second coordinator of a pair when the spec wants one coordinator."""
-    if scene.ctx.has_standby:
-        return []
-    standby, budget = scene.ctx.standby_name, scene.ctx.coordinator_name
-    refs = (
-        ChildRef("Deployment", standby, APPS),
-        ChildRef("Service", standby),
-        ChildRef("PodDisruptionBudget", budget, "policy/v1"),
+def _leftover_objects(scene: Scene) -> list[Action]:
+    """Delete the second coordinator of a pair, the Ingress, the HTTPRoute and the InferencePool that the spec no longer
+    has."""
+    ctx, server = scene.ctx, scene.ctx.spec.server
+    single = "spec.coordinator.replicas is 1"
+    objects = (
+        (ctx.has_standby, single, ChildRef("Deployment", ctx.standby_name, APPS)),
+        (ctx.has_standby, single, ChildRef("Service", ctx.standby_name)),
+        (ctx.has_standby, single, ChildRef("PodDisruptionBudget", ctx.coordinator_name, "policy/v1")),
+        (server.ingress, "spec.server.ingress is absent", ChildRef("Ingress", ctx.name, NETWORKING)),
+        (server.http_route, "spec.server.httpRoute is absent", ChildRef(HTTP_ROUTE, ctx.name, GATEWAY)),
+        (server.inference_pool, "spec.server.inferencePool is absent", ChildRef(INFERENCE_POOL, ctx.name, INFERENCE)),
     )
-    return _deletions(map(scene.world.children.get, refs), "spec.coordinator.replicas is 1")
-
-
-def _leftover_front_door(scene: Scene) -> list[Action]:
-    """Delete the Ingress, the HTTPRoute and the InferencePool that the spec no longer has."""
-    server, name = scene.ctx.spec.server, scene.ctx.name
-    fields = (
-        (server.ingress, "ingress", ChildRef("Ingress", name, NETWORKING)),
-        (server.http_route, "httpRoute", ChildRef(HTTP_ROUTE, name, GATEWAY)),
-        (server.inference_pool, "inferencePool", ChildRef(INFERENCE_POOL, name, INFERENCE)),
-    )
-    return [
-        action
-        for wanted, field, ref in fields
-        if wanted is None
-        for action in _deletions([scene.world.children.get(ref)], f"spec.server.{field} is absent")
-    ]
+    leftover = ((scene.world.children.get(ref), reason) for wanted, reason, ref in objects if not wanted)
+    return [action for view, reason in leftover for action in _deletions([view], reason)]
 
 
 def _leftover_checks(scene: Scene) -> list[Action]:
@@ -233,10 +216,5 @@ def _leftover_config(scene: Scene) -> list[Action]:
     if scene.rendered.template_error is not None or changing:
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
-    prefix = f"{scene.ctx.name}-config-"
-    obsolete = [
-        view
-        for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
-        if ref.kind == "ConfigMap" and ref.name.startswith(prefix) and current and ref.name not in current
-    ]
-    return _deletions(obsolete, "no pod uses it any more")
+    configs = (view for view in _children(scene, "ConfigMap") if view.ref.name.startswith(f"{scene.ctx.name}-config-"))
+    return _deletions((view for view in configs if view.ref.name not in current), "no pod uses it any more")

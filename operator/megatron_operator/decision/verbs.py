@@ -18,12 +18,7 @@ from megatron_runtime.protocol.lifecycle import NEXT_SIGNAL, STEADY_ENGINE_STATE
 
 C, D, S = CoordinatorState, DesiredState, SignalKind
 
-GOAL: dict[DesiredState, CoordinatorState] = {
-    D.RUNNING: C.RUNNING,
-    D.PAUSED: C.PAUSED,
-    D.SUSPENDED: C.SUSPENDED,
-    D.STOPPED: C.STOPPING,
-}
+GOAL = {state: C.STOPPING if state is D.STOPPED else C[state.name] for state in D}
 """Coordinator state of each desired state, for the protocol's NEXT_SIGNAL."""
 
 

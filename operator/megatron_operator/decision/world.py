@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from megatron_operator.resource.names import ANNOTATION_HASH
 from megatron_operator.resource.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
@@ -43,6 +44,11 @@ EVENT_SECONDS = 5.0
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
+
+
+def manifest_hash(manifest: Manifest) -> str:
+    """Return the hash of a rendered manifest, which `render.context.seal` wrote."""
+    return str(manifest["metadata"]["annotations"][ANNOTATION_HASH])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,11 @@ class ChildRef:
     kind: str
     name: str
     api_version: str = "v1"
+
+    @classmethod
+    def of(cls, obj: Mapping[str, Any]) -> ChildRef:
+        """Return the reference of an object or manifest."""
+        return cls(obj["kind"], obj["metadata"]["name"], obj["apiVersion"])
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -195,7 +206,6 @@ class EngineReport:
 
     name: str
     """`NAME-engine-I`, from the engine's command line."""
-    identity: str
     state: EngineState
     revision: str = ""
     epoch: int = 0
@@ -210,7 +220,6 @@ class EngineReport:
     suspect: bool = False
     """It sends no heartbeats: the coordinator gives its requests to other engines, and removes it soon."""
     draining: bool = False
-    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +227,6 @@ class OperationReport:
     """State of an operation id in the coordinator."""
 
     outcome: OperationOutcome
-    signal: SignalKind | None = None
     message: str = ""
     """The error of a failed operation, with engines and ranks."""
     code: int = 0
@@ -452,32 +460,32 @@ class RotateKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyChild:
-    """Server-side apply of a manifest, never forced on an object without our owner UID."""
+class OnManifest:
+    """An action with the manifest of a child."""
 
     manifest: Manifest
-    hash: str
-    """The manifest's hash annotation; recorded in an `ApplyRejection` if the API server rejects it."""
-    ref: ChildRef
+
+    @property
+    def ref(self) -> ChildRef:
+        return ChildRef.of(self.manifest)
+
+    @property
+    def hash(self) -> str:
+        """The manifest's hash annotation; recorded in an `ApplyRejection` if the API server rejects it."""
+        return manifest_hash(self.manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class VetChild:
+class ApplyChild(OnManifest):
+    """Server-side apply of a manifest, never forced on an object without our owner UID."""
+
+
+class VetChild(OnManifest):
     """Apply a manifest in a dry run, so that no engine is drained for a template that the API server rejects. The
     answer is in the next World's `vetted` or `rejections`."""
 
-    manifest: Manifest
-    hash: str
-    ref: ChildRef
 
-
-@dataclass(frozen=True, slots=True)
-class CreatePod:
+class CreatePod(OnManifest):
     """Create a pod, unless an object has its name."""
-
-    manifest: Manifest
-    hash: str
-    ref: ChildRef
 
 
 @dataclass(frozen=True, slots=True)

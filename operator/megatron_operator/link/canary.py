@@ -103,16 +103,13 @@ def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, said: ob
         return f"{len(tokens)} tokens instead of {NEW_TOKENS}"
     found = reply.get("generated_log_probs")
     log_probs = found if isinstance(found, list) else []
-    if len(log_probs) != len(tokens) or not all(_is_finite(value) for value in log_probs):
+    finite = [value for value in log_probs if isinstance(value, int | float) and math.isfinite(value)]
+    if not len(finite) == len(log_probs) == len(tokens):
         return f"log-probabilities {log_probs!r:.200} of {len(tokens)} tokens; each token must have a finite one"
     known = KNOWN.get(canary.asked.model)
     if known is not None and tuple(tokens.tolist()) != known.tokens:
         return f"tokens {tokens.tolist()} instead of {list(known.tokens)}"
     return None
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 class CanaryBook:

@@ -20,7 +20,7 @@ from functools import partial
 from megatron_operator.decision.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
 from megatron_operator.link.snapshot import printable, rejection_of, snapshot_of, without_traffic
-from megatron_operator.resource.states import CoordinatorState, SignalKind
+from megatron_operator.resource.states import CoordinatorState
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import Header, Role
@@ -85,7 +85,6 @@ class LinkTimings:
 
 @dataclass(slots=True)
 class _InFlight:
-    signal: SignalKind
     until: float
     asked: int
     """Number of STATUS messages sent before the signal. The answer to a later one reports the signal, if it arrived."""
@@ -261,7 +260,7 @@ class CoordinatorLink:
             return False
         self._rejections.pop(signal.operation_id, None)
         until = self._clock() + timeout + self._timings.ack_margin
-        self._in_flight[signal.operation_id] = _InFlight(signal.kind, until, self._asked)
+        self._in_flight[signal.operation_id] = _InFlight(until, self._asked)
         self._nudge.set()
         return True
 
@@ -440,7 +439,7 @@ class CoordinatorLink:
     def _on_ack(self, ack: ControlAck) -> None:
         waiting = self._in_flight.pop(ack.operation_id, None)
         if waiting is not None and not ack.ok:
-            self._rejections[ack.operation_id] = rejection_of(ack, signal=waiting.signal)
+            self._rejections[ack.operation_id] = rejection_of(ack)
             while len(self._rejections) > REMEMBERED_REJECTIONS:
                 self._rejections.popitem(last=False)
         logger.info(

@@ -7,7 +7,7 @@ a log or a terminal.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 
 from megatron_operator.decision.world import (
@@ -19,9 +19,16 @@ from megatron_operator.decision.world import (
     KeysInUse,
     OperationReport,
 )
-from megatron_operator.resource.states import CoordinatorState, OperationOutcome, SignalKind
-from megatron_runtime.protocol.headers import ErrorCode, Header
-from megatron_runtime.protocol.messages import AdapterStatus, ControlAck, FailedRequest, Operation, StatusReply
+from megatron_operator.resource.states import CoordinatorState, OperationOutcome
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import (
+    AdapterStatus,
+    ControlAck,
+    EngineStatus,
+    FailedRequest,
+    Operation,
+    StatusReply,
+)
 from megatron_runtime.protocol.text import printable as escaped
 
 NAME_CHARACTERS = 128
@@ -52,23 +59,7 @@ def snapshot_of(
         epoch=reply.epoch,
         fence=reply.fence,
         operations=operations,
-        engines=tuple(
-            EngineReport(
-                name=printable(engine.name, NAME_CHARACTERS),
-                identity=printable(engine.name, NAME_CHARACTERS),
-                state=engine.state,
-                revision=printable(engine.revision, NAME_CHARACTERS),
-                epoch=engine.epoch,
-                ranks=engine.ranks,
-                digest=printable(engine.digest, NAME_CHARACTERS),
-                source=engine.source,
-                in_flight=engine.in_flight,
-                draining=engine.draining,
-                serving=engine.serving,
-                suspect=engine.suspect,
-            )
-            for engine in sorted(reply.engines, key=lambda engine: engine.name)
-        ),
+        engines=tuple(map(_engine, sorted(reply.engines, key=lambda engine: engine.name))),
         queue_length=reply.queued,
         canaries=dict(canaries or {}),
         idle_seconds=idle_seconds,
@@ -93,17 +84,22 @@ def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, unknown_seconds=0.0, engines=engines)
 
 
-def rejection_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
+def rejection_of(ack: ControlAck) -> OperationReport:
     """Return the report of a signal that was answered with `ok: false`."""
     return OperationReport(
         outcome=OperationOutcome.FAILED,
-        signal=signal,
         message=_words(ack.code, ack.error),
         code=ack.code or 0,
         confirmed_ranks=ack.ranks,
         total_ranks=ack.total_ranks,
         adapter_errors=_adapter_errors(ack),
     )
+
+
+def _engine(engine: EngineStatus) -> EngineReport:
+    values = {each.name: getattr(engine, each.name) for each in fields(EngineReport)}
+    texts = {name: printable(values[name], NAME_CHARACTERS) for name in ("name", "revision", "digest")}
+    return EngineReport(**{**values, **texts})
 
 
 def _operation(operation: Operation) -> OperationReport:
@@ -114,7 +110,6 @@ def _operation(operation: Operation) -> OperationReport:
         message = f"{message}; removed: {', '.join(names)}{more}".removeprefix("; ")
     return OperationReport(
         outcome=OperationOutcome(operation.phase),
-        signal=_SIGNALS.get(operation.signal),
         message=message,
         code=operation.code or 0,
         confirmed_ranks=operation.ranks,
@@ -154,6 +149,3 @@ def _words(code: int | None, error: str | None) -> str:
     except ValueError:
         name = str(code)
     return f"{name}: {error}" if error else name
-
-
-_SIGNALS = {Header[kind.value]: kind for kind in SignalKind}

@@ -28,7 +28,7 @@ _CONTAINER_FIELDS_OF_ENGINES = frozenset(
 _HOST_RESOURCES = ("cpu", "memory", "ephemeral-storage", "hugepages-")
 
 
-def check_name(ctx: RenderContext, revision: str) -> str:
+def check_pod_name(ctx: RenderContext, revision: str) -> str:
     return f"{ctx.name}-{CHECK}-{revision}"
 
 
@@ -54,7 +54,7 @@ def check_pod(ctx: RenderContext) -> Manifest:
         **({"initContainers": before} if before else {}),
         **({"affinity": {"nodeAffinity": nodes}} if nodes else {}),
     }
-    manifest = child(ctx, "Pod", check_name(ctx, revision), component=CHECK, spec=spec)
+    manifest = child(ctx, "Pod", check_pod_name(ctx, revision), component=CHECK, spec=spec)
     metadata, copied = manifest["metadata"], template["metadata"]
     of_engines = (LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS)
     grouping = _grouping_keys(ctx)

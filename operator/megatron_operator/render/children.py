@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
-from megatron_operator.render.coordinator import coordinator_deployment
+from megatron_operator.render.coordinator import PORTS, coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import front_door
 from megatron_operator.render.guards import disruption_budgets, engine_policy, network_policies, service_account
@@ -14,9 +16,6 @@ from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_ENGINE,
-    PORT_ADMIN,
-    PORT_CLIENT,
-    PORT_ENGINE,
     PORT_HEALTH,
     PORT_RENDEZVOUS,
     STANDBY,
@@ -36,16 +35,24 @@ def plain_children(ctx: RenderContext) -> list[Manifest]:
     ]
 
 
+def other_children(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
+    """Return the builders of the other shared children, by name. They raise RenderError."""
+    standby = {ctx.standby_name: lambda: coordinator_deployment(ctx, STANDBY)} if ctx.has_standby else {}
+    return {
+        **front_door(ctx),
+        ctx.coordinator_name: lambda: coordinator_deployment(ctx),
+        **standby,
+        ctx.server_name: lambda: server_deployment(ctx),
+    }
+
+
 def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manifest]:
     return [engine_policy(ctx, index), engine_service(ctx, index), engine_statefulset(ctx, index, pods=pods)]
 
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
     """Return the children of a running resource with all engines; without the keys."""
-    children = [*plain_children(ctx), *(build() for build in front_door(ctx).values()), coordinator_deployment(ctx)]
-    if ctx.has_standby:
-        children.append(coordinator_deployment(ctx, STANDBY))
-    children += [server_deployment(ctx), revision_child(ctx)]
+    children = [*plain_children(ctx), *(build() for build in other_children(ctx).values()), revision_child(ctx)]
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
     return children
@@ -53,10 +60,9 @@ def all_children(ctx: RenderContext) -> list[Manifest]:
 
 def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:
     """Return the Service of a coordinator; of the standby for the component STANDBY."""
-    ports = [("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH)]
     spec = {
         "selector": selector(ctx, component),
-        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports],
+        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in PORTS],
     }
     name = ctx.coordinator_name if component == COORDINATOR else ctx.standby_name
     return seal(child(ctx, "Service", name, component=component, spec=spec))

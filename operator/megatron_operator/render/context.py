@@ -153,13 +153,16 @@ def selector(ctx: RenderContext, component: str) -> dict[str, str]:
     return {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name, LABEL_COMPONENT: component}
 
 
+def pods_of(ctx: RenderContext, *components: str) -> dict[str, Any]:
+    """Return the label selector of the pods of several components of this resource."""
+    others = {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name}
+    either = {"key": LABEL_COMPONENT, "operator": "In", "values": list(components)}
+    return {"matchLabels": others, "matchExpressions": [either]}
+
+
 def coordinator_pods(ctx: RenderContext) -> dict[str, Any]:
     """Return the label selector of the coordinator's pods, and of its standby's if it has one."""
-    if not ctx.has_standby:
-        return {"matchLabels": selector(ctx, COORDINATOR)}
-    either = {"key": LABEL_COMPONENT, "operator": "In", "values": [COORDINATOR, STANDBY]}
-    others = {label: value for label, value in selector(ctx, COORDINATOR).items() if label != LABEL_COMPONENT}
-    return {"matchLabels": others, "matchExpressions": [either]}
+    return pods_of(ctx, COORDINATOR, STANDBY) if ctx.has_standby else {"matchLabels": selector(ctx, COORDINATOR)}
 
 
 def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
@@ -227,8 +230,3 @@ def seal(manifest: Manifest) -> Manifest:
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), ANNOTATION_HASH: digest(hashed, length=16)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}
-
-
-def manifest_hash(manifest: Manifest) -> str:
-    """Return the hash that `seal` wrote."""
-    return str(manifest["metadata"]["annotations"][ANNOTATION_HASH])

@@ -24,6 +24,7 @@ from megatron_operator.resource.names import (
 )
 
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
+PORTS = (("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH))
 MEMORY_LIMIT = "4Gi"
 """Open requests use at most 1 GiB (`journal_bytes`); send and receive buffers use as much again."""
 GRACE_SECONDS = 15
@@ -80,12 +81,7 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
         "image": ctx.settings.coordinator_image,
         "command": ["megatron"],
         "args": coordinator_args(ctx, component),
-        "ports": [
-            {"name": "client", "containerPort": PORT_CLIENT},
-            {"name": "engine", "containerPort": PORT_ENGINE},
-            {"name": "admin", "containerPort": PORT_ADMIN},
-            {"name": "health", "containerPort": PORT_HEALTH},
-        ],
+        "ports": [{"name": name, "containerPort": port} for name, port in PORTS],
         "resources": bounded_memory(
             ctx.spec.coordinator.pod_template, COORDINATOR, cpu="50m", request="128Mi", limit=MEMORY_LIMIT
         ),

@@ -4,12 +4,13 @@ InferencePool."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
-from megatron_operator.render.pod_policy import check_annotations, check_hosts, check_tls_secret
+from megatron_operator.render.pod_policy import require_annotations, require_hosts, require_tls_secret
 from megatron_operator.resource.names import PORT_HTTP, SERVER
-from megatron_operator.resource.server import ServiceType
+from megatron_operator.resource.server import HttpRouteSpec, InferencePoolSpec, IngressSpec, ServiceType
 
 NETWORKING = "networking.k8s.io/v1"
 GATEWAY = "gateway.networking.k8s.io/v1"
@@ -24,14 +25,15 @@ MATCHES_PER_RULE = 64
 def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
     """Return the builders of the objects that the spec wants, by kind and name. They raise NotAllowed."""
     server = ctx.spec.server
-    builds: dict[str, Callable[[], Manifest]] = {f"Service {ctx.name}": lambda: front_service(ctx)}
-    if server.ingress is not None:
-        builds[f"Ingress {ctx.name}"] = lambda: ingress(ctx)
-    if server.http_route is not None:
-        builds[f"{HTTP_ROUTE} {ctx.name}"] = lambda: http_route(ctx)
-    if server.inference_pool is not None:
-        builds[f"{INFERENCE_POOL} {ctx.name}"] = lambda: inference_pool(ctx)
-    return builds
+    optional: tuple[tuple[str, Any, Callable[[RenderContext, Any], Manifest]], ...] = (
+        ("Ingress", server.ingress, ingress),
+        (HTTP_ROUTE, server.http_route, http_route),
+        (INFERENCE_POOL, server.inference_pool, inference_pool),
+    )
+    return {
+        f"Service {ctx.name}": partial(front_service, ctx),
+        **{f"{kind} {ctx.name}": partial(build, ctx, wanted) for kind, wanted, build in optional if wanted is not None},
+    }
 
 
 def front_service(ctx: RenderContext) -> Manifest:
@@ -49,12 +51,10 @@ def front_service(ctx: RenderContext) -> Manifest:
     return seal(_annotated(ctx, manifest, service.annotations, "spec.server.service.annotations"))
 
 
-def ingress(ctx: RenderContext) -> Manifest:
+def ingress(ctx: RenderContext, wanted: IngressSpec) -> Manifest:
     """Return the Ingress, which routes all paths of its hosts to the servers. Raises NotAllowed."""
-    wanted = ctx.spec.server.ingress
-    assert wanted is not None
-    check_hosts(ctx, wanted.hosts, "spec.server.ingress.hosts")
-    check_tls_secret(ctx, wanted.tls_secret_name, "spec.server.ingress.tlsSecretName")
+    require_hosts(ctx, wanted.hosts, "spec.server.ingress.hosts")
+    require_tls_secret(ctx, wanted.tls_secret_name, "spec.server.ingress.tlsSecretName")
     backend = {"service": {"name": ctx.name, "port": {"number": _port(ctx)[1]}}}
     http = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
     spec: dict[str, Any] = {"rules": [{"host": host, "http": http} for host in wanted.hosts or ()] or [{"http": http}]}
@@ -67,12 +67,10 @@ def ingress(ctx: RenderContext) -> Manifest:
     return seal(_annotated(ctx, manifest, wanted.annotations, "spec.server.ingress.annotations"))
 
 
-def http_route(ctx: RenderContext) -> Manifest:
+def http_route(ctx: RenderContext, wanted: HttpRouteSpec) -> Manifest:
     """Return the HTTPRoute to the Service, or to the InferencePool if the spec has one. With `modelHeader` it matches
     the names of the model and of its adapters. Raises NotAllowed."""
-    wanted = ctx.spec.server.http_route
-    assert wanted is not None
-    check_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
+    require_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
     path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
     matches: list[dict[str, Any]] = [path]
     if wanted.model_header is not None:
@@ -96,10 +94,8 @@ def http_route(ctx: RenderContext) -> Manifest:
     return seal(child(ctx, HTTP_ROUTE, ctx.name, api_version=GATEWAY, component=SERVER, spec=spec))
 
 
-def inference_pool(ctx: RenderContext) -> Manifest:
+def inference_pool(ctx: RenderContext, wanted: InferencePoolSpec) -> Manifest:
     """Return the InferencePool, whose members are the pods of the servers."""
-    wanted = ctx.spec.server.inference_pool
-    assert wanted is not None
     picker = wanted.endpoint_picker_ref
     spec = {
         "selector": {"matchLabels": selector(ctx, SERVER)},
@@ -122,7 +118,7 @@ def _port(ctx: RenderContext) -> tuple[str, int]:
 
 def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:
     """Add annotations. Raises NotAllowed."""
-    check_annotations(ctx, wanted, field)
+    require_annotations(ctx, wanted, field)
     if wanted:
         manifest["metadata"]["annotations"] = dict(wanted)
     return manifest

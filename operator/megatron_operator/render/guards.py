@@ -11,6 +11,7 @@ from megatron_operator.render.context import (
     RenderContext,
     child,
     coordinator_pods,
+    pods_of,
     seal,
     selector,
 )
@@ -18,7 +19,6 @@ from megatron_operator.resource.names import (
     CHECK,
     COORDINATOR,
     ENGINE,
-    LABEL_COMPONENT,
     LABEL_ENGINE,
     PORT_ADMIN,
     PORT_CLIENT,
@@ -66,9 +66,7 @@ def _coordinators(ctx: RenderContext) -> dict[str, Any]:
 
 def _engines_and_check(ctx: RenderContext) -> dict[str, Any]:
     """Select engines and the pod that checks their settings, which reads the same source."""
-    either = {"key": LABEL_COMPONENT, "operator": "In", "values": [CHECK, ENGINE]}
-    others = {label: value for label, value in selector(ctx, ENGINE).items() if label != LABEL_COMPONENT}
-    return {"podSelector": {"matchLabels": others, "matchExpressions": [either]}}
+    return {"podSelector": pods_of(ctx, CHECK, ENGINE)}
 
 
 def _operator(ctx: RenderContext) -> dict[str, Any]:

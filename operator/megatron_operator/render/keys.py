@@ -30,12 +30,8 @@ ANNOTATION_STAGE = f"{GROUP}/keys-stage"
 ANNOTATION_SINCE = f"{GROUP}/keys-since"
 ANNOTATION_SERVER = f"{GROUP}/keys-server"
 
-AFTER: dict[KeyStage, KeyStage] = {
-    KeyStage.SETTLED: KeyStage.ADMITTING,
-    KeyStage.ADMITTING: KeyStage.SWITCHING,
-    KeyStage.SWITCHING: KeyStage.RESTARTING,
-    KeyStage.RESTARTING: KeyStage.SETTLED,
-}
+_STAGES = tuple(KeyStage)
+AFTER = dict(zip(_STAGES, (*_STAGES[1:], KeyStage.SETTLED), strict=True))
 """The stage after each."""
 
 Files = Mapping[str, str]
@@ -43,14 +39,7 @@ Files = Mapping[str, str]
 
 
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
-    """Return a new Secret.
-
-    Raises:
-        ValueError: an entry is missing or unknown.
-    """
-    if set(data) != set(KEY_NAMES):
-        wrong = sorted(set(data) ^ set(KEY_NAMES))
-        raise ValueError(f"keys: missing or unknown entries {wrong}; give exactly {list(KEY_NAMES)}")
+    """Return a new Secret. data: of all KEY_NAMES."""
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
         generation, KeyStage.SETTLED, server=generation, since=since

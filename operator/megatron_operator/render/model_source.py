@@ -32,8 +32,7 @@ _VLLM_MODEL = ("hf_overrides", "quantization")
 
 
 def _filled(ctx: RenderContext, path: str) -> str:
-    revision = ctx.spec.weights.revision if ctx.spec.weights else ""
-    return path.replace("{revision}", revision)
+    return path.replace("{revision}", weights_revision(ctx))
 
 
 def model_argument(ctx: RenderContext) -> str:

@@ -33,6 +33,20 @@ CACHE_DIR = "/cache"
 MODEL_DIR = "/model"
 MODEL_CACHE_DIR = "/model-cache"
 HOSTNAME = "kubernetes.io/hostname"
+POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": USER,
+    "runAsGroup": USER,
+    "fsGroup": USER,
+    "fsGroupChangePolicy": "OnRootMismatch",
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
+"""The pods of this project run in the profile `restricted` of the Pod Security Standards."""
 
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
@@ -101,11 +115,7 @@ def pod_template(
         "image": settings.runtime_image,
         "imagePullPolicy": settings.image_pull_policy,
         "envFrom": [{"configMapRef": {"name": config_name(ctx)}}],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": CONTAINER_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
@@ -119,14 +129,7 @@ def pod_template(
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": grace_seconds,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": USER,
-                "runAsGroup": USER,
-                "fsGroup": USER,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
+            "securityContext": POD_SECURITY,
             "containers": [rendered({"volumeMounts": all_mounts, **container})],
             **({"initContainers": [rendered(before) for before in init_containers]} if init_containers else {}),
             "volumes": all_volumes,

@@ -94,10 +94,6 @@ class Request:
     accounts: frozenset[str]
     """Service accounts that the podTemplate names."""
 
-    def allows_image(self, image: object) -> bool:
-        repositories = (*self.runtime_images, *self.policy.image_repositories)
-        return isinstance(image, str) and in_repositories(image, repositories)
-
 
 Rule = Callable[[Any, str, Request], Iterator[Violation]]
 
@@ -118,7 +114,7 @@ def enforce(
         _require_none(violations(ctx, component, overlay, policy=ctx.settings.pod_policy, containers=containers))
 
 
-def check_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
+def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
     """Reject annotations of a Service or Ingress that the policy does not allow. Raises NotAllowed."""
     policy = ctx.settings.pod_policy
     # Recorded templates, which are not checked, have none of the operator's own either.
@@ -126,7 +122,7 @@ def check_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None,
     _require_none(keys(annotations or {}, field, policy or PodPolicy()))
 
 
-def check_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
+def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
     """Reject host names of the front door that the chart does not allow, in both profiles. Raises NotAllowed.
 
     hosts: None or empty means every host.
@@ -139,7 +135,7 @@ def check_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> 
         _require_none(Violation(field, host, clause, Switch.HOSTNAMES) for host in found)
 
 
-def check_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
+def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
     """Reject a TLS Secret of the front door that the chart does not allow, in both profiles. Raises NotAllowed."""
     policy = ctx.settings.pod_policy
     if policy is not None and name is not None:
@@ -465,12 +461,13 @@ def _depended_on_mount(value: Any, path: str, request: Request, is_rendered: boo
         yield Violation(path, value, "give an object with name and mountPath", None)
     elif is_rendered and _is_own(where):
         yield Violation(f"{path}.mountPath", where, f"{', '.join(OWN_MOUNTS)} are the operator's own", None)
-    elif name in FIXED_VOLUMES:
-        yield Violation(f"{path}.name", name, "volumes with keys and weights are mounted by the operator alone", None)
+    else:
+        yield from _fixed_volume(name, path)
 
 
 def _image(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    if not request.allows_image(value):
+    repositories = (*request.runtime_images, *request.policy.image_repositories)
+    if not (isinstance(value, str) and in_repositories(value, repositories)):
         allowed = f"images of the repositories of {' and '.join(request.runtime_images)} are allowed"
         if request.policy.image_repositories:
             allowed += f", and of {', '.join(request.policy.image_repositories)}"
@@ -580,10 +577,13 @@ def _mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
 def _foreign_mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
     """Check a volume mount of a sidecar."""
     yield from _shared_mount(value, path, request)
-    if isinstance(value, dict) and value.get("name") in FIXED_VOLUMES:
-        yield Violation(
-            f"{path}.name", value["name"], "volumes with keys and weights are mounted by the operator alone", None
-        )
+    if isinstance(value, dict):
+        yield from _fixed_volume(value.get("name"), path)
+
+
+def _fixed_volume(name: object, path: str) -> Iterator[Violation]:
+    if name in FIXED_VOLUMES:
+        yield Violation(f"{path}.name", name, "volumes with keys and weights are mounted by the operator alone", None)
 
 
 _MOUNT_FIELDS = ("name", "mountPath", "readOnly", "recursiveReadOnly", "subPath")

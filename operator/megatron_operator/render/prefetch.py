@@ -11,7 +11,7 @@ from typing import Any
 from megatron_operator.render.context import Manifest, RenderContext, digest, literal_args
 from megatron_operator.render.guards import dns_egress, hub_egress
 from megatron_operator.render.model_source import model_env
-from megatron_operator.render.pod import MODEL_DIR, USER
+from megatron_operator.render.pod import CONTAINER_SECURITY, MODEL_DIR, POD_SECURITY
 from megatron_operator.resource.names import APP_NAME, LABEL_INSTANCE, LABEL_NAME
 
 FETCH = "prefetch"
@@ -47,11 +47,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
         "args": literal_args(["fetch", f"{repository}@{revision}", target]),
         "env": [{"name": "HOME", "value": "/tmp"}, *model_env(ctx)],
         "resources": {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "securityContext": CONTAINER_SECURITY,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, {"name": "model", "mountPath": MODEL_DIR}],
     }
@@ -61,14 +57,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
         **({"imagePullSecrets": secrets} if secrets else {}),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": POD_SECURITY,
         "containers": [container],
         "volumes": [
             {"name": "tmp", "emptyDir": {}},

@@ -31,10 +31,6 @@ def engine_image(ctx: RenderContext) -> str | None:
     return (engine.vllm.image if engine.vllm else None) or ctx.settings.vllm_runtime_image
 
 
-def _backend(ctx: RenderContext, _name: str) -> str | None:
-    return None if ctx.spec.engine.backend is Backend.NATIVE else "vllm"
-
-
 def _arguments(ctx: RenderContext, _name: str) -> str | None:
     """Return the engine arguments as JSON; None for native engines.
 
@@ -61,7 +57,7 @@ def _loads_code(ctx: RenderContext, _name: str) -> bool:
 
 
 VLLM_OPTIONS = (
-    Option("--backend", _backend),
+    Option("--backend", lambda ctx, _: None if ctx.spec.engine.backend is Backend.NATIVE else "vllm"),
     Option("--vllm-arguments", _arguments),
     Option("--vllm-allow-code", _loads_code),
 )

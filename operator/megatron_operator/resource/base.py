@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 T = TypeVar("T", bound=BaseModel)
+FIELD = "{field}"
+"""Stands for the path of a field in the message of a rule. The generator of the CRD replaces it."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """Name of another object."""
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 
+@dataclass(frozen=True, slots=True)
+class SpecRule:
+    """A rule about several fields of an object: in CEL for the API server, in Python for the offline commands.
+
+    cel, holds: true for a valid object. message: the field and the remedy. expression: CEL for the message with the
+    invalid value. value: text of the invalid value, which the offline commands add to the message.
+    """
+
+    cel: str
+    holds: Callable[[Any], object]
+    message: str
+    expression: str | None = None
+    value: Callable[[Any], object] | None = None
+
+    def schema(self) -> dict[str, Any]:
+        return cel(self.cel, self.message, expression=self.expression)
+
+
+def require(rules: Iterable[SpecRule], value: Any) -> None:
+    """Raise ValueError with the message of the first rule that does not hold."""
+    for rule in rules:
+        if not rule.holds(value):
+            raise ValueError(rule.message + (f" (is {rule.value(value)})" if rule.value is not None else ""))
+
+
 class ApiModel(BaseModel):
     """A part of the resource: frozen, camelCase in JSON; unknown keys are rejected."""
+
+    RULES: ClassVar[tuple[SpecRule, ...]] = ()
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -29,6 +67,18 @@ class ApiModel(BaseModel):
         use_attribute_docstrings=False,
     )
 
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        require(self.RULES, self)
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core)
+        if cls.RULES:
+            handler.resolve_ref_schema(schema)["x-kubernetes-validations"] = [rule.schema() for rule in cls.RULES]
+        return schema
+
 
 @dataclass(frozen=True, slots=True)
 class Matches:
@@ -37,11 +87,10 @@ class Matches:
     A `pattern` of the schema would be reported as the expression. This is a rule in CEL, and a validator for the
     offline commands.
 
-    field: path of the field. pattern: it must match the whole value. want: what it accepts, after "must be".
-    without: text that the value must not contain.
+    pattern: it must match the whole value. want: what it accepts, after "must be". without: text that the value must
+    not contain.
     """
 
-    field: str
     pattern: str
     want: str
     without: str | None = None
@@ -57,8 +106,8 @@ class Matches:
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         rule = cel(
             f"self.matches(r'{self.pattern}')" + (f" && !self.contains('{self.without}')" if self.without else ""),
-            f"{self.field}: must be {self.want}",
-            expression=f"'{self.field}: is ' + self + '; must be {self.want}'",
+            f"{FIELD}: must be {self.want}",
+            expression=f"'{FIELD}: is ' + self + '; must be {self.want}'",
         )
         return {**handler(core), "x-kubernetes-validations": [rule]}
 
@@ -68,23 +117,16 @@ def section(model: type[T], description: str) -> Any:
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 
-def rules(*entries: dict[str, Any]) -> ConfigDict:
-    """Return the `model_config` of an object with rules of cel()."""
-    return ConfigDict(json_schema_extra={"x-kubernetes-validations": list(entries)})
-
-
 def list_by(key: str) -> dict[str, Any]:
     """Return the schema of a list of objects that are merged by a key."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
-def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, Any]:
+def cel(rule: str, message: str, *, expression: str | None = None) -> dict[str, Any]:
     """Return an entry of `x-kubernetes-validations`. `expression` is CEL for the message with the invalid value."""
     entry: dict[str, Any] = {"rule": rule, "message": message}
     if expression is not None:
         entry["messageExpression"] = expression
-    if field_path is not None:
-        entry["fieldPath"] = field_path
     return entry
 
 

@@ -32,7 +32,7 @@ class ConditionType(Documented):
 
 
 class Reason(Documented):
-    """Reasons of conditions, plan steps and Events."""
+    """Reasons of conditions, steps and Events."""
 
     SERVING = "Serving", "All components of the spec serve."
     PAUSED = "Paused", "Paused on request, confirmed by every rank."

@@ -10,15 +10,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_operator.resource.base import cel
+from megatron_operator.resource.base import FIELD
 from megatron_operator.resource.names import CRD_NAME, GROUP, KIND, PLURAL, VERSION
-from megatron_operator.resource.spec import (
-    MAX_NAME_LENGTH,
-    NAME_PATTERN,
-    RESERVED_SUFFIX_PATTERN,
-    SHORT_NAME,
-    MegatronInferenceSpec,
-)
+from megatron_operator.resource.spec import ADAPTER_NAME_RULE, NAME_RULES, SHORT_NAME, MegatronInferenceSpec
 from megatron_operator.resource.status import MegatronInferenceStatus
 
 Schema = dict[str, Any]
@@ -38,45 +32,22 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
 )
 """Print columns: name, type, path, priority (1: only with `-o wide`)."""
 
-NAME_RULES = [
-    cel(
-        f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
-        f"metadata.name: use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit",
-        expression="'metadata.name: ' + self.metadata.name + "
-        f"' is too long; use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit'",
-    ),
-    cel(
-        f"self.metadata.name.matches('{NAME_PATTERN}')",
-        "metadata.name: is not a DNS-1035 label; start with a letter and use only lower case letters, digits and '-'",
-    ),
-    cel(
-        f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
-        "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
-        "-config-HASH, -rev-HASH); choose another name",
-    ),
-    cel(
-        "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
-        "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
-        "spec.model.adapters: an adapter has the name of the resource, which is that of the model; give it another one",
-    ),
-]
 
-
-def structural_schema(model: type[BaseModel]) -> Schema:
-    """Return the OpenAPI v3 structural schema of a model."""
+def structural_schema(model: type[BaseModel], path: str) -> Schema:
+    """Return the OpenAPI v3 structural schema of a model, whose object is at this path of the resource."""
     document = model.model_json_schema(by_alias=True, mode="validation")
-    return _structural(document, document.get("$defs", {}))
+    return _structural(document, document.get("$defs", {}), path)
 
 
-def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
+def _structural(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
     if "$ref" in node:
         target = definitions[node["$ref"].rsplit("/", 1)[-1]]
         siblings = {key: value for key, value in node.items() if key != "$ref"}
-        return _structural({**target, **siblings}, definitions)
+        return _structural({**target, **siblings}, definitions, path)
     if "anyOf" in node:
         (option,) = [entry for entry in node["anyOf"] if entry.get("type") != "null"]
         siblings = {key: value for key, value in node.items() if key != "anyOf"}
-        return _structural({**option, **siblings}, definitions)
+        return _structural({**option, **siblings}, definitions, path)
     found = {key: value for key, value in node.items() if key not in _DROPPED}
     if found.get("additionalProperties") is False:
         del found["additionalProperties"]
@@ -84,10 +55,17 @@ def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
         del found["default"]
     if "properties" in found:
         found["properties"] = {
-            name: _structural(value, definitions) for name, value in sorted(found["properties"].items())
+            name: _structural(value, definitions, f"{path}.{name}")
+            for name, value in sorted(found["properties"].items())
         }
     if "items" in found:
-        found["items"] = _structural(found["items"], definitions)
+        found["items"] = _structural(found["items"], definitions, f"{path}[]")
+    if "x-kubernetes-validations" in found:
+        field = path.removesuffix("[]")
+        found["x-kubernetes-validations"] = [
+            {key: text.replace(FIELD, field) for key, text in rule.items()}
+            for rule in found["x-kubernetes-validations"]
+        ]
     return dict(sorted(found.items()))
 
 
@@ -102,10 +80,10 @@ def custom_resource_definition() -> dict[str, Any]:
             "kind": {"type": "string"},
             # The length limits the estimated cost of the rules below, which have better messages.
             "metadata": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}},
-            "spec": structural_schema(MegatronInferenceSpec),
-            "status": structural_schema(MegatronInferenceStatus),
+            "spec": structural_schema(MegatronInferenceSpec, "spec"),
+            "status": structural_schema(MegatronInferenceStatus, "status"),
         },
-        "x-kubernetes-validations": NAME_RULES,
+        "x-kubernetes-validations": [rule.schema() for rule in (*NAME_RULES, ADAPTER_NAME_RULE)],
     }
     version = {
         "name": VERSION,

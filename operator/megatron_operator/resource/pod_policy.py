@@ -13,63 +13,108 @@ _HOSTNAME = re.compile(r"\*|(\*\.)?[a-z0-9{]([a-z0-9{}.-]*[a-z0-9}])?")
 
 
 class Switch(Enum):
-    """Helm chart values, one for each further class of fields, with their paths and command line flags."""
+    """Helm chart values: the profile, and one for each further class of fields."""
 
-    HOST_PATHS = "podPolicy.hostPaths", "--allow-host-path"
-    MODEL_CACHE_PATHS = "podPolicy.modelCachePaths", "--allow-model-cache-path"
-    CAPABILITIES = "podPolicy.capabilities", "--allow-capability"
-    HOST_NETWORK = "podPolicy.hostNetwork", "--allow-host-network"
-    SIDECARS = "podPolicy.sidecars", "--allow-sidecars"
-    SERVICE_ACCOUNTS = "podPolicy.serviceAccounts", "--allow-service-account"
-    IMAGES = "podPolicy.imageRepositories", "--allow-image-repository"
-    ENVIRONMENT = "podPolicy.environment", "--allow-environment"
-    SECRET_ENVIRONMENT = "podPolicy.secretEnvironment", "--allow-secret-environment"
-    METADATA = "podPolicy.metadata", "--allow-metadata"
-    HOSTNAMES = "podPolicy.hostnames", "--allow-hostname"
-    TLS_SECRETS = "podPolicy.tlsSecrets", "--allow-tls-secret"
-    VLLM_CODE = "vllm.allowCode", "--allow-vllm-code"
-    PROFILE = "podPolicy.profile", "--pod-policy-profile"
+    PROFILE = (
+        *("profile", "podPolicy.profile", "--pod-policy-profile", None),
+        "restricted: allow lists limit podTemplates; the options below extend them. trusted: a user who may create a "
+        "resource is treated as one who may create pods in its namespace.",
+    )
+    HOST_PATHS = (
+        *("host_paths", "podPolicy.hostPaths", "--allow-host-path", "PREFIX"),
+        "podTemplates may mount host paths below PREFIX, read-only.",
+    )
+    MODEL_CACHE_PATHS = (
+        *("model_cache_paths", "podPolicy.modelCachePaths", "--allow-model-cache-path", "PREFIX"),
+        "spec.model.cache.hostPath may be PREFIX or below it.",
+    )
+    CAPABILITIES = (
+        *("capabilities", "podPolicy.capabilities", "--allow-capability", "NAME"),
+        "podTemplates may add this Linux capability, such as IPC_LOCK.",
+    )
+    HOST_NETWORK = (
+        *("host_network", "podPolicy.hostNetwork", "--allow-host-network", None),
+        "podTemplates may set hostNetwork.",
+    )
+    SIDECARS = (
+        *("sidecars", "podPolicy.sidecars", "--allow-sidecars", None),
+        "podTemplates may add containers and init containers.",
+    )
+    SERVICE_ACCOUNTS = (
+        *("service_accounts", "podPolicy.serviceAccounts", "--allow-service-account", "NAME"),
+        "podTemplates may name this service account.",
+    )
+    IMAGES = (
+        *("image_repositories", "podPolicy.imageRepositories", "--allow-image-repository", "REPOSITORY"),
+        "Images of this repository are allowed, besides those of the runtime images; all below it if it ends in /.",
+    )
+    ENVIRONMENT = (
+        *("environment", "podPolicy.environment", "--allow-environment", "NAME"),
+        "podTemplates may set this variable, which is rejected by default; a prefix if it ends in *.",
+    )
+    SECRET_ENVIRONMENT = (
+        *("secret_environment", "podPolicy.secretEnvironment", "--allow-secret-environment", "NAME"),
+        "podTemplates may set this variable to a value of a Secret that the spec names; a prefix if it ends in *.",
+    )
+    METADATA = (
+        *("metadata", "podPolicy.metadata", "--allow-metadata", "KEY"),
+        "Pods, Services and Ingresses may have this label or annotation, which is rejected by default; a prefix if it "
+        "ends in /.",
+    )
+    HOSTNAMES = (
+        *("hostnames", "podPolicy.hostnames", "--allow-hostname", "HOST"),
+        "Ingresses and HTTPRoutes may have this host name; *.SUFFIX: every name below it; *: every name. {namespace} "
+        "and {name} are those of the resource.",
+    )
+    TLS_SECRETS = (
+        *("tls_secrets", "podPolicy.tlsSecrets", "--allow-tls-secret", "NAME"),
+        "Ingresses may name this TLS Secret; a prefix if it ends in *. {namespace} and {name} are those of the "
+        "resource.",
+    )
+    VLLM_CODE = (
+        *("vllm_code", "vllm.allowCode", "--allow-vllm-code", None),
+        "Resources may set arguments of vLLM that can load code.",
+    )
+
+    def __init__(self, field: str, chart_value: str, option: str, argument: str | None, text: str) -> None:
+        """field: of PodPolicy. option: of the command line, argument: its value; None: it has none. text: its help."""
+        self.field = field
+        self.chart_value = chart_value
+        self.option = option
+        self.argument = argument
+        self.text = text
 
     @property
     def remedy(self) -> str:
         """The remedy that names the chart value and the flag."""
-        value, flag = self.value
+        value, flag = self.chart_value, self.option
         if self is Switch.PROFILE:
             value, flag = f"{value}={TRUSTED}", f"{flag} {TRUSTED}"
         return f"an administrator can allow it with {value} in the operator's chart ({flag})"
 
+    def bad(self, value: str, remedy: str) -> ValueError:
+        """Return the error of a value that the switch cannot have."""
+        return ValueError(f"{self.chart_value} ({self.option}): is {value!r}; give {remedy}")
+
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The profile, and the further classes that are allowed; by default none."""
+    """The profile, and the further classes that are allowed, as `Switch` describes them; by default none."""
 
     profile: str = RESTRICTED
-    """`restricted`: allow lists. `trusted`: authors are treated as users who may create pods in their namespaces."""
     host_paths: tuple[str, ...] = ()
-    """Absolute path prefixes of hostPath volumes, which are mounted read-only."""
     model_cache_paths: tuple[str, ...] = ()
-    """Absolute path prefixes of spec.model.cache.hostPath, to which init containers of the operator write models."""
     capabilities: tuple[str, ...] = ()
-    """Linux capabilities that containers may add, without the prefix CAP_."""
     host_network: bool = False
     sidecars: bool = False
-    """Containers and init containers that the operator does not render."""
     service_accounts: tuple[str, ...] = ()
     image_repositories: tuple[str, ...] = ()
-    """Further repositories of images, besides those of the runtime images; one that ends in `/` allows all below it."""
     environment: tuple[str, ...] = ()
-    """Further environment variables; one that ends in `*` is a prefix."""
     secret_environment: tuple[str, ...] = ()
-    """Further environment variables whose value may come from a Secret that the spec names; `*` as above."""
     metadata: tuple[str, ...] = ()
-    """Further keys of labels and annotations; one that ends in `/` or `*` is a prefix."""
     hostnames: tuple[str, ...] = ()
-    """Host names of the front door. `*.SUFFIX` is every name below SUFFIX, `*` every name; `{namespace}` and `{name}`
-    are those of the resource."""
     tls_secrets: tuple[str, ...] = ()
-    """Secrets of spec.server.ingress.tlsSecretName, with the same placeholders; one that ends in `*` is a prefix."""
     vllm_code: bool = False
-    """Arguments with which vLLM loads code, such as trust_remote_code."""
 
     @property
     def trusted(self) -> bool:
@@ -77,18 +122,15 @@ class PodPolicy:
 
     def __post_init__(self) -> None:
         if self.profile not in PROFILES:
-            value, flag = Switch.PROFILE.value
-            raise ValueError(f"{value} ({flag}): is {self.profile!r}; give one of {', '.join(PROFILES)}")
+            raise Switch.PROFILE.bad(self.profile, f"one of {', '.join(PROFILES)}")
         for name in self.hostnames:
             if not _HOSTNAME.fullmatch(name):
-                value, flag = Switch.HOSTNAMES.value
-                raise ValueError(f"{value} ({flag}): is {name!r}; give a host name in lower case, *.SUFFIX or *")
+                raise Switch.HOSTNAMES.bad(name, "a host name in lower case, *.SUFFIX or *")
         named = [(Switch.HOST_PATHS, prefix) for prefix in self.host_paths]
         named += [(Switch.MODEL_CACHE_PATHS, prefix) for prefix in self.model_cache_paths]
         for switch, prefix in named:
             if not prefix.strip("/") or posixpath.normpath(prefix) != prefix.rstrip("/") or not prefix.startswith("/"):
-                value, flag = switch.value
-                raise ValueError(f"{value} ({flag}): is {prefix!r}; give an absolute path below / without . and ..")
+                raise switch.bad(prefix, "an absolute path below / without . and ..")
 
 
 def repository_of(image: str) -> str:

@@ -32,229 +32,133 @@ class Remedy:
 _WAIT = "Wait. status.plan.waitingOn says what the operator waits for."
 _NONE = "Nothing to do."
 
-REMEDIES: dict[Reason, Remedy] = {
-    Reason.IMAGE_PULL_FAILED: Remedy(
-        Symptom.POD_DOES_NOT_START,
-        "Correct the image (spec.engine.image or spec.engine.vllm.image, or runtime.image or vllm.image of the chart), "
-        "or add imagePullSecrets in podTemplate. Check that the nodes reach the registry.",
-    ),
-    Reason.UNSCHEDULABLE: Remedy(
-        Symptom.POD_DOES_NOT_START,
-        "Read the scheduler's message: it names the resource, taint or selector. Change podTemplate, or add nodes.",
-    ),
-    Reason.VOLUME_MISSING: Remedy(
-        Symptom.POD_DOES_NOT_START,
-        "Create the PersistentVolumeClaim that the spec names, in the namespace of the resource, and see that it is "
-        "bound and reachable from the node.",
-    ),
-    Reason.VOLUME_FAILED: Remedy(
-        Symptom.POD_DOES_NOT_START,
-        "Read the kubelet's message: it names the volume. Check the storage class, its driver on the node, and that no "
-        "pod on another node has the volume attached.",
-    ),
-    Reason.QUOTA_EXCEEDED: Remedy(
-        Symptom.POD_DOES_NOT_START,
-        "Raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate.",
-    ),
-    Reason.CONTAINER_CONFIG_ERROR: Remedy(
-        Symptom.POD_DOES_NOT_START,
-        "Create the Secret or ConfigMap that the message names, with the key that the spec names.",
-    ),
-    Reason.CRASH_LOOPING: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Read the termination message in the status: it has the rank, the exit code and the last output. "
-        "`kubectl logs POD --previous` has the whole log.",
-    ),
-    Reason.OUT_OF_MEMORY: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Raise resources.limits.memory in podTemplate, or lower spec.engine.batching.kvCacheMemory.",
-    ),
-    Reason.GPU_OUT_OF_MEMORY: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Lower spec.engine.batching.kvCacheMemory or spec.model.maxSequenceLength, choose a smaller dtype, or raise "
-        "spec.parallelism.tensor.",
-    ),
-    Reason.NO_GPU: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node offers them.",
-    ),
-    Reason.GPU_KERNELS_MISSING: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Use a runtime image with triton, a C compiler and the headers of Python: spec.engine.image, or runtime.image "
-        "of the chart.",
-    ),
-    Reason.WEIGHTS_MISSING: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Correct spec.model.source or spec.weights.revision. For a volume, check that the path exists in it.",
-    ),
-    Reason.ACCESS_DENIED: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the repository.",
-    ),
-    Reason.RENDEZVOUS_FAILED: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Check that all pods of the engine are scheduled, and that NetworkPolicies let them reach each other. The "
-        "preflight names the pair of pods that cannot connect.",
-    ),
-    Reason.PORT_TAKEN: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Do not use hostNetwork in podTemplate, or free the port on the node.",
-    ),
-    Reason.DISK_FULL: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Give the cache volume more room in podTemplate, give the node more ephemeral storage, or serve the model "
-        "from a PersistentVolumeClaim.",
-    ),
-    Reason.ENGINE_CONFIG_REFUSED: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Correct the field that the message names.",
-    ),
-    Reason.RESTART_BUDGET_EXHAUSTED: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Remove the cause that the diagnosis in status.engines names. A change of the model, the weights or the "
-        "engines in the spec starts the engine again, and so does `kubectl megatron restart NAME`. "
-        "spec.lifecycle.restartBudget sets how many restarts are tolerated.",
-    ),
-    Reason.ENGINE_UNRESPONSIVE: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Look at the load and the memory of the engine's node, and at the engine's log. The coordinator removes the "
-        "engine after 10 s; the kubelet restarts it when its liveness probe fails.",
-    ),
-    Reason.ENGINE_LOST: Remedy(
-        Symptom.CONTAINER_ENDS,
-        "Read the log of the engine's pod, and check the NetworkPolicies between engine and coordinator. The kubelet "
-        "restarts the engine when its liveness probe fails.",
-    ),
-    Reason.COORDINATOR_UNREACHABLE: Remedy(
-        Symptom.COORDINATOR,
-        "Check that NetworkPolicies let the operator reach port 5557 of the coordinator's pod. If the Secret NAME-keys "
-        "was restored from a backup, delete the coordinator's pod, so that it starts with the present keys.",
-    ),
-    Reason.COORDINATOR_STARTING: Remedy(
-        Symptom.COORDINATOR,
-        "Wait. If it lasts, look at the coordinator's pod with `kubectl describe pod`.",
-    ),
-    Reason.COORDINATOR_RECOVERING: Remedy(
-        Symptom.COORDINATOR,
-        "Wait. The coordinator learns state, epoch and fence from the engines, and then continues.",
-    ),
-    Reason.STALE_FENCE: Remedy(
-        Symptom.COORDINATOR,
-        "Delete the coordinator's pod. If the fence comes back, an engine reports it: delete the engine pods too. "
-        "Check who has the keys of the resource, and which image the coordinator runs.",
-    ),
-    Reason.INVALID_SPEC: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Remove the field that the message names, or upgrade the operator to the version that knows it. What runs is "
-        "not touched.",
-    ),
-    Reason.INVALID_POD_TEMPLATE: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Correct the podTemplate according to the message. What runs keeps serving, and verbs still work.",
-    ),
-    Reason.NOT_ALLOWED: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Remove the field, or have an administrator set the chart value that the message names.",
-    ),
-    Reason.UNSUPPORTED_BY_BACKEND: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Correct or remove the field that the message names, or set spec.engine.backend to the other backend.",
-    ),
-    Reason.CHILD_REFUSED: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Read the API server's message, for example of a quota, an admission webhook or a missing permission of the "
-        "operator. The operator tries again by itself.",
-    ),
-    Reason.GATEWAY_API_MISSING: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Install the CRDs of the Gateway API (`gateway.networking.k8s.io/v1`), or remove spec.server.httpRoute. The "
-        "operator tries again every 15 s.",
-    ),
-    Reason.INFERENCE_EXTENSION_MISSING: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Install the CRDs of the Gateway API Inference Extension (`inference.networking.k8s.io/v1`), or remove "
-        "spec.server.inferencePool. The operator tries again every 15 s.",
-    ),
-    Reason.CHILD_NOT_OWNED: Remedy(
-        Symptom.SPEC_REJECTED,
-        "Delete the object that the message names, or give the resource another name. The operator never touches an "
-        "object that it does not own.",
-    ),
-    Reason.WRONG_WEIGHTS: Remedy(
-        Symptom.CHANGE_STOPPED,
-        "Wait: the operator lets every engine load the weights again. If status.weights.differentDigests remains, the "
-        "files differ between nodes or were changed in place: make them equal, and use another spec.weights.revision.",
-    ),
-    Reason.SIGNAL_FAILED: Remedy(
-        Symptom.CHANGE_STOPPED,
-        "Read the coordinator's message in status.lifecycle.message. The operator repeats the signal after 5 s. "
-        "Setting another desiredState is safe at any moment.",
-    ),
-    Reason.CANARY_FAILED: Remedy(
-        Symptom.CHANGE_STOPPED,
-        "Apply the previous spec, or correct the change. The other engines still run the previous revision.",
-    ),
-    Reason.ADAPTER_FAILED: Remedy(
-        Symptom.CHANGE_STOPPED,
-        "Correct the source of the adapter that the message names, or remove the adapter. The base model and the "
-        "adapters that were loaded before still serve. The operator tries again every 30 s.",
-    ),
-    Reason.REQUEST_ENDS_ENGINES: Remedy(
-        Symptom.REQUEST_FAILED,
-        "Find the request by its id in the client's error message and in the logs of server and coordinator. Keep the "
-        "request and the last log of the engine for a report. Revoke the API key of a client that repeats it.",
-    ),
-    Reason.PAUSING: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.UNPAUSING: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.SUSPENDING: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.RESUMING: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.STOPPING: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.DRAINING: Remedy(Symptom.IN_PROGRESS, "Wait, at most spec.lifecycle.drainSeconds."),
-    Reason.RELEASING_PODS: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.SETTLING: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.SERVER_STARTING: Remedy(
-        Symptom.IN_PROGRESS, "Wait. If it lasts, look at the server's pods with `kubectl describe pod`."
-    ),
-    Reason.ENGINES_STARTING: Remedy(
-        Symptom.IN_PROGRESS,
-        "Wait, at most spec.engine.startupSeconds. `kubectl megatron explain NAME` shows each pod that is not ready.",
-    ),
-    Reason.REFRESHING_WEIGHTS: Remedy(
-        Symptom.IN_PROGRESS,
-        "Wait for the slowest engine to load. The update fails after spec.engine.startupSeconds.",
-    ),
-    Reason.SETTING_ADAPTERS: Remedy(
-        Symptom.IN_PROGRESS,
-        "Wait for the slowest engine to load the adapters. The signal fails after spec.engine.startupSeconds.",
-    ),
-    Reason.SCALING_DOWN: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.ROLLING_OUT: Remedy(
-        Symptom.IN_PROGRESS,
-        "Wait. A pod checks the new revision before engines are drained. status.updatedReplicas counts the engines "
-        "that have passed their canary.",
-    ),
-    Reason.ROTATING_KEYS: Remedy(
-        Symptom.IN_PROGRESS,
-        "Wait; everything serves. After 15 minutes, look at the kubelet of the pod that status.plan.waitingOn names.",
-    ),
-    Reason.REPLACING_MODEL: Remedy(Symptom.IN_PROGRESS, _WAIT),
-    Reason.DELETING: Remedy(Symptom.IN_PROGRESS, _NONE),
-    Reason.SERVING: Remedy(Symptom.SETTLED, _NONE),
-    Reason.PAUSED: Remedy(Symptom.SETTLED, "Set spec.desiredState to Running to continue."),
-    Reason.SUSPENDED: Remedy(
-        Symptom.SETTLED, "Set spec.desiredState to Running to continue; with replicas: 0, raise spec.replicas."
-    ),
-    Reason.STOPPED: Remedy(Symptom.SETTLED, "Set spec.desiredState to Running to start the engines."),
-    Reason.AVAILABLE: Remedy(Symptom.SETTLED, _NONE),
-    Reason.SETTLED: Remedy(Symptom.SETTLED, _NONE),
-    Reason.ROLLOUT_PAUSED: Remedy(Symptom.SETTLED, "Set spec.rollout.paused to false to continue the rollout."),
-    Reason.UPDATE_AVAILABLE: Remedy(
-        Symptom.SETTLED, "Run `kubectl megatron update NAME`, or set spec.rollout.autoUpdate to true."
-    ),
-    Reason.SECURITY_UPDATE_AVAILABLE: Remedy(
-        Symptom.SETTLED, "Run `kubectl megatron update NAME` soon, or set spec.rollout.autoUpdate to true."
-    ),
-    Reason.UP_TO_DATE: Remedy(Symptom.SETTLED, _NONE),
-    Reason.ALL_WELL: Remedy(Symptom.SETTLED, _NONE),
+_ACTIONS: dict[Symptom, dict[Reason, str]] = {
+    Symptom.POD_DOES_NOT_START: {
+        Reason.IMAGE_PULL_FAILED: "Correct the image (spec.engine.image or spec.engine.vllm.image, or runtime.image "
+        "or vllm.image of the chart), or add imagePullSecrets in podTemplate. Check that the nodes reach the registry.",
+        Reason.UNSCHEDULABLE: "Read the scheduler's message: it names the resource, taint or selector. Change "
+        "podTemplate, or add nodes.",
+        Reason.VOLUME_MISSING: "Create the PersistentVolumeClaim that the spec names, in the namespace of the "
+        "resource, and see that it is bound and reachable from the node.",
+        Reason.VOLUME_FAILED: "Read the kubelet's message: it names the volume. Check the storage class, its driver "
+        "on the node, and that no pod on another node has the volume attached.",
+        Reason.QUOTA_EXCEEDED: "Raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate.",
+        Reason.CONTAINER_CONFIG_ERROR: "Create the Secret or ConfigMap that the message names, with the key that the "
+        "spec names.",
+    },
+    Symptom.CONTAINER_ENDS: {
+        Reason.CRASH_LOOPING: "Read the termination message in the status: it has the rank, the exit code and the "
+        "last output. `kubectl logs POD --previous` has the whole log.",
+        Reason.OUT_OF_MEMORY: "Raise resources.limits.memory in podTemplate, or lower "
+        "spec.engine.batching.kvCacheMemory.",
+        Reason.GPU_OUT_OF_MEMORY: "Lower spec.engine.batching.kvCacheMemory or spec.model.maxSequenceLength, choose a "
+        "smaller dtype, or raise spec.parallelism.tensor.",
+        Reason.NO_GPU: "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node "
+        "offers them.",
+        Reason.GPU_KERNELS_MISSING: "Use a runtime image with triton, a C compiler and the headers of Python: "
+        "spec.engine.image, or runtime.image of the chart.",
+        Reason.WEIGHTS_MISSING: "Correct spec.model.source or spec.weights.revision. For a volume, check that the "
+        "path exists in it.",
+        Reason.ACCESS_DENIED: "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the "
+        "repository.",
+        Reason.RENDEZVOUS_FAILED: "Check that all pods of the engine are scheduled, and that NetworkPolicies let them "
+        "reach each other. The preflight names the pair of pods that cannot connect.",
+        Reason.PORT_TAKEN: "Do not use hostNetwork in podTemplate, or free the port on the node.",
+        Reason.DISK_FULL: "Give the cache volume more room in podTemplate, give the node more ephemeral storage, or "
+        "serve the model from a PersistentVolumeClaim.",
+        Reason.ENGINE_CONFIG_REFUSED: "Correct the field that the message names.",
+        Reason.RESTART_BUDGET_EXHAUSTED: "Remove the cause that the diagnosis in status.engines names. A change of "
+        "the model, the weights or the engines in the spec starts the engine again, and so does `kubectl megatron "
+        "restart NAME`. spec.lifecycle.restartBudget sets how many restarts are tolerated.",
+        Reason.ENGINE_UNRESPONSIVE: "Look at the load and the memory of the engine's node, and at the engine's log. "
+        "The coordinator removes the engine after 10 s; the kubelet restarts it when its liveness probe fails.",
+        Reason.ENGINE_LOST: "Read the log of the engine's pod, and check the NetworkPolicies between engine and "
+        "coordinator. The kubelet restarts the engine when its liveness probe fails.",
+    },
+    Symptom.COORDINATOR: {
+        Reason.COORDINATOR_UNREACHABLE: "Check that NetworkPolicies let the operator reach port 5557 of the "
+        "coordinator's pod. If the Secret NAME-keys was restored from a backup, delete the coordinator's pod, so that "
+        "it starts with the present keys.",
+        Reason.COORDINATOR_STARTING: "Wait. If it lasts, look at the coordinator's pod with `kubectl describe pod`.",
+        Reason.COORDINATOR_RECOVERING: "Wait. The coordinator learns state, epoch and fence from the engines, and "
+        "then continues.",
+        Reason.STALE_FENCE: "Delete the coordinator's pod. If the fence comes back, an engine reports it: delete the "
+        "engine pods too. Check who has the keys of the resource, and which image the coordinator runs.",
+    },
+    Symptom.SPEC_REJECTED: {
+        Reason.INVALID_SPEC: "Remove the field that the message names, or upgrade the operator to the version that "
+        "knows it. What runs is not touched.",
+        Reason.INVALID_POD_TEMPLATE: "Correct the podTemplate according to the message. What runs keeps serving, and "
+        "verbs still work.",
+        Reason.NOT_ALLOWED: "Remove the field, or have an administrator set the chart value that the message names.",
+        Reason.UNSUPPORTED_BY_BACKEND: "Correct or remove the field that the message names, or set "
+        "spec.engine.backend to the other backend.",
+        Reason.CHILD_REFUSED: "Read the API server's message, for example of a quota, an admission webhook or a "
+        "missing permission of the operator. The operator tries again by itself.",
+        Reason.GATEWAY_API_MISSING: "Install the CRDs of the Gateway API (`gateway.networking.k8s.io/v1`), or remove "
+        "spec.server.httpRoute. The operator tries again every 15 s.",
+        Reason.INFERENCE_EXTENSION_MISSING: "Install the CRDs of the Gateway API Inference Extension "
+        "(`inference.networking.k8s.io/v1`), or remove spec.server.inferencePool. The operator tries again every 15 s.",
+        Reason.CHILD_NOT_OWNED: "Delete the object that the message names, or give the resource another name. The "
+        "operator never touches an object that it does not own.",
+    },
+    Symptom.CHANGE_STOPPED: {
+        Reason.WRONG_WEIGHTS: "Wait: the operator lets every engine load the weights again. If "
+        "status.weights.differentDigests remains, the files differ between nodes or were changed in place: make them "
+        "equal, and use another spec.weights.revision.",
+        Reason.SIGNAL_FAILED: "Read the coordinator's message in status.lifecycle.message. The operator repeats the "
+        "signal after 5 s. Setting another desiredState is safe at any moment.",
+        Reason.CANARY_FAILED: "Apply the previous spec, or correct the change. The other engines still run the "
+        "previous revision.",
+        Reason.ADAPTER_FAILED: "Correct the source of the adapter that the message names, or remove the adapter. The "
+        "base model and the adapters that were loaded before still serve. The operator tries again every 30 s.",
+    },
+    Symptom.REQUEST_FAILED: {
+        Reason.REQUEST_ENDS_ENGINES: "Find the request by its id in the client's error message and in the logs of "
+        "server and coordinator. Keep the request and the last log of the engine for a report. Revoke the API key of "
+        "a client that repeats it.",
+    },
+    Symptom.IN_PROGRESS: {
+        Reason.PAUSING: _WAIT,
+        Reason.UNPAUSING: _WAIT,
+        Reason.SUSPENDING: _WAIT,
+        Reason.RESUMING: _WAIT,
+        Reason.STOPPING: _WAIT,
+        Reason.DRAINING: "Wait, at most spec.lifecycle.drainSeconds.",
+        Reason.RELEASING_PODS: _WAIT,
+        Reason.SETTLING: _WAIT,
+        Reason.SERVER_STARTING: "Wait. If it lasts, look at the server's pods with `kubectl describe pod`.",
+        Reason.ENGINES_STARTING: "Wait, at most spec.engine.startupSeconds. `kubectl megatron explain NAME` shows "
+        "each pod that is not ready.",
+        Reason.REFRESHING_WEIGHTS: "Wait for the slowest engine to load. The update fails after "
+        "spec.engine.startupSeconds.",
+        Reason.SETTING_ADAPTERS: "Wait for the slowest engine to load the adapters. The signal fails after "
+        "spec.engine.startupSeconds.",
+        Reason.SCALING_DOWN: _WAIT,
+        Reason.ROLLING_OUT: "Wait. A pod checks the new revision before engines are drained. status.updatedReplicas "
+        "counts the engines that have passed their canary.",
+        Reason.ROTATING_KEYS: "Wait; everything serves. After 15 minutes, look at the kubelet of the pod that "
+        "status.plan.waitingOn names.",
+        Reason.REPLACING_MODEL: _WAIT,
+        Reason.DELETING: _NONE,
+    },
+    Symptom.SETTLED: {
+        Reason.SERVING: _NONE,
+        Reason.PAUSED: "Set spec.desiredState to Running to continue.",
+        Reason.SUSPENDED: "Set spec.desiredState to Running to continue; with replicas: 0, raise spec.replicas.",
+        Reason.STOPPED: "Set spec.desiredState to Running to start the engines.",
+        Reason.AVAILABLE: _NONE,
+        Reason.SETTLED: _NONE,
+        Reason.ROLLOUT_PAUSED: "Set spec.rollout.paused to false to continue the rollout.",
+        Reason.UPDATE_AVAILABLE: "Run `kubectl megatron update NAME`, or set spec.rollout.autoUpdate to true.",
+        Reason.SECURITY_UPDATE_AVAILABLE: "Run `kubectl megatron update NAME` soon, or set spec.rollout.autoUpdate to "
+        "true.",
+        Reason.UP_TO_DATE: _NONE,
+        Reason.ALL_WELL: _NONE,
+    },
 }
-"""Every reason has an entry; a test checks it."""
+"""What a user does, by the section of the guide and the reason. Every reason has an entry; a test checks it."""
+
+REMEDIES: dict[Reason, Remedy] = {
+    reason: Remedy(symptom, action) for symptom, actions in _ACTIONS.items() for reason, action in actions.items()
+}

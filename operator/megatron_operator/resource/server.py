@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, cel, rules, section
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.source import SecretKeyRef
 
-_HOST = r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-_A_HOST = "a host name in lower case, such as models.example.com or *.example.com"
-
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
-IngressHost = Annotated[str, Field(max_length=253), Matches("spec.server.ingress.hosts", _HOST, _A_HOST)]
-RouteHost = Annotated[str, Field(max_length=253), Matches("spec.server.httpRoute.hostnames", _HOST, _A_HOST)]
+HostName = Annotated[
+    str,
+    Field(max_length=253),
+    Matches(
+        r"^([*][.])?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$",
+        "a host name in lower case, such as models.example.com or *.example.com",
+    ),
+]
 PathPrefix = Annotated[
     str,
     Matches(
-        "spec.server.httpRoute.pathPrefix",
         r"^(/[-A-Za-z0-9._~]+)+$",
         "a path that begins with / and does not end with /, such as /models/demo",
     ),
 ]
-HeaderName = Annotated[
-    str,
-    Matches("spec.server.httpRoute.modelHeader", r"^[A-Za-z0-9-]+$", "the name of an HTTP header, such as x-model"),
-]
+HeaderName = Annotated[str, Matches(r"^[A-Za-z0-9-]+$", "the name of an HTTP header, such as x-model")]
 
 
 class ServiceType(StrEnum):
@@ -36,15 +35,14 @@ class ServiceType(StrEnum):
     LOAD_BALANCER = "LoadBalancer"
 
 
-_CLASS_NEEDS_TYPE = (
-    "spec.server.service.loadBalancerClass: not allowed without spec.server.service.type LoadBalancer; set the type, "
-    "or remove the class"
-)
-
-
 class ServiceSpec(ApiModel):
-    model_config = rules(
-        cel("!has(self.loadBalancerClass) || self.type == 'LoadBalancer'", _CLASS_NEEDS_TYPE),
+    RULES: ClassVar = (
+        SpecRule(
+            "!has(self.loadBalancerClass) || self.type == 'LoadBalancer'",
+            lambda service: service.load_balancer_class is None or service.type is ServiceType.LOAD_BALANCER,
+            "spec.server.service.loadBalancerClass: not allowed without spec.server.service.type LoadBalancer; set the "
+            "type, or remove the class",
+        ),
     )
 
     type: ServiceType = Field(default=ServiceType.CLUSTER_IP, description="Type of the Service.")
@@ -53,16 +51,10 @@ class ServiceSpec(ApiModel):
         default=None, description="Implementation of the load balancer; that of the cluster if absent."
     )
 
-    @model_validator(mode="after")
-    def _class_of_load_balancers(self) -> Self:
-        if self.load_balancer_class is not None and self.type is not ServiceType.LOAD_BALANCER:
-            raise ValueError(_CLASS_NEEDS_TYPE)
-        return self
-
 
 class IngressSpec(ApiModel):
     class_name: Name | None = Field(default=None, description="IngressClass; that of the cluster if absent.")
-    hosts: list[IngressHost] | None = Field(
+    hosts: list[HostName] | None = Field(
         default=None, min_length=1, max_length=16, description="Host names; every host if absent."
     )
     tls_secret_name: Name | None = Field(
@@ -81,7 +73,7 @@ class HttpRouteSpec(ApiModel):
     parent_refs: list[ParentRef] = Field(
         min_length=1, max_length=16, description="Gateways that the route attaches to."
     )
-    hostnames: list[RouteHost] | None = Field(
+    hostnames: list[HostName] | None = Field(
         default=None, min_length=1, max_length=16, description="Host names; those of the Gateway's listeners if absent."
     )
     path_prefix: PathPrefix | None = Field(

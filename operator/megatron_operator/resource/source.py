@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, cel, list_by, rules
+from megatron_operator.resource.base import ApiModel, Matches, Name, SpecRule, list_by
 from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS
 
 
@@ -36,31 +36,34 @@ class SecretKeyRef(ApiModel):
 _PATH_PART = r"([^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.\.[^/\x00-\x1f\x7f]+)"
 _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
 """An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
-_PATH = "an absolute path without . and .. parts, such as /models/llama; begin it with /, without control characters"
-ClaimPath = Annotated[str, Matches("spec.model.source.persistentVolumeClaim.path", _PATH_PATTERN, _PATH)]
-ImagePath = Annotated[str, Matches("spec.model.source.image.path", _PATH_PATTERN, _PATH)]
-_REPOSITORY = (r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name, without ..", "..")
-_COMMIT = (r"^[A-Za-z0-9][\w./-]*$", "letters, digits and . _ / -, beginning with a letter or digit, without ..", "..")
-_MODEL_NAME = (
-    r"^[A-Za-z0-9][\w./:-]*$",
-    "letters, digits and . _ - / :, beginning with a letter or digit, without ..",
-    "..",
-)
-Repository = Annotated[str, Matches("spec.model.source.huggingFace.repo", *_REPOSITORY)]
-Commit = Annotated[str, Matches("spec.model.source.huggingFace.revision", *_COMMIT)]
-BuiltinName = Annotated[
+VolumePath = Annotated[
     str,
     Matches(
-        "spec.model.source.builtin",
-        r"^[a-z0-9][a-z0-9.-]*$",
-        "the name of a builtin model in lower case, such as smollm2-135m",
+        _PATH_PATTERN,
+        "an absolute path without . and .. parts, such as /models/llama; begin it with /, without control characters",
     ),
 ]
-ModelName = Annotated[str, Matches("spec.model.name", *_MODEL_NAME)]
+Repository = Annotated[
+    str, Matches(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$", "a repository of the hub, as org/name, without ..", "..")
+]
+Commit = Annotated[
+    str,
+    Matches(
+        r"^[A-Za-z0-9][\w./-]*$", "letters, digits and . _ / -, beginning with a letter or digit, without ..", ".."
+    ),
+]
+BuiltinName = Annotated[
+    str, Matches(r"^[a-z0-9][a-z0-9.-]*$", "the name of a builtin model in lower case, such as smollm2-135m")
+]
+ModelName = Annotated[
+    str,
+    Matches(
+        r"^[A-Za-z0-9][\w./:-]*$", "letters, digits and . _ - / :, beginning with a letter or digit, without ..", ".."
+    ),
+]
 WeightsRevision = Annotated[
     str,
     Matches(
-        "spec.weights.revision",
         r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
         "letters, digits and . _ -, beginning and ending with a letter or digit, without ..",
         "..",
@@ -86,7 +89,7 @@ class HuggingFaceSource(ApiModel):
 
 class ClaimSource(ApiModel):
     claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
-    path: ClaimPath = Field(
+    path: VolumePath = Field(
         default="/",
         description="Absolute path of the model inside the volume, without . and .. parts; {revision} is replaced by "
         "spec.weights.revision.",
@@ -100,7 +103,7 @@ class ImageSource(ApiModel):
         min_length=1,
         max_length=512,
     )
-    path: ImagePath = Field(
+    path: VolumePath = Field(
         default="/",
         description="Absolute path of the model inside the image, without . and .. parts; {revision} is replaced by "
         "spec.weights.revision.",
@@ -112,7 +115,6 @@ _URL_PART = r"[A-Za-z0-9_@+=~{}-][A-Za-z0-9_.@+=~{}-]*"
 ObjectUrl = Annotated[
     str,
     Matches(
-        "spec.model.source.objectStore.url",
         rf"^(s3|gs|az|https)://[A-Za-z0-9][A-Za-z0-9._-]*(:[0-9]{{1,5}})?(/{_URL_PART})*/?$",
         "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH of letters, digits and "
         "_ . @ + = ~ -, without a query",
@@ -142,13 +144,15 @@ _SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
 
 
 class ModelSource(ApiModel):
-    model_config = rules(
-        cel(
+    RULES: ClassVar = (
+        SpecRule(
             f"{_SET_SOURCES}.exists(set, set)",
+            lambda source: source.model_dump(exclude_none=True),
             f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
         ),
-        cel(
+        SpecRule(
             f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
+            lambda source: len(source.model_dump(exclude_none=True)) == 1,
             f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
         ),
     )
@@ -164,14 +168,6 @@ class ModelSource(ApiModel):
     )
     persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
     image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        chosen = (self.builtin, self.hugging_face, self.object_store, self.persistent_volume_claim, self.image)
-        count = sum(source is not None for source in chosen)
-        if count != 1:
-            raise ValueError(f"spec.model.source: {count} sources are set; set exactly one of {', '.join(_SOURCES)}")
-        return self
 
     @property
     def path(self) -> str | None:
@@ -198,17 +194,19 @@ class ModelSource(ApiModel):
 CachePath = Annotated[
     str,
     Matches(
-        "spec.model.cache.hostPath",
         rf"^(/{_URL_PART})+$",
         "an absolute path of letters, digits and _ . @ + = ~ - without . and .. parts; begin it with /",
     ),
 ]
-_CACHE = "spec.model.cache: set exactly one of persistentVolumeClaim and hostPath"
 
 
 class CacheSpec(ApiModel):
-    model_config = rules(
-        cel("has(self.persistentVolumeClaim) != has(self.hostPath)", _CACHE),
+    RULES: ClassVar = (
+        SpecRule(
+            "has(self.persistentVolumeClaim) != has(self.hostPath)",
+            lambda cache: (cache.persistent_volume_claim is None) != (cache.host_path is None),
+            "spec.model.cache: set exactly one of persistentVolumeClaim and hostPath",
+        ),
     )
 
     persistent_volume_claim: Name | None = Field(
@@ -221,33 +219,22 @@ class CacheSpec(ApiModel):
         max_length=1024,
     )
 
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        if (self.persistent_volume_claim is None) == (self.host_path is None):
-            raise ValueError(_CACHE)
-        return self
 
-
-_ADAPTER = "spec.model.adapters[].source"
-AdapterRepositoryName = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.repo", *_REPOSITORY)]
-AdapterCommit = Annotated[str, Matches(f"{_ADAPTER}.huggingFace.revision", *_COMMIT)]
 AdapterPath = Annotated[
     str,
     Matches(
-        f"{_ADAPTER}.path",
         r"^(/[\w@+=-][\w.@+=-]*)+$",
         "an absolute path of letters, digits and _ . @ + = - without . and .. parts; begin it with /",
     ),
 ]
-AdapterName = Annotated[str, Matches("spec.model.adapters[].name", *_MODEL_NAME)]
 
 
 class AdapterRepository(ApiModel):
-    repo: AdapterRepositoryName = Field(
+    repo: Repository = Field(
         description="Repository on the Hugging Face hub, as org/name. The token of the model's source is used.",
         max_length=200,
     )
-    revision: AdapterCommit | None = Field(
+    revision: Commit | None = Field(
         default=None,
         description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
         max_length=200,
@@ -255,9 +242,10 @@ class AdapterRepository(ApiModel):
 
 
 class AdapterSource(ApiModel):
-    model_config = rules(
-        cel(
+    RULES: ClassVar = (
+        SpecRule(
             "has(self.huggingFace) != has(self.path)",
+            lambda source: (source.hugging_face is None) != (source.path is None),
             "spec.model.adapters: the source of each adapter is exactly one of huggingFace and path",
         ),
     )
@@ -270,15 +258,9 @@ class AdapterSource(ApiModel):
         max_length=1000,
     )
 
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        if (self.hugging_face is None) == (self.path is None):
-            raise ValueError("spec.model.adapters: the source of each adapter is exactly one of huggingFace and path")
-        return self
-
 
 class AdapterSpec(ApiModel):
-    name: AdapterName = Field(
+    name: ModelName = Field(
         description="Name in /v1/models, and of the model in requests.",
         min_length=1,
         max_length=MAX_ADAPTER_NAME_CHARACTERS,
@@ -286,31 +268,25 @@ class AdapterSpec(ApiModel):
     source: AdapterSource = Field(description="Source of the adapter: exactly one of the fields below.")
 
 
-_ADAPTER_NAME = "spec.model.adapters: an adapter has the name of the model; give it another one"
-_NOT_CACHED = (
-    "spec.model.cache: only downloaded models are cached; remove it, or set spec.model.source.huggingFace or "
-    "objectStore"
-)
-_ADAPTER_PATH = (
-    "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
-    "persistentVolumeClaim or image; use source.huggingFace"
-)
-
-
 class ModelSpec(ApiModel):
-    model_config = rules(
-        cel(
+    RULES: ClassVar = (
+        SpecRule(
             "!has(self.adapters) || !has(self.name) || self.adapters.all(adapter, adapter.name != self.name)",
-            _ADAPTER_NAME,
+            lambda model: all(adapter.name != model.name for adapter in model.adapters or ()),
+            "spec.model.adapters: an adapter has the name of the model; give it another one",
         ),
-        cel(
+        SpecRule(
             "!has(self.adapters) || has(self.source.persistentVolumeClaim) || has(self.source.image) || "
             "self.adapters.all(adapter, !has(adapter.source.path))",
-            _ADAPTER_PATH,
+            lambda model: model.source.path or all(adapter.source.path is None for adapter in model.adapters or ()),
+            "spec.model.adapters: source.path is in the volume of the model, so spec.model.source must be "
+            "persistentVolumeClaim or image; use source.huggingFace",
         ),
-        cel(
+        SpecRule(
             "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStore)",
-            _NOT_CACHED,
+            lambda model: model.cache is None or model.source.downloads,
+            "spec.model.cache: only downloaded models are cached; remove it, or set spec.model.source.huggingFace or "
+            "objectStore",
         ),
     )
 
@@ -346,18 +322,12 @@ class ModelSpec(ApiModel):
     )
 
     @model_validator(mode="after")
-    def _check_adapters(self) -> Self:
-        adapters = self.adapters or []
-        names = [adapter.name for adapter in adapters]
+    def _different_adapters(self) -> Self:
+        """Reject a name that is listed twice, as the API server does for a list that is merged by a key."""
+        names = [adapter.name for adapter in self.adapters or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"spec.model.adapters: {twice!r} is listed twice; give each adapter a name of its own")
-        if self.name in names:
-            raise ValueError(_ADAPTER_NAME)
-        if self.source.path is None and any(adapter.source.path is not None for adapter in adapters):
-            raise ValueError(_ADAPTER_PATH)
-        if self.cache is not None and not self.source.downloads:
-            raise ValueError(_NOT_CACHED)
         return self
 
 

@@ -1,7 +1,7 @@
 """`MegatronInference`: the spec and all its defaults.
 
-Cross-field rules are defined twice: as CEL for the API server and as validators for the offline commands (`render`,
-`plan`). Tests check that both give the same results.
+A rule about several fields (`RULES`) has two forms: CEL for the API server, and Python for the offline commands
+(`render`, `plan`). Tests check that both give the same results.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, cel, rules, section
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.server import ServerSpec
 from megatron_operator.resource.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.resource.states import DesiredState
@@ -46,7 +46,6 @@ class Backend(StrEnum):
 CacheMemory = Annotated[
     str,
     Matches(
-        "spec.engine.batching.kvCacheMemory",
         QUANTITY_PATTERN,
         "a positive Kubernetes quantity of bytes, such as 2Gi or 512Mi",
     ),
@@ -54,7 +53,6 @@ CacheMemory = Annotated[
 Alpha = Annotated[
     str,
     Matches(
-        "spec.coordinator.routing.alpha",
         r"^(0(\.[0-9]+)?|1(\.0+)?)$",
         "a decimal number from 0 to 1, such as 0.5",
     ),
@@ -110,11 +108,15 @@ class Parallelism(ApiModel):
 
 
 class Batching(ApiModel):
-    model_config = rules(
-        cel(
+    RULES: ClassVar = (
+        SpecRule(
             "!has(self.maxTokens) || !has(self.maxRequests) || self.maxTokens >= self.maxRequests",
+            lambda batching: (
+                None in (batching.max_tokens, batching.max_requests) or batching.max_tokens >= batching.max_requests
+            ),
             "spec.engine.batching.maxTokens: every running request needs a token of each step; set at least "
             "spec.engine.batching.maxRequests",
+            value=lambda batching: f"{batching.max_tokens}, less than {batching.max_requests}",
         ),
     )
 
@@ -135,15 +137,6 @@ class Batching(ApiModel):
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
     chunked_prefill: bool = Field(default=True, description="Split long prompts over several steps.")
-
-    @model_validator(mode="after")
-    def _enough_tokens(self) -> Self:
-        if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
-            raise ValueError(
-                f"spec.engine.batching.maxTokens: is {self.max_tokens}; every running request needs a token of each "
-                f"step; set at least spec.engine.batching.maxRequests = {self.max_requests}"
-            )
-        return self
 
 
 class VllmSpec(ApiModel):
@@ -189,7 +182,6 @@ class NativeSpec(ApiModel):
 TopologyKey = Annotated[
     str,
     Matches(
-        "spec.engine.topology.packBy",
         r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
         "the key of a label of nodes, such as topology.kubernetes.io/zone",
     ),
@@ -204,22 +196,25 @@ class TopologySpec(ApiModel):
     )
 
 
-_NATIVE_NEEDS_BACKEND = (
-    "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or remove "
-    "spec.engine.native"
-)
-_VLLM_NEEDS_BACKEND = (
-    "spec.engine.vllm: not allowed with spec.engine.backend Native; set spec.engine.backend to VLLM, or remove "
-    "spec.engine.vllm"
-)
-_VLLM_IMAGE = "spec.engine.image: not allowed with spec.engine.backend VLLM; set spec.engine.vllm.image instead"
-
-
 class EngineSpec(ApiModel):
-    model_config = rules(
-        cel("self.backend == 'VLLM' || !has(self.vllm)", _VLLM_NEEDS_BACKEND),
-        cel("self.backend == 'Native' || !has(self.image)", _VLLM_IMAGE),
-        cel("self.backend == 'Native' || !has(self.native)", _NATIVE_NEEDS_BACKEND),
+    RULES: ClassVar = (
+        SpecRule(
+            "self.backend == 'VLLM' || !has(self.vllm)",
+            lambda engine: engine.backend is Backend.VLLM or engine.vllm is None,
+            "spec.engine.vllm: not allowed with spec.engine.backend Native; set spec.engine.backend to VLLM, or remove "
+            "spec.engine.vllm",
+        ),
+        SpecRule(
+            "self.backend == 'Native' || !has(self.image)",
+            lambda engine: engine.backend is Backend.NATIVE or engine.image is None,
+            "spec.engine.image: not allowed with spec.engine.backend VLLM; set spec.engine.vllm.image instead",
+        ),
+        SpecRule(
+            "self.backend == 'Native' || !has(self.native)",
+            lambda engine: engine.backend is Backend.NATIVE or engine.native is None,
+            "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or "
+            "remove spec.engine.native",
+        ),
     )
 
     backend: Backend = Field(
@@ -249,16 +244,6 @@ class EngineSpec(ApiModel):
         "tolerations, affinity, volumes, … In labels, annotations and fields of the placement, $(ENGINE_INDEX) and "
         "$(ENGINE_NAME) are those of the engine. The operator rejects fields that its pod policy does not allow.",
     )
-
-    @model_validator(mode="after")
-    def _fields_of_backend(self) -> Self:
-        if self.backend is Backend.NATIVE and self.vllm is not None:
-            raise ValueError(_VLLM_NEEDS_BACKEND)
-        if self.backend is Backend.VLLM and self.image is not None:
-            raise ValueError(_VLLM_IMAGE)
-        if self.backend is Backend.VLLM and self.native is not None:
-            raise ValueError(_NATIVE_NEEDS_BACKEND)
-        return self
 
 
 class Routing(ApiModel):
@@ -365,14 +350,14 @@ class KeysSpec(ApiModel):
     )
 
 
-_NO_ROLLOUT = (
-    "spec.rollout.maxUnavailable: is 0 and spec.rollout.maxSurge is 0, so no engine may be replaced; raise one of them"
-)
-
-
 class RolloutSpec(ApiModel):
-    model_config = rules(
-        cel("!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0", _NO_ROLLOUT),
+    RULES: ClassVar = (
+        SpecRule(
+            "!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0",
+            lambda rollout: rollout.max_unavailable != 0 or rollout.max_surge > 0,
+            "spec.rollout.maxUnavailable: is 0 and spec.rollout.maxSurge is 0, so no engine may be replaced; raise one "
+            "of them",
+        ),
     )
 
     max_unavailable: int | None = Field(
@@ -397,12 +382,6 @@ class RolloutSpec(ApiModel):
         description="Update to the release of a new operator without kubectl megatron update.",
     )
 
-    @model_validator(mode="after")
-    def _can_proceed(self) -> Self:
-        if self.max_unavailable == 0 and self.max_surge == 0:
-            raise ValueError(_NO_ROLLOUT)
-        return self
-
     @property
     def unavailable(self) -> int:
         """Effective maxUnavailable."""
@@ -413,70 +392,90 @@ class RolloutSpec(ApiModel):
 
 MAX_RANKS = 256
 """Limit of ranks of one engine: rank 0 sends the plan of each step to every other rank."""
-_NO_PLACE = "has no {revision} placeholder for spec.weights.revision; add it there, or remove spec.weights"
-_NO_REVISION = "contains {revision}, so spec.weights.revision must be set"
 _LOCATIONS = ("objectStore.url", "persistentVolumeClaim.path", "image.path")
 """Fields of spec.model.source in which {revision} is replaced."""
 
 
-def _revision_rules(field: str) -> tuple[dict[str, str], ...]:
+def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     source, placed = field.partition(".")[0], f"self.model.source.{field}.contains('{{revision}}')"
     absent = f"!has(self.model.source.{source})"
+
+    def is_placed(spec: MegatronInferenceSpec) -> bool | None:
+        """Return whether the field contains {revision}; None without the field."""
+        location = spec.model.source.location
+        return None if location is None or location[0] != field else "{revision}" in location[1]
+
     return (
-        cel(f"has(self.weights) || {absent} || !{placed}", f"spec.model.source.{field}: {_NO_REVISION}"),
-        cel(f"!has(self.weights) || {absent} || {placed}", f"spec.model.source.{field}: {_NO_PLACE}"),
+        SpecRule(
+            f"has(self.weights) || {absent} || !{placed}",
+            lambda spec: spec.weights is not None or is_placed(spec) is not True,
+            f"spec.model.source.{field}: contains {{revision}}, so spec.weights.revision must be set",
+        ),
+        SpecRule(
+            f"!has(self.weights) || {absent} || {placed}",
+            lambda spec: spec.weights is None or is_placed(spec) is not False,
+            f"spec.model.source.{field}: has no {{revision}} placeholder for spec.weights.revision; add it there, or "
+            "remove spec.weights",
+        ),
     )
 
 
 _POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
 _RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
 _NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4)
-_VLLM_DTYPE = (
-    "vLLM quantizes by its argument quantization; use Auto, BFloat16, Float16 or Float32 and set "
-    "spec.engine.vllm.args.quantization, or set spec.engine.backend to Native"
-)
-_VLLM_PICKLE = (
-    "spec.engine.vllm.allowPickleBetweenPods: vLLM engines over several pods exchange Python pickles without "
-    "authentication, so a process that can connect to one of their pods can run code there; set it to true if the "
-    "cluster enforces NetworkPolicies, or raise spec.engine.gpusPerPod (ranksPerPod) so that an engine fits one pod"
-)
-
-
-_REVISION_RULES: list[Any] = [rule for field in _LOCATIONS for rule in _revision_rules(field)]
 
 
 class MegatronInferenceSpec(ApiModel):
-    model_config = rules(
+    RULES: ClassVar = (
         # The message cannot contain the values: the estimated cost of string() exceeds the budget.
-        cel(
+        SpecRule(
             f"{_RANKS} % {_POD_DIVISOR} == 0",
+            lambda spec: spec.parallelism.ranks % spec.ranks_per_pod == 0,
             "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
             "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
+            value=lambda spec: f"{spec.parallelism.ranks} ranks, {spec.ranks_per_pod} per pod",
         ),
-        cel(
+        SpecRule(
             f"{_RANKS} <= {MAX_RANKS}",
+            lambda spec: spec.parallelism.ranks <= MAX_RANKS,
             f"spec.parallelism: tensor x pipeline x expert must be at most {MAX_RANKS}, the ranks of one "
             "engine; lower one of them, and raise spec.replicas for more throughput",
+            value=lambda spec: spec.parallelism.ranks,
         ),
-        cel(
+        SpecRule(
             "!has(self.weights) || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
+            lambda spec: (
+                not (spec.weights and spec.model.source.hugging_face and spec.model.source.hugging_face.revision)
+            ),
             "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
             "remove one of the two",
         ),
-        *_REVISION_RULES,
-        cel(
+        *(rule for field in _LOCATIONS for rule in _revision_rules(field)),
+        SpecRule(
             "!has(self.weights) || !has(self.model.source.builtin)",
+            lambda spec: spec.weights is None or spec.model.source.builtin is None,
             "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
         ),
-        cel(
+        SpecRule(
             "self.engine.backend != 'VLLM' || !(self.model.dtype in "
             f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
-            f"spec.model.dtype: {_VLLM_DTYPE}",
+            lambda spec: spec.engine.backend is not Backend.VLLM or spec.model.dtype not in _NOT_VLLM_DTYPES,
+            "spec.model.dtype: vLLM quantizes by its argument quantization; use Auto, BFloat16, Float16 or Float32 and "
+            "set spec.engine.vllm.args.quantization, or set spec.engine.backend to Native",
+            value=lambda spec: spec.model.dtype.value,
         ),
-        cel(
+        SpecRule(
             f"self.engine.backend != 'VLLM' || {_RANKS} == {_POD_DIVISOR} || "
             "(has(self.engine.vllm) && self.engine.vllm.allowPickleBetweenPods)",
-            _VLLM_PICKLE,
+            lambda spec: (
+                spec.engine.backend is not Backend.VLLM
+                or spec.pods_per_engine == 1
+                or (spec.engine.vllm is not None and spec.engine.vllm.allow_pickle_between_pods)
+            ),
+            "spec.engine.vllm.allowPickleBetweenPods: vLLM engines over several pods exchange Python pickles without "
+            "authentication, so a process that can connect to one of their pods can run code there; set it to true if "
+            "the cluster enforces NetworkPolicies, or raise spec.engine.gpusPerPod (ranksPerPod) so that an engine "
+            "fits one pod",
         ),
     )
 
@@ -501,47 +500,6 @@ class MegatronInferenceSpec(ApiModel):
     keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
     rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
 
-    @model_validator(mode="after")
-    def _cross_field(self) -> Self:
-        ranks, divisor = self.parallelism.ranks, self.ranks_per_pod
-        if ranks % divisor:
-            field = "gpusPerPod" if self.engine.gpus_per_pod else "ranksPerPod"
-            raise ValueError(
-                f"spec.parallelism: tensor x pipeline x expert = {ranks} ranks is not divisible by "
-                f"spec.engine.{field} = {divisor}; make one a multiple of the other"
-            )
-        if ranks > MAX_RANKS:
-            raise ValueError(
-                f"spec.parallelism: tensor x pipeline x expert = {ranks} must be at most {MAX_RANKS}, the ranks of one "
-                "engine; lower one of them, and raise spec.replicas for more throughput"
-            )
-        source = self.model.source
-        if self.weights is not None and source.hugging_face is not None and source.hugging_face.revision is not None:
-            raise ValueError(
-                "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
-                "remove one of the two"
-            )
-        if self.weights is not None and source.builtin is not None:
-            raise ValueError("spec.weights.revision: a builtin model has no other revisions; remove spec.weights")
-        field, location = source.location or ("", "")
-        placed = "{revision}" in location
-        if self.weights is None and placed:
-            raise ValueError(f"spec.model.source.{field}: {_NO_REVISION}")
-        if self.weights is not None and location and not placed:
-            raise ValueError(f"spec.model.source.{field}: {_NO_PLACE}")
-        return self
-
-    @model_validator(mode="after")
-    def _supported_by_backend(self) -> Self:
-        if self.engine.backend is not Backend.VLLM:
-            return self
-        if self.model.dtype in _NOT_VLLM_DTYPES:
-            raise ValueError(f"spec.model.dtype: is {self.model.dtype.value}; {_VLLM_DTYPE}")
-        allowed = self.engine.vllm is not None and self.engine.vllm.allow_pickle_between_pods
-        if self.pods_per_engine > 1 and not allowed:
-            raise ValueError(_VLLM_PICKLE)
-        return self
-
     @property
     def ranks_per_pod(self) -> int:
         """Ranks in each pod of an engine."""
@@ -552,36 +510,38 @@ class MegatronInferenceSpec(ApiModel):
         return self.parallelism.ranks // self.ranks_per_pod
 
 
-def check_name(name: str) -> None:
-    """Reject a resource name that leads to invalid names of children, with the messages of the CRD.
-
-    Raises:
-        ValueError: with `metadata.name`, its value and the remedy.
-    """
-    if len(name) > MAX_NAME_LENGTH:
-        raise ValueError(
-            f"metadata.name: {name!r} has {len(name)} characters; use at most {MAX_NAME_LENGTH}, "
-            "so that the names of its children fit"
-        )
-    if not re.fullmatch(NAME_PATTERN, name):
-        raise ValueError(
-            f"metadata.name: {name!r} is not a DNS-1035 label; start with a letter and use only lower case letters, "
-            "digits and '-'"
-        )
-    if re.search(RESERVED_SUFFIX_PATTERN, name):
-        raise ValueError(f"metadata.name: {name!r} ends in a suffix that children use; choose another name")
-
-
-def check_adapter_names(name: str, spec: MegatronInferenceSpec) -> None:
-    """Reject an adapter with the name of the resource, which is that of the model unless spec.model.name is set.
-
-    Raises ValueError.
-    """
-    if spec.model.name is None and any(adapter.name == name for adapter in spec.model.adapters or ()):
-        raise ValueError(
-            f"spec.model.adapters: {name!r} is the name of the resource, which is that of the model; give the adapter "
-            "another one"
-        )
+NAME_RULES = (
+    SpecRule(
+        f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
+        lambda name: len(name) <= MAX_NAME_LENGTH,
+        f"metadata.name: use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit",
+        expression="'metadata.name: ' + self.metadata.name + "
+        f"' is too long; use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit'",
+        value=repr,
+    ),
+    SpecRule(
+        f"self.metadata.name.matches('{NAME_PATTERN}')",
+        lambda name: re.fullmatch(NAME_PATTERN, name),
+        "metadata.name: is not a DNS-1035 label; start with a letter and use only lower case letters, digits and '-'",
+        value=repr,
+    ),
+    SpecRule(
+        f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
+        lambda name: not re.search(RESERVED_SUFFIX_PATTERN, name),
+        "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
+        "-config-HASH, -rev-HASH); choose another name",
+        value=repr,
+    ),
+)
+"""Rules about the name of a resource, which would lead to invalid names of its children."""
+ADAPTER_NAME_RULE = SpecRule(
+    "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
+    "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
+    lambda named: named[1].model.name or named[0] not in [adapter.name for adapter in named[1].model.adapters or ()],
+    "spec.model.adapters: an adapter has the name of the resource, which is that of the model; give it another one",
+    value=lambda named: repr(named[0]),
+)
+"""A rule about the name of a resource and its spec, as a pair."""
 
 
 def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:

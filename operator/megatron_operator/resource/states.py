@@ -10,21 +10,9 @@ from enum import StrEnum
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS as PROTOCOL_LEGAL_SIGNALS
-from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
-
-__all__ = [
-    "LEGAL_SIGNALS",
-    "SIGNAL_TARGET",
-    "CoordinatorState",
-    "DesiredState",
-    "EngineState",
-    "KeyStage",
-    "LifecyclePhase",
-    "OperationOutcome",
-    "ResourceState",
-    "SignalKind",
-    "UpdatePhase",
-]
+from megatron_runtime.protocol.lifecycle import TRANSITIONS
+from megatron_runtime.protocol.lifecycle import CoordinatorState as CoordinatorState
+from megatron_runtime.protocol.lifecycle import EngineState as EngineState
 
 
 class DesiredState(StrEnum):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from megatron_runtime.protocol.text import printable
-
-__all__ = ["printable", "printable_data"]
+from megatron_runtime.protocol.text import printable as printable
 
 
 def printable_data(value: Any, *, limit: int) -> Any:
@@ -32,7 +30,7 @@ def stamp_seconds(moment: datetime) -> str:
 
 
 def parse(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+    return datetime.fromisoformat(text) if text else None
 
 
 def seconds_since(text: str | None, now: datetime) -> float:

@@ -308,7 +308,7 @@ def preflight(*, template: str, nodes: int, **options: Any) -> None:
 
     names = tuple(template.replace("{node}", str(number)) for number in range(nodes))
     try:
-        found = asyncio.run(checks.preflight(checks.PreflightPlan(names=names, **options)))
+        found = asyncio.run(checks.preflight(checks.PreflightSettings(names=names, **options)))
     except checks.PreflightError as error:
         write_termination_message(error)
         raise click.ClickException(str(error)) from error

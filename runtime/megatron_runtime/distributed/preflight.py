@@ -33,7 +33,7 @@ SILENT_SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightPlan:
+class PreflightSettings:
     """node: this pod among `nodes`. names: host name of each pod, by number."""
 
     node: int
@@ -62,34 +62,34 @@ class Outcome(StrEnum):
     ABSENT = "has no address yet"
 
 
-async def preflight(plan: PreflightPlan) -> dict[str, Outcome]:
+async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
     """Try to reach every other pod. Return the outcomes by host name.
 
     Raises:
         PreflightError: a pod was silent until the deadline, or this pod's own name does not resolve.
         OSError: the port is taken.
     """
-    until = asyncio.get_running_loop().time() + plan.timeout_seconds
-    others = [number for number in range(len(plan.names)) if number != plan.node]
+    until = asyncio.get_running_loop().time() + settings.timeout_seconds
+    others = [number for number in range(len(settings.names)) if number != settings.node]
     called = {number: asyncio.Event() for number in others}
-    async with _listening(plan, called):
-        await _resolve_own_name(plan, until)
-        results = await asyncio.gather(*(_reach(plan, number, until) for number in others))
+    async with _listening(settings, called):
+        await _resolve_own_name(settings, until)
+        results = await asyncio.gather(*(_reach(settings, number, until) for number in others))
         outcomes = {number: each for number, each in zip(others, results, strict=True) if isinstance(each, Outcome)}
         if len(outcomes) < len(others):
             errors = [each for each in results if not isinstance(each, Outcome)]
-            raise PreflightError("; ".join(errors[:NAMED]), rank=plan.node)
+            raise PreflightError("; ".join(errors[:NAMED]), rank=settings.node)
         # Pods that take part need an answer of this one as well. If one receives none, it reports that itself.
         partners = [number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 for number in partners:
                     await called[number].wait()
-    return {plan.names[number]: outcome for number, outcome in outcomes.items()}
+    return {settings.names[number]: outcome for number, outcome in outcomes.items()}
 
 
 @contextlib.asynccontextmanager
-async def _listening(plan: PreflightPlan, called: Mapping[int, asyncio.Event]) -> AsyncIterator[None]:
+async def _listening(settings: PreflightSettings, called: Mapping[int, asyncio.Event]) -> AsyncIterator[None]:
     """Answer on both ports. Set the event in `called` of each pod that has exchanged its data."""
 
     async def on_second_port(reader: StreamReader, writer: StreamWriter) -> None:
@@ -105,8 +105,8 @@ async def _listening(plan: PreflightPlan, called: Mapping[int, asyncio.Event]) -
                 called[int(await reader.readexactly(8))].set()
         writer.close()
 
-    second = await asyncio.start_server(on_second_port, sock=listening_socket(plan.listen, 0))
-    first = await asyncio.start_server(on_port, sock=listening_socket(plan.listen, plan.port))
+    second = await asyncio.start_server(on_second_port, sock=listening_socket(settings.listen, 0))
+    first = await asyncio.start_server(on_port, sock=listening_socket(settings.listen, settings.port))
     try:
         yield
     finally:
@@ -120,38 +120,38 @@ async def _answer(reader: StreamReader, writer: StreamWriter) -> None:
     await writer.drain()
 
 
-async def _resolve_own_name(plan: PreflightPlan, until: float) -> None:
+async def _resolve_own_name(settings: PreflightSettings, until: float) -> None:
     """Wait until this pod's own name resolves. It has an address; another pod may not have one yet."""
-    name, loop = plan.names[plan.node], asyncio.get_running_loop()
+    name, loop = settings.names[settings.node], asyncio.get_running_loop()
     cause: object = "no answer"
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             while True:
                 try:
-                    await loop.getaddrinfo(name, plan.port, type=socket.SOCK_STREAM)
+                    await loop.getaddrinfo(name, settings.port, type=socket.SOCK_STREAM)
                     return
                 except OSError as error:
                     cause = error
                 await asyncio.sleep(RETRY_SECONDS)
     raise PreflightError(
-        f"{name} cannot resolve its own name within {plan.timeout_seconds:g} s ({cause}): the cluster's DNS does not "
-        "work for it, so no rank could find another",
-        rank=plan.node,
+        f"{name} cannot resolve its own name within {settings.timeout_seconds:g} s ({cause}): the cluster's DNS does "
+        "not work for it, so no rank could find another",
+        rank=settings.node,
     )
 
 
-async def _reach(plan: PreflightPlan, number: int, until: float) -> Outcome | str:
+async def _reach(settings: PreflightSettings, number: int, until: float) -> Outcome | str:
     """Connect until the pod answers. At the deadline the last completed attempt counts. Return an error as text."""
-    loop, name = asyncio.get_running_loop(), plan.names[number]
+    loop, name = asyncio.get_running_loop(), settings.names[number]
     result: Outcome | str | None = None
     connecting_since: float | None = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             while True:
                 try:
-                    await loop.getaddrinfo(name, plan.port, type=socket.SOCK_STREAM)
+                    await loop.getaddrinfo(name, settings.port, type=socket.SOCK_STREAM)
                     connecting_since = loop.time()
-                    await _exchange(plan, name)
+                    await _exchange(settings, name)
                     return Outcome.ANSWERED
                 except socket.gaierror:
                     result = Outcome.ABSENT
@@ -161,33 +161,37 @@ async def _reach(plan: PreflightPlan, number: int, until: float) -> Outcome | st
                     result = str(error)
                 connecting_since = None
                 await asyncio.sleep(RETRY_SECONDS)
-    is_silent = connecting_since is not None and loop.time() - connecting_since > plan.timeout_seconds * SILENT_SHARE
+    is_silent = (
+        connecting_since is not None and loop.time() - connecting_since > settings.timeout_seconds * SILENT_SHARE
+    )
     if is_silent or (result is None and connecting_since is not None):
         result = "no answer"
     if isinstance(result, Outcome):
         return result
     cause = result or "the lookup of its name did not end"
-    own, seconds = plan.names[plan.node], plan.timeout_seconds
-    return f"{own} cannot reach {name} on port {plan.port}: {cause} within {seconds:g} s"
+    own, seconds = settings.names[settings.node], settings.timeout_seconds
+    return f"{own} cannot reach {name} on port {settings.port}: {cause} within {seconds:g} s"
 
 
-async def _exchange(plan: PreflightPlan, host: str) -> None:
+async def _exchange(settings: PreflightSettings, host: str) -> None:
     """Send a block to both ports of another pod and check the digests that it returns."""
     block = os.urandom(BLOCK_BYTES)
-    reader, writer = await asyncio.open_connection(host, plan.port)
+    reader, writer = await asyncio.open_connection(host, settings.port)
     with contextlib.closing(writer):
         writer.write(MAGIC)
         try:
             greeting = await asyncio.wait_for(reader.readexactly(len(MAGIC) + 8), GREETING_SECONDS)
         except TimeoutError as error:
-            raise ConnectionResetError(f"{host} accepts connections on port {plan.port} and sends nothing") from error
+            raise ConnectionResetError(
+                f"{host} accepts connections on port {settings.port} and sends nothing"
+            ) from error
         if not greeting.startswith(MAGIC):
-            raise ConnectionResetError(f"{host} uses another protocol on port {plan.port}")
+            raise ConnectionResetError(f"{host} uses another protocol on port {settings.port}")
         await _send(reader, writer, block, host)
         second_reader, second_writer = await asyncio.open_connection(host, int(greeting[len(MAGIC) :]))
         with contextlib.closing(second_writer):
             await _send(second_reader, second_writer, block, host)
-        writer.write(f"{plan.node:08}".encode())
+        writer.write(f"{settings.node:08}".encode())
         await writer.drain()
 
 

@@ -36,25 +36,21 @@ def test_a_rollout_is_done_when_every_engine_has_the_revision_and_serves() -> No
 
 
 def test_a_rollout_that_is_paused_fails_with_the_remedy() -> None:
-    cluster = Cluster({**MINIMAL, "replicas": 2})
-    cluster.settle()
-    cluster.patch(model={**MINIMAL["model"], "dtype": "Float32"}, rollout={"paused": True})
-    cluster.settle()
+    cluster = Cluster({**MINIMAL, "replicas": 2}).settled()
+    cluster.change(model={**MINIMAL["model"], "dtype": "Float32"}, rollout={"paused": True})
     found = rollout(resource(cluster))
     assert not found["done"]
     assert found["failed"] == "spec.rollout.paused holds the rollout; set it to false"
 
 
 def test_a_stopped_resource_has_no_rollout_to_wait_for() -> None:
-    cluster = Cluster({**MINIMAL, "desiredState": "Stopped"})
-    cluster.settle()
+    cluster = Cluster({**MINIMAL, "desiredState": "Stopped"}).settled()
     found = rollout(resource(cluster))
     assert (found["done"], found["text"]) == (True, "Stopped, as requested")
 
 
 def test_a_degraded_resource_fails_only_if_nothing_makes_progress() -> None:
-    cluster = Cluster(MINIMAL)
-    cluster.settle()
+    cluster = Cluster(MINIMAL).settled()
     found = resource(cluster)
     entries = {entry["type"]: entry for entry in found["status"]["conditions"]}
     entries["Degraded"] |= {"status": "True", "reason": "CanaryFailed", "message": "engine 0 is wrong"}

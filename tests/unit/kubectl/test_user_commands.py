@@ -92,9 +92,7 @@ def resource(cluster: Cluster) -> dict[str, Any]:
 def test_explain_asks_for_the_resource_and_its_pods(answers: dict[str, Any], program: Any) -> None:
     cluster = Cluster({**MINIMAL, "replicas": 2})
     cluster.broken_engines.add("demo-engine-1")
-    for _ in range(6):
-        cluster.step()
-        cluster.tick()
+    cluster.play(6)
     answers[f"{RESOURCES}/demo"] = resource(cluster)
     pods = [{**pod, "spec": {"nodeName": "node-a", "containers": []}} for pod in cluster.pods.values()]
     for pod in pods:
@@ -109,8 +107,7 @@ def test_explain_asks_for_the_resource_and_its_pods(answers: dict[str, Any], pro
 
 @pytest.mark.parametrize("command", ["status", "explain"])
 def test_a_resource_that_no_operator_serves_names_it(answers: dict[str, Any], command: str) -> None:
-    cluster = Cluster({**MINIMAL})
-    cluster.settle()
+    cluster = Cluster({**MINIMAL}).settled()
     answers[f"{RESOURCES}/demo"] = resource(cluster)
     answers["/api/v1/namespaces/default/pods"] = {"apiVersion": "v1", "kind": "PodList", "items": []}
     assert "waits for nothing" in CliRunner().invoke(kubectl.main, [command, "demo"]).output
@@ -133,8 +130,7 @@ def test_a_restart_command_changes_only_what_begins_new_restart_budgets(answers:
 
 
 def test_an_update_command_requests_the_release_that_the_status_offers(answers: dict[str, Any]) -> None:
-    cluster = Cluster({**MINIMAL})
-    cluster.settle()
+    cluster = Cluster({**MINIMAL}).settled()
     answers[f"{RESOURCES}/demo"] = resource(cluster)
     result = CliRunner().invoke(kubectl.main, ["update", "demo"])
     assert (result.exit_code, result.output) == (0, "demo: is up to date\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,8 +18,9 @@ from megatron_operator.render.context import RenderContext
 from megatron_operator.render.guards import hub_egress
 from megatron_operator.render.model_source import model_adapters
 from megatron_operator.render.revision import revision_child
+from megatron_operator.resource.base import require
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import check_adapter_names, parse_spec
+from megatron_operator.resource.spec import ADAPTER_NAME_RULE, parse_spec
 from megatron_runtime.protocol.adapters import Adapter
 
 CLAIM = {"persistentVolumeClaim": {"claimName": "models", "path": "/base"}}
@@ -38,15 +38,6 @@ def cluster(make_cluster: Any) -> Cluster:
     made: Cluster = make_cluster(model={"source": CLAIM}, replicas=2)
     made.settle()
     return made
-
-
-def _play_until(cluster: Cluster, done: Callable[[], object], *, limit: int = 60) -> None:
-    for _ in range(limit):
-        if done():
-            return
-        cluster.step()
-        cluster.tick()
-    raise AssertionError("\n".join(cluster.log[-8:]))
 
 
 def _spec(*adapters: dict[str, Any], source: dict[str, Any] = CLAIM, **model: Any) -> dict[str, Any]:
@@ -77,10 +68,10 @@ def test_a_wrong_list_is_rejected_with_field_and_remedy(spec: dict[str, Any], wo
 
 
 def test_an_adapter_with_the_name_of_the_resource_is_rejected_unless_the_model_has_another() -> None:
-    with pytest.raises(ValueError, match="'sql' is the name of the resource"):
-        check_adapter_names("sql", parse_spec(_spec(SQL)))
-    check_adapter_names("sql", parse_spec(_spec(SQL, name="base")))
-    check_adapter_names("demo", parse_spec(_spec(SQL)))
+    with pytest.raises(ValueError, match=r"has the name of the resource.*is 'sql'"):
+        require([ADAPTER_NAME_RULE], ("sql", parse_spec(_spec(SQL))))
+    require([ADAPTER_NAME_RULE], ("sql", parse_spec(_spec(SQL, name="base"))))
+    require([ADAPTER_NAME_RULE], ("demo", parse_spec(_spec(SQL))))
 
 
 def test_engines_get_the_path_in_their_pods_or_the_pinned_repository() -> None:
@@ -112,8 +103,7 @@ def test_the_list_is_set_without_a_restart_and_only_when_it_differs(cluster: Clu
     pods = cluster.engine_pods(), dict(cluster.pods)
     for adapters, names in (((SQL, CHAT), ["chat", "sql"]), ((CHAT, SQL), []), ((CHAT,), ["chat"]), ((), [])):
         before = len(cluster.coordinator.begun)
-        cluster.patch(model={"adapters": list(adapters)})
-        cluster.settle()
+        cluster.change(model={"adapters": list(adapters)})
         sent = cluster.coordinator.begun[before:]
         assert [signal.kind.value for signal in sent] == (["SET_ADAPTERS"] if names or not adapters else []), (
             "another order is the same list"
@@ -133,8 +123,7 @@ def test_the_list_is_set_without_a_restart_and_only_when_it_differs(cluster: Clu
 
 
 def test_the_status_shows_each_adapter_with_its_engines(cluster: Cluster) -> None:
-    cluster.patch(model={"adapters": [SQL, CHAT]})
-    cluster.settle()
+    cluster.change(model={"adapters": [SQL, CHAT]})
     assert cluster.status["adapters"] == [
         {"name": "chat", "source": "hf:org/chat@5d8f", "engines": 2},
         {"name": "sql", "source": "/model/adapters/sql", "engines": 2},
@@ -147,7 +136,7 @@ def test_the_status_shows_each_adapter_with_its_engines(cluster: Cluster) -> Non
 def test_a_failure_is_shown_with_cause_and_remedy_blocks_nothing_and_is_tried_again(cluster: Cluster) -> None:
     cluster.coordinator.bad_sources.add("/model/adapters/sql")
     cluster.patch(model={"adapters": [SQL]})
-    _play_until(cluster, lambda: cluster.status.get("adapters", [{}])[0].get("error"))
+    cluster.play_until(lambda: cluster.status.get("adapters", [{}])[0].get("error"))
     [entry] = cluster.status["adapters"]
     assert (entry["engines"], entry["reason"]) == (0, "AdapterFailed")
     assert "adapter 'sql' from /model/adapters/sql: no such file" in entry["error"]
@@ -160,7 +149,7 @@ def test_a_failure_is_shown_with_cause_and_remedy_blocks_nothing_and_is_tried_ag
     assert any("Correct the source of the adapter" in line for line in causes(resource, []))
 
     cluster.patch(replicas=3)
-    _play_until(cluster, lambda: cluster.status["ready"] == "3/3", limit=20)
+    cluster.play_until(lambda: cluster.status["ready"] == "3/3", limit=20)
     assert cluster.signals().count("SET_ADAPTERS") == 1, "it waits before it tries again"
     cluster.coordinator.bad_sources.clear()
     decision = cluster.step()
@@ -177,7 +166,7 @@ def test_an_adapter_that_cannot_be_loaded_does_not_keep_the_others_from_being_lo
     cluster.coordinator.bad_sources |= {"/model/adapters/sql", "/model/adapters/lost"}
     lost = {"name": "lost", "source": {"path": "/adapters/lost"}}
     cluster.patch(model={"adapters": [SQL, CHAT, lost]})
-    _play_until(cluster, lambda: cluster.coordinator.adapters == (LOADED["chat"],), limit=12)
+    cluster.play_until(lambda: cluster.coordinator.adapters == (LOADED["chat"],), limit=12)
     cluster.step()
     shown = {entry["name"]: (entry["engines"], entry.get("error", "")) for entry in cluster.status["adapters"]}
     assert shown == {
@@ -187,64 +176,57 @@ def test_an_adapter_that_cannot_be_loaded_does_not_keep_the_others_from_being_lo
     }
     assert cluster.condition("Degraded")["reason"] == "AdapterFailed"
     writes = cluster.status_writes
-    for _ in range(15):
-        cluster.step()
-        cluster.tick()
+    cluster.play(15)
     assert cluster.signals() == ["SET_ADAPTERS", "SET_ADAPTERS"]
     assert cluster.status_writes == writes
     cluster.coordinator.bad_sources.discard("/model/adapters/sql")
-    _play_until(cluster, lambda: LOADED["sql"] in cluster.coordinator.adapters, limit=40)
+    cluster.play_until(lambda: LOADED["sql"] in cluster.coordinator.adapters, limit=40)
     assert cluster.coordinator.adapters == (LOADED["chat"], LOADED["sql"])
 
 
 def test_an_adapter_keeps_its_source_until_the_new_one_can_be_loaded(cluster: Cluster) -> None:
-    cluster.patch(model={"adapters": [SQL, CHAT]})
-    cluster.settle()
+    cluster.change(model={"adapters": [SQL, CHAT]})
     cluster.coordinator.bad_sources.add("/model/adapters/sql-2")
     cluster.patch(model={"adapters": [{"name": "sql", "source": {"path": "/adapters/sql-2"}}]})
-    _play_until(cluster, lambda: cluster.coordinator.adapters == (LOADED["sql"],), limit=12)
+    cluster.play_until(lambda: cluster.coordinator.adapters == (LOADED["sql"],), limit=12)
     cluster.coordinator.bad_sources.clear()
-    _play_until(cluster, lambda: cluster.coordinator.adapters == (Adapter("sql", "/model/adapters/sql-2"),))
+    cluster.play_until(lambda: cluster.coordinator.adapters == (Adapter("sql", "/model/adapters/sql-2"),))
 
 
 def test_engines_that_do_not_name_the_adapters_still_unload_those_that_are_removed(cluster: Cluster) -> None:
-    cluster.patch(model={"adapters": [CHAT]})
-    cluster.settle()
+    cluster.change(model={"adapters": [CHAT]})
     cluster.coordinator.reports_adapter_errors = False
     cluster.coordinator.bad_sources.add("/model/adapters/sql")
     cluster.patch(model={"adapters": [SQL]})
-    _play_until(cluster, lambda: cluster.coordinator.adapters == (), limit=12)
+    cluster.play_until(lambda: cluster.coordinator.adapters == (), limit=12)
     assert "no such file" in cluster.status["adapters"][0]["error"]
 
 
 def test_a_list_that_cannot_even_be_reduced_blocks_nothing(cluster: Cluster) -> None:
-    cluster.patch(model={"adapters": [CHAT]})
-    cluster.settle()
+    cluster.change(model={"adapters": [CHAT]})
     cluster.coordinator.bad_sources |= {"/model/adapters/sql", LOADED["chat"].source}
     third = {"name": "third", "source": {"path": "/adapters/third"}}
     cluster.patch(replicas=3, model={"adapters": [SQL, CHAT, third]})
-    _play_until(cluster, lambda: cluster.status["ready"] == "3/3" and len(cluster.signals()) > 2)
+    cluster.play_until(lambda: cluster.status["ready"] == "3/3" and len(cluster.signals()) > 2)
     sent = len(cluster.signals())
-    for _ in range(10):
-        cluster.step()
-        cluster.tick()
+    cluster.play(10)
     assert len(cluster.signals()) - sent <= 1
 
 
 def test_a_repeated_failure_waits_again(cluster: Cluster) -> None:
     cluster.coordinator.bad_sources.add("/model/adapters/sql")
     cluster.patch(model={"adapters": [SQL]})
-    _play_until(cluster, lambda: cluster.now - START > timedelta(seconds=120), limit=200)
+    cluster.play_until(lambda: cluster.now - START > timedelta(seconds=120), limit=200)
     assert 3 <= cluster.signals().count("SET_ADAPTERS") <= 5
 
 
 def test_a_corrected_list_is_set_at_once(cluster: Cluster) -> None:
     cluster.coordinator.bad_sources.add("/model/adapters/sql")
     cluster.patch(model={"adapters": [SQL]})
-    _play_until(cluster, lambda: "error" in cluster.status.get("adapters", [{}])[0])
+    cluster.play_until(lambda: "error" in cluster.status.get("adapters", [{}])[0])
     failed = cluster.now
     cluster.patch(model={"adapters": [{"name": "sql", "source": {"path": "/adapters/sql-2"}}]})
-    _play_until(cluster, lambda: cluster.status["adapters"][0]["engines"] == 2)
+    cluster.play_until(lambda: cluster.status["adapters"][0]["engines"] == 2)
     assert cluster.now - failed < timedelta(seconds=12)
     assert cluster.coordinator.adapters == (Adapter("sql", "/model/adapters/sql-2"),)
 
@@ -266,8 +248,7 @@ def test_a_backend_without_adapters_is_named(cluster: Cluster) -> None:
 
 
 def test_an_engine_that_joins_without_an_adapter_gets_the_list_again(cluster: Cluster) -> None:
-    cluster.patch(model={"adapters": [SQL, CHAT]})
-    cluster.settle()
+    cluster.change(model={"adapters": [SQL, CHAT]})
     cluster.coordinator.adapter_errors["sql"] = "demo-engine-1: no such file"
     cluster.step()
     sql = cluster.status["adapters"][1]
@@ -281,20 +262,16 @@ def test_an_engine_that_joins_without_an_adapter_gets_the_list_again(cluster: Cl
 
 @pytest.mark.parametrize("state", ["Suspended", "Stopped"])
 def test_a_change_waits_while_no_engine_can_load_it(cluster: Cluster, state: str) -> None:
-    cluster.patch(desiredState=state)
-    cluster.settle()
-    cluster.patch(model={"adapters": [SQL]})
-    cluster.settle()
+    cluster.change(desiredState=state)
+    cluster.change(model={"adapters": [SQL]})
     assert "SET_ADAPTERS" not in cluster.signals()
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.signals()[-1] == "SET_ADAPTERS"
     assert cluster.coordinator.adapters == (LOADED["sql"],)
 
 
 def test_the_list_is_set_while_paused(cluster: Cluster) -> None:
-    cluster.patch(desiredState="Paused", model={"adapters": [SQL]})
-    cluster.settle()
+    cluster.change(desiredState="Paused", model={"adapters": [SQL]})
     assert (cluster.state, cluster.signals()) == ("Paused", ["PAUSE", "SET_ADAPTERS"])
 
 
@@ -312,8 +289,7 @@ def test_a_list_that_changes_before_its_signal_is_sent_is_sent_as_it_is_now(clus
     cluster.patch(model={"adapters": [SQL]})
     cluster.step()
     assert cluster.status["lifecycle"]["phase"] == "Pending"
-    cluster.patch(model={"adapters": [CHAT]})
-    cluster.settle()
+    cluster.change(model={"adapters": [CHAT]})
     assert [signal.adapters for signal in cluster.coordinator.begun] == [(LOADED["chat"],)]
 
 
@@ -326,22 +302,19 @@ def test_a_lost_signal_is_sent_again_only_while_the_spec_has_its_list(cluster: C
     cluster.coordinator.operations.clear()
     (again,) = (action for action in decide(cluster.world()).actions if isinstance(action, Signal))
     assert (again.operation_id, again.adapters) == (operation, (LOADED["sql"],))
-    cluster.patch(model={"adapters": [CHAT]})
-    cluster.settle()
+    cluster.change(model={"adapters": [CHAT]})
     assert cluster.coordinator.adapters == (LOADED["chat"],)
     assert cluster.coordinator.begun[-1].operation_id != operation
 
 
 def test_a_coordinator_of_a_release_without_adapters_gets_no_signal(cluster: Cluster) -> None:
     cluster.coordinator.adapters = None
-    cluster.patch(model={"adapters": [SQL]})
-    cluster.settle()
+    cluster.change(model={"adapters": [SQL]})
     assert cluster.signals() == []
 
 
 def test_the_error_of_a_foreign_image_is_not_quoted(cluster: Cluster) -> None:
-    cluster.patch(model={"adapters": [SQL]})
-    cluster.settle()
+    cluster.change(model={"adapters": [SQL]})
     cluster.coordinator.adapter_errors["sql"] = "demo-engine-1: secret"
     world = cluster.world()
     engine = world.resource.spec.engine.model_copy(update={"image": "foreign:1"})

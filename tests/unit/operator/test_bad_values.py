@@ -37,9 +37,7 @@ def test_a_resource_recovers_when_a_bad_value_is_reverted(make_cluster: Any, wed
     before = {name: cluster.spec.get(name) for name in wedge}
     cluster.broken_engines |= {"demo-engine-0", "demo-engine-1"}
     cluster.patch(**wedge)
-    for _ in range(12):
-        cluster.step()
-        cluster.tick()
+    cluster.play(12)
     cluster.broken_engines.clear()
     cluster.patch()
     for name, value in before.items():

@@ -50,15 +50,6 @@ PATHS: dict[tuple[str, str], list[str]] = {
 }
 
 
-def _play_until(cluster: Any, done: Callable[[], object], *, limit: int = 40) -> None:
-    for _ in range(limit):
-        if done():
-            return
-        cluster.step()
-        cluster.tick()
-    raise AssertionError("\n".join(cluster.log[-8:]))
-
-
 def test_a_new_resource_gets_all_children_in_its_first_pass(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.step()
@@ -74,8 +65,7 @@ def test_a_new_resource_gets_all_children_in_its_first_pass(make_cluster: Any) -
 
 
 def test_a_new_resource_becomes_ready(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     assert cluster.state == "Running"
     assert cluster.status["ready"] == "2/2"
     assert cluster.condition("Ready")["status"] == "True"
@@ -90,13 +80,10 @@ def test_a_new_resource_becomes_ready(make_cluster: Any) -> None:
 
 @pytest.mark.parametrize(("start", "goal"), sorted(PATHS))
 def test_every_verb_takes_its_path(make_cluster: Any, start: str, goal: str) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
-    cluster.patch(desiredState=start)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
+    cluster.change(desiredState=start)
     cluster.coordinator.begun.clear()
-    cluster.patch(desiredState=goal)
-    cluster.settle()
+    cluster.change(desiredState=goal)
     assert cluster.state == goal
     assert cluster.signals() == PATHS[start, goal]
     assert cluster.condition("LifecycleSettled")["status"] == "True"
@@ -111,13 +98,11 @@ def test_every_verb_takes_its_path(make_cluster: Any, start: str, goal: str) -> 
 def test_a_desired_state_changed_at_any_moment_is_reached(
     make_cluster: Any, first: str, second: str, third: str
 ) -> None:
-    changing = make_cluster(replicas=1, desiredState=first)
-    changing.settle()
+    changing = make_cluster(replicas=1, desiredState=first).settled()
     changing.patch(desiredState=second)
     for moment in range(8):
         cluster = copy.deepcopy(changing)
-        cluster.patch(desiredState=third)
-        cluster.settle()
+        cluster.change(desiredState=third)
         assert cluster.state == third, (moment, cluster.log[-5:])
         changing.step()
         changing.tick()
@@ -125,8 +110,7 @@ def test_a_desired_state_changed_at_any_moment_is_reached(
 
 @pytest.mark.parametrize("goal", ["Paused", "Suspended", "Stopped"])
 def test_paused_is_claimed_only_when_every_engine_has_confirmed(make_cluster: Any, goal: str) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(desiredState=goal)
     for _ in range(8):
         cluster.step()
@@ -137,8 +121,7 @@ def test_paused_is_claimed_only_when_every_engine_has_confirmed(make_cluster: An
 
 
 def test_an_intent_is_persisted_before_its_signal_and_the_id_is_kept(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(desiredState="Paused")
     first = cluster.step()
     assert not any(isinstance(action, Signal) for action in first.actions)
@@ -154,8 +137,7 @@ def test_an_intent_is_persisted_before_its_signal_and_the_id_is_kept(make_cluste
 @pytest.mark.slow
 @pytest.mark.parametrize("goal", ["Paused", "Suspended", "Stopped"])
 def test_an_operator_that_dies_anywhere_completes_the_verb_once(make_cluster: Any, goal: str) -> None:
-    running = make_cluster(replicas=2)
-    running.settle()
+    running = make_cluster(replicas=2).settled()
     running.patch(desiredState=goal)
     reference = copy.deepcopy(running)
     reference.settle()
@@ -170,8 +152,7 @@ def test_an_operator_that_dies_anywhere_completes_the_verb_once(make_cluster: An
 
 
 def test_a_lost_signal_is_sent_again_under_the_same_id(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(desiredState="Paused")
     cluster.step()
     cluster.step(crash_after=0)
@@ -181,8 +162,7 @@ def test_a_lost_signal_is_sent_again_under_the_same_id(make_cluster: Any) -> Non
 
 
 def test_a_coordinator_that_cannot_be_asked_makes_the_phase_unknown(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(desiredState="Paused")
     cluster.step()
     cluster.step()
@@ -197,8 +177,7 @@ def test_a_coordinator_that_cannot_be_asked_makes_the_phase_unknown(make_cluster
 
 
 def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(desiredState="Paused")
     cluster.step()
     cluster.step()
@@ -224,8 +203,7 @@ def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: A
 def test_an_intent_that_was_not_sent_is_dropped_once_its_signal_is_not_legal(
     make_cluster: Any, state: CoordinatorState, kept: bool
 ) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(desiredState="Stopped")
     cluster.step()
     intent = cluster.status["lifecycle"]["operationId"]
@@ -236,8 +214,7 @@ def test_an_intent_that_was_not_sent_is_dropped_once_its_signal_is_not_legal(
 
 
 def test_a_drain_past_its_deadline_does_not_hold_up_a_stop(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(desiredState="Stopped")
     cluster.step()
     cluster.step()
@@ -252,21 +229,17 @@ def test_a_running_resource_without_engines_is_stopped(make_cluster: Any) -> Non
     """There is no engine to drain and none to wait for."""
     cluster = make_cluster(replicas=2)
     cluster.broken_engines |= {"demo-engine-0", "demo-engine-1"}
-    for _ in range(6):
-        cluster.step()
-        cluster.tick()
+    cluster.play(6)
     assert cluster.coordinator.engines == {}
     assert len(cluster.engine_pods()) == 2
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
     assert cluster.signals() == ["PAUSE", "STOP"]
     assert cluster.engine_pods() == []
     assert cluster.state == "Stopped"
 
 
 def test_stop_completes_without_a_coordinator_after_its_deadline(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(desiredState="Stopped")
     cluster.coordinator = None
     requested = cluster.now
@@ -280,17 +253,14 @@ def test_stop_completes_without_a_coordinator_after_its_deadline(make_cluster: A
 
 
 def test_a_stop_reverted_before_its_pods_ended_starts_the_next_stop_from_the_beginning(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     for goal in ("Stopped", "Running", "Stopped"):
-        cluster.patch(desiredState=goal)
-        cluster.settle()
+        cluster.change(desiredState=goal)
     assert cluster.signals() == ["DRAIN", "PAUSE", "STOP"] * 2
 
 
 def test_release_pods_keeps_pods_until_suspend_is_confirmed(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, lifecycle={"suspend": {"level": "ReleasePods"}})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, lifecycle={"suspend": {"level": "ReleasePods"}}).settled()
     cluster.patch(desiredState="Suspended")
     for _ in range(20):
         assert len(cluster.engine_pods()) == 2
@@ -323,8 +293,7 @@ def test_created_suspended_with_release_pods_never_starts_an_engine(make_cluster
 
 
 def test_offload_keeps_pods_until_it_escalates(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"suspend": {"escalateAfterSeconds": 100}})
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"suspend": {"escalateAfterSeconds": 100}}).settled()
     cluster.patch(desiredState="Suspended")
     decision = cluster.settle()
     assert cluster.engine_pods() != []
@@ -340,15 +309,12 @@ def test_offload_keeps_pods_until_it_escalates(make_cluster: Any) -> None:
 
 
 def test_no_replicas_behaves_as_release_pods(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1)
-    cluster.settle()
-    cluster.patch(replicas=0)
-    cluster.settle()
+    cluster = make_cluster(replicas=1).settled()
+    cluster.change(replicas=0)
     assert cluster.signals() == ["PAUSE", "SUSPEND"]
     assert cluster.engine_pods() == []
     assert (cluster.state, cluster.status["ready"]) == ("Suspended", "0/0")
-    cluster.patch(replicas=2)
-    cluster.settle()
+    cluster.change(replicas=2)
     assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
 
 
@@ -363,8 +329,7 @@ def test_no_replicas_behaves_as_release_pods(make_cluster: Any) -> None:
 def test_a_request_wakes_a_suspended_resource_until_its_desired_state_changes(
     make_cluster: Any, ends: dict[str, Any]
 ) -> None:
-    cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended")
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended").settled()
     assert cluster.state == "Suspended"
     cluster.coordinator.queue = 1
     cluster.settle()
@@ -372,30 +337,25 @@ def test_a_request_wakes_a_suspended_resource_until_its_desired_state_changes(
     cluster.coordinator.queue = 0
     cluster.settle()
     assert cluster.state == "Running"
-    cluster.patch(**ends)
-    cluster.settle()
-    cluster.patch(desiredState="Suspended")
-    cluster.settle()
+    cluster.change(**ends)
+    cluster.change(desiredState="Suspended")
     assert cluster.state == "Suspended"
 
 
 def test_an_autoscaler_does_not_suspend_a_woken_resource(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended")
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended").settled()
     cluster.coordinator.queue = 1
     cluster.settle()
     cluster.coordinator.queue = 0
     before = cluster.signals()
-    cluster.patch(replicas=2)
-    cluster.settle()
+    cluster.change(replicas=2)
     assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
     assert cluster.signals() == before
 
 
 def test_a_woken_resource_with_requests_in_flight_is_not_idle(make_cluster: Any) -> None:
     suspend = {"wakeOnRequest": True, "idleSeconds": 60}
-    cluster = make_cluster(lifecycle={"suspend": suspend}, desiredState="Suspended")
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"suspend": suspend}, desiredState="Suspended").settled()
     cluster.coordinator.queue = 1
     cluster.settle()
     cluster.coordinator.queue, cluster.coordinator.idle = 0, 61.0
@@ -424,21 +384,17 @@ def test_a_woken_resource_that_is_idle_sleeps_again_until_the_next_request(make_
 
 
 def test_scaling_up_touches_no_engine_that_serves(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1)
-    cluster.settle()
+    cluster = make_cluster(replicas=1).settled()
     uid = cluster.pods["demo-engine-0-0"]["metadata"]["uid"]
-    cluster.patch(replicas=3)
-    cluster.settle()
+    cluster.change(replicas=3)
     assert cluster.status["ready"] == "3/3"
     assert cluster.pods["demo-engine-0-0"]["metadata"]["uid"] == uid
     assert cluster.signals() == []
 
 
 def test_scaling_down_drains_the_highest_index_first(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
-    cluster.patch(replicas=1)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
+    cluster.change(replicas=1)
     assert cluster.signals() == ["DRAIN demo-engine-2", "DRAIN demo-engine-1"]
     assert cluster.engine_pods() == ["demo-engine-0-0"]
     assert {ref.name for ref in cluster.objects if ref.kind == "StatefulSet"} == {"demo-engine-0"}
@@ -453,12 +409,10 @@ def test_scaling_down_drains_the_highest_index_first(make_cluster: Any) -> None:
 
 
 def test_a_removal_that_a_killed_operator_left_half_done_is_completed(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     policy = ChildRef("NetworkPolicy", "demo-engine-1", "networking.k8s.io/v1")
     left = cluster.objects[policy]
-    cluster.patch(replicas=1)
-    cluster.settle()
+    cluster.change(replicas=1)
     cluster.objects[policy] = left
     cluster.settle()
     assert policy not in cluster.objects
@@ -466,8 +420,7 @@ def test_a_removal_that_a_killed_operator_left_half_done_is_completed(make_clust
 
 def test_the_pods_of_an_engine_may_connect_before_the_shared_policy_forbids_it(make_cluster: Any) -> None:
     """An earlier operator allowed the connections of all engines in the shared policy alone."""
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     for name in ("demo-engine-0", "demo-engine-1"):
         del cluster.objects[ChildRef("NetworkPolicy", name, "networking.k8s.io/v1")]
     cluster.unverified.add(ChildRef("NetworkPolicy", "demo-engines", "networking.k8s.io/v1"))
@@ -477,8 +430,7 @@ def test_the_pods_of_an_engine_may_connect_before_the_shared_policy_forbids_it(m
 
 @pytest.mark.parametrize("code", [409, 412, 423, 424])
 def test_an_engine_whose_drain_was_rejected_is_drained_again_before_it_goes(make_cluster: Any, code: int) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(replicas=1)
     cluster.step()
     cluster.step()
@@ -489,23 +441,19 @@ def test_an_engine_whose_drain_was_rejected_is_drained_again_before_it_goes(make
 
 
 def test_an_engine_that_still_loads_is_removed_without_a_drain(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.coordinator.engines["demo-engine-1"].serving = False
-    cluster.patch(replicas=1)
-    cluster.settle()
+    cluster.change(replicas=1)
     assert cluster.signals() == []
     assert cluster.engine_pods() == ["demo-engine-0-0"]
 
 
 @pytest.mark.parametrize("desired", ["Running", "Paused", "Suspended"])
 def test_engines_that_never_served_are_removed_at_once(make_cluster: Any, desired: str) -> None:
-    cluster = make_cluster(replicas=2, desiredState=desired)
-    cluster.settle()
+    cluster = make_cluster(replicas=2, desiredState=desired).settled()
     before = cluster.signals()
     cluster.broken_engines |= {f"demo-engine-{index}" for index in range(2, 40)}
-    cluster.patch(replicas=40)
-    cluster.settle()
+    cluster.change(replicas=40)
     assert len(cluster.engine_pods()) == 40
     cluster.patch(replicas=2)
     cluster.step()
@@ -538,8 +486,7 @@ def test_a_bounded_number_of_engines_starts_at_a_time(make_cluster: Any) -> None
 
 
 def test_an_engine_without_its_statefulset_keeps_its_revision_in_the_status(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     before = cluster.status["engines"]
     assert before[0]["revision"]
     del cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
@@ -548,8 +495,7 @@ def test_an_engine_without_its_statefulset_keeps_its_revision_in_the_status(make
 
 
 def test_a_coordinator_that_does_not_answer_is_reported_with_its_error(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.coordinator = None
     cluster.step()
     assert cluster.condition("Ready")["reason"] == "CoordinatorUnreachable"
@@ -557,38 +503,32 @@ def test_a_coordinator_that_does_not_answer_is_reported_with_its_error(make_clus
 
 
 def test_scaling_down_waits_while_paused(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
-    cluster.patch(desiredState="Paused", replicas=1)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
+    cluster.change(desiredState="Paused", replicas=1)
     assert len(cluster.engine_pods()) == 2
     assert "demo-engine-1" in cluster.condition("Ready")["message"]
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert len(cluster.engine_pods()) == 1
 
 
 def test_a_reverted_scale_down_undrains_its_engine(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(replicas=1)
     cluster.step()
     cluster.step()
     assert cluster.coordinator.engines["demo-engine-1"].draining
-    cluster.patch(replicas=2)
-    cluster.settle()
+    cluster.change(replicas=2)
     assert not any(engine.draining for engine in cluster.coordinator.engines.values())
     assert cluster.status["ready"] == "2/2"
 
 
 def test_a_new_pod_is_not_restarted_because_its_drained_predecessor_is_still_reported(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(replicas=1)
-    _play_until(cluster, lambda: cluster.coordinator.engines["demo-engine-1"].draining)
+    cluster.play_until(lambda: cluster.coordinator.engines["demo-engine-1"].draining)
     drained = cluster.coordinator.engines["demo-engine-1"]
     cluster.patch(replicas=2)
-    _play_until(cluster, lambda: cluster.deleted_pods == ["demo-engine-1-0"])
+    cluster.play_until(lambda: cluster.deleted_pods == ["demo-engine-1-0"])
     cluster.tick()
     cluster.coordinator.engines["demo-engine-1"] = drained
     cluster.pods["demo-engine-1-0"]["status"] = {"phase": "Pending"}
@@ -597,8 +537,7 @@ def test_a_new_pod_is_not_restarted_because_its_drained_predecessor_is_still_rep
 
 
 def test_a_new_template_replaces_one_engine_at_a_time(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
     old = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     cluster.patch(engine={"batching": {"maxRequests": 7}})
     for _ in range(40):
@@ -629,8 +568,7 @@ GPU = {"gpusPerPod": 1}
 def test_the_number_of_pods_changes_with_the_template_in_each_engines_turn(
     make_cluster: Any, engine: dict[str, Any], tensor: int, changed: dict[str, Any], pods: tuple[int, int]
 ) -> None:
-    cluster = make_cluster(replicas=3, engine=engine, parallelism={"tensor": tensor})
-    cluster.settle()
+    cluster = make_cluster(replicas=3, engine=engine, parallelism={"tensor": tensor}).settled()
     first = cluster.status["revision"]
     cluster.patch(**changed)
     for _ in range(60):
@@ -649,30 +587,25 @@ def test_the_number_of_pods_changes_with_the_template_in_each_engines_turn(
 def test_a_rejected_template_with_another_number_of_pods_resizes_no_engine(
     make_cluster: Any, before: int, after: int
 ) -> None:
-    cluster = make_cluster(replicas=2, parallelism={"tensor": before})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, parallelism={"tensor": before}).settled()
     held = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     cluster.reject |= {ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1") for index in range(2)}
-    cluster.patch(parallelism={"tensor": after})
-    cluster.settle()
+    cluster.change(parallelism={"tensor": after})
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == held
 
 
 def test_a_revert_during_a_rollout_leaves_unchanged_engines_alone(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
     untouched = cluster.pods["demo-engine-0-0"]["metadata"]["uid"]
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    _play_until(cluster, lambda: "demo-engine-2-0" in cluster.deleted_pods)
-    cluster.patch(engine={"batching": {}})
-    cluster.settle()
+    cluster.play_until(lambda: "demo-engine-2-0" in cluster.deleted_pods)
+    cluster.change(engine={"batching": {}})
     assert cluster.pods["demo-engine-0-0"]["metadata"]["uid"] == untouched
     assert cluster.status["updatedReplicas"] == 3
 
 
 def test_a_bad_revision_stops_at_the_first_engine(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
     cluster.broken_engines.add("demo-engine-2")
     decision = cluster.settle()
@@ -681,8 +614,7 @@ def test_a_bad_revision_stops_at_the_first_engine(make_cluster: Any) -> None:
     assert decision.policy == "rollout"
     assert cluster.condition("Degraded")["reason"] == "CrashLooping"
     cluster.broken_engines.clear()
-    cluster.patch(engine={"batching": {}})
-    cluster.settle()
+    cluster.change(engine={"batching": {}})
     assert cluster.status["ready"] == "3/3"
 
 
@@ -691,25 +623,23 @@ def test_a_rollout_waits_while_paused_except_for_engines_that_do_not_serve(make_
     cluster.broken_engines.add("demo-engine-1")
     cluster.settle()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    _play_until(cluster, lambda: cluster.deleted_pods)
+    cluster.play_until(lambda: cluster.deleted_pods)
     cluster.broken_engines.clear()
     cluster.settle()
     assert cluster.state == "Paused"
     assert cluster.deleted_pods == ["demo-engine-1-0"]
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert sorted(cluster.deleted_pods) == ["demo-engine-0-0", "demo-engine-1-0"]
 
 
 def test_a_new_model_is_never_served_beside_the_old_one(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     server = ChildRef("Deployment", "demo-server", "apps/v1")
     before = cluster.objects[server]["spec"]["template"]
     cluster.patch(model={"source": {"builtin": "other"}})
     cluster.step()
     assert cluster.objects[server]["spec"]["template"] == before
-    _play_until(cluster, lambda: cluster.deleted_pods)
+    cluster.play_until(lambda: cluster.deleted_pods)
     assert cluster.objects[server]["spec"]["template"] != before
     assert sorted(cluster.deleted_pods) == ["demo-engine-0-0", "demo-engine-1-0"]
     cluster.settle()
@@ -720,10 +650,9 @@ def test_a_new_model_is_never_served_beside_the_old_one(make_cluster: Any) -> No
 
 
 def test_after_a_change_of_model_requests_wait_until_the_old_engines_are_gone(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(model={"source": {"builtin": "other"}})
-    _play_until(cluster, lambda: cluster.deleted_pods)
+    cluster.play_until(lambda: cluster.deleted_pods)
     old = cluster.world().pods[0]
     lingering = replace(old, component="engine", engine="demo-engine-1", revision="old", deleting=True)
     for _ in range(6):
@@ -734,8 +663,7 @@ def test_after_a_change_of_model_requests_wait_until_the_old_engines_are_gone(ma
 
 
 def test_each_engine_shows_the_digest_of_its_weights(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     world = cluster.world()
     one, other = world.coordinator.engines
     engines = (replace(one, digest="5eed"), other)
@@ -745,10 +673,9 @@ def test_each_engine_shows_the_digest_of_its_weights(make_cluster: Any) -> None:
 
 
 def test_an_interrupted_swap_deletes_the_old_pods_later(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    _play_until(cluster, lambda: any(isinstance(action, ApplyChild) for action in decide(cluster.world()).actions))
+    cluster.play_until(lambda: any(isinstance(action, ApplyChild) for action in decide(cluster.world()).actions))
     cluster.step(crash_after=1)
     assert cluster.deleted_pods == []
     cluster.settle()
@@ -757,8 +684,7 @@ def test_an_interrupted_swap_deletes_the_old_pods_later(make_cluster: Any) -> No
 
 
 def test_a_settled_resource_writes_nothing(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     writes = cluster.status_writes
     for _ in range(20):
         cluster.coordinator.queue += 1
@@ -769,8 +695,7 @@ def test_a_settled_resource_writes_nothing(make_cluster: Any) -> None:
 
 
 def test_a_changed_or_unverified_child_is_applied_again(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     service = ChildRef("Service", "demo")
     cluster.unverified.add(service)
     decision = cluster.step()
@@ -781,15 +706,12 @@ def test_a_changed_or_unverified_child_is_applied_again(make_cluster: Any) -> No
 
 
 def test_a_rejected_template_is_reported_and_does_not_block_verbs(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.reject.add(ChildRef("Deployment", "demo-server", "apps/v1"))
-    cluster.patch(server={"podTemplate": {"spec": {"schedulerName": "x"}}})
-    cluster.settle()
+    cluster.change(server={"podTemplate": {"spec": {"schedulerName": "x"}}})
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
     assert "spec.template is wrong" in cluster.condition("Degraded")["message"]
-    cluster.patch(desiredState="Paused")
-    cluster.settle()
+    cluster.change(desiredState="Paused")
     assert cluster.state == "Paused"
     cluster.reject.clear()
     cluster.patch(server={}, desiredState="Running")
@@ -811,20 +733,16 @@ def test_a_rejected_policy_of_an_engine_is_reported(make_cluster: Any) -> None:
 
 
 def test_a_template_rejected_in_a_dry_run_replaces_no_engine(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     held = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     cluster.reject |= {ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1") for index in range(2)}
-    cluster.patch(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
-    cluster.settle()
+    cluster.change(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
     assert cluster.signals() == []
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == held
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
     assert cluster.status["readyReplicas"] == 2
     writes, tried = cluster.status_writes, cluster.rejections[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at
-    for _ in range(40):
-        cluster.step()
-        cluster.tick()
+    cluster.play(40)
     assert cluster.rejections[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at > tried
     assert cluster.status_writes == writes, "a second rejection says nothing new"
 
@@ -836,13 +754,10 @@ def test_a_template_rejected_in_a_dry_run_replaces_no_engine(make_cluster: Any) 
 
 
 def test_a_rejected_server_template_keeps_the_old_model_serving(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.reject.add(ChildRef("Deployment", "demo-server", "apps/v1"))
     cluster.patch(model={"source": {"builtin": "other"}}, server={"podTemplate": {"spec": {"priorityClassName": "x"}}})
-    for _ in range(30):
-        cluster.step()
-        cluster.tick()
+    cluster.play(30)
     assert cluster.signals() == []
     assert cluster.status["readyReplicas"] == 2
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
@@ -853,15 +768,12 @@ def test_a_rejected_server_template_keeps_the_old_model_serving(make_cluster: An
 
 
 def test_a_reverted_rejected_template_changes_nothing(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     before = cluster.status["revision"], cluster.engine_pods()
     cluster.reject.add(ChildRef("StatefulSet", "demo-engine-0", "apps/v1"))
-    cluster.patch(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
-    cluster.settle()
+    cluster.change(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
     cluster.spec["engine"] = {}
-    cluster.patch()
-    cluster.settle()
+    cluster.change()
     assert (cluster.status["revision"], cluster.engine_pods()) == before
     assert cluster.condition("Degraded")["status"] == "False"
     assert cluster.signals() == []
@@ -886,8 +798,7 @@ def test_pods_that_cannot_be_created_are_explained(make_cluster: Any, said: str,
 
 def test_a_pod_of_an_engine_that_cannot_be_created_is_explained(make_cluster: Any) -> None:
     """A quota may have room for some pods of an engine."""
-    cluster = make_cluster(parallelism={"tensor": 2})
-    cluster.settle()
+    cluster = make_cluster(parallelism={"tensor": 2}).settled()
     del cluster.coordinator.engines["demo-engine-0"]
     cluster.pods = {name: pod for name, pod in cluster.pods.items() if name != "demo-engine-0-1"}
     cluster.step()
@@ -916,8 +827,7 @@ def test_shared_pods_that_cannot_be_created_are_explained(make_cluster: Any, nam
 
 @pytest.mark.parametrize("component", ["coordinator", "server", "engine"])
 def test_a_pod_that_waits_for_a_missing_secret_is_explained(make_cluster: Any, component: str) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     name, pod = next((name, pod) for name, pod in cluster.pods.items() if f"-{component}-" in name)
     pod["status"] = {"phase": "Pending"}
     assert cluster.step().requeue_after == EVENT_SECONDS, "Events are read again soon"
@@ -930,21 +840,17 @@ def test_a_pod_that_waits_for_a_missing_secret_is_explained(make_cluster: Any, c
 
 
 def test_a_template_that_cannot_be_merged_names_its_field(make_cluster: Any) -> None:
-    cluster = make_cluster(engine={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
-    cluster.settle()
+    cluster = make_cluster(engine={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}).settled()
     assert cluster.step().requeue_after == 60.0
     assert cluster.condition("Ready")["reason"] == "InvalidPodTemplate"
     assert "spec.engine.podTemplate.spec.containers[0]" in cluster.condition("Ready")["message"]
 
 
 def test_an_engine_whose_template_became_invalid_can_still_be_stopped(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
-    cluster.patch(engine={"podTemplate": {"spec": {"containers": "x"}}})
-    cluster.settle()
+    cluster = make_cluster().settled()
+    cluster.change(engine={"podTemplate": {"spec": {"containers": "x"}}})
     assert cluster.state == "Running"
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
     assert cluster.state == "Stopped"
 
 
@@ -978,8 +884,7 @@ def test_an_object_of_another_owner_is_never_touched(make_cluster: Any, version:
 
 
 def test_a_statefulset_that_is_being_deleted_is_not_applied(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"suspend": {"level": "ReleasePods"}}, desiredState="Suspended")
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"suspend": {"level": "ReleasePods"}}, desiredState="Suspended").settled()
     ref = ChildRef("StatefulSet", "demo-engine-0", "apps/v1")
     cluster.objects[ref]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     cluster.patch(desiredState="Running")
@@ -997,32 +902,27 @@ def test_an_engine_that_cannot_be_rendered_is_created_without_pods(make_cluster:
         lifecycle={"suspend": {"level": "ReleasePods"}},
         desiredState="Suspended",
         engine={"podTemplate": {"spec": {"containers": "x"}}},
-    )
-    cluster.settle()
+    ).settled()
     assert cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]["spec"]["replicas"] == 0
     assert cluster.state == "Suspended"
 
 
 def test_after_the_loss_of_the_lease_verbs_use_a_fence_above_the_coordinators(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.coordinator.fence = 9
-    cluster.patch(desiredState="Paused")
-    cluster.settle()
+    cluster.change(desiredState="Paused")
     assert cluster.state == "Paused"
     assert cluster.coordinator.begun[-1].fence == 10
     assert cluster.status["lifecycle"]["fenceOffset"] == 9
     cluster.term = 2  # a later leader: above the one before, whose offset it found in the status
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.coordinator.begun[-1].fence == 11
     assert cluster.status["lifecycle"]["fenceOffset"] == 9
 
 
 @pytest.mark.parametrize("fence", [1 << 64, (1 << 64) - 1, 1 << 53, 1_000_001])
 def test_a_fence_that_no_leader_sent_is_not_followed(make_cluster: Any, fence: int) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     honest, cluster.coordinator.fence = cluster.coordinator.fence, fence
     cluster.patch(desiredState="Paused")
     decision = cluster.step()
@@ -1040,20 +940,16 @@ def test_a_fence_that_no_leader_sent_is_not_followed(make_cluster: Any, fence: i
 
 
 def test_a_fence_within_the_bound_is_followed_to_the_last(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.coordinator.fence = 1_000_000
-    cluster.patch(desiredState="Paused")
-    cluster.settle()
+    cluster.change(desiredState="Paused")
     assert cluster.coordinator.begun[-1].fence == 1_000_001
 
 
 def test_a_resource_whose_coordinator_claims_a_fence_can_be_stopped(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.coordinator.fence = (1 << 64) - 1
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
     assert cluster.state != "Stopped"
     cluster.now += timedelta(seconds=cluster.world().resource.spec.lifecycle.drain_seconds + 121)
     cluster.settle()
@@ -1062,18 +958,15 @@ def test_a_resource_whose_coordinator_claims_a_fence_can_be_stopped(make_cluster
 
 
 def test_weights_are_not_updated_beyond_the_last_epoch(make_cluster: Any) -> None:
-    cluster = make_cluster(**_on_volume("6"))
-    cluster.settle()
+    cluster = make_cluster(**_on_volume("6")).settled()
     cluster.coordinator.epoch = 1 << 53
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
+    cluster.change(weights={"revision": "7"})
     assert cluster.coordinator.begun == []
     assert f"epoch {1 << 53}" in cluster.status["plan"]["waitingOn"]
 
 
 def test_a_recovering_coordinator_is_waited_for(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.coordinator.state = CoordinatorState.RECOVERING
     cluster.patch(desiredState="Paused")
     decision = cluster.step()
@@ -1084,8 +977,7 @@ def test_a_recovering_coordinator_is_waited_for(make_cluster: Any) -> None:
 
 
 def test_a_deleted_resource_is_left_alone(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     world = cluster.world()
     decision = decide(replace(world, resource=replace(world.resource, deleting=True)))
     assert decision.actions == ()
@@ -1093,22 +985,17 @@ def test_a_deleted_resource_is_left_alone(make_cluster: Any) -> None:
 
 
 def test_each_transition_is_an_event(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
-    cluster.patch(desiredState="Paused")
-    cluster.settle()
+    cluster = make_cluster().settled()
+    cluster.change(desiredState="Paused")
     states = [event.reason for event in cluster.events if " -> " in event.message]
     assert states == ["Pending", "Running", "Pausing", "Paused"]
 
 
 @pytest.mark.parametrize("goal", STATES[1:])
 def test_a_verb_without_an_error_emits_no_warning(make_cluster: Any, goal: str) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
-    cluster.patch(desiredState=goal)
-    cluster.settle()
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
+    cluster.change(desiredState=goal)
+    cluster.change(desiredState="Running")
     assert [event for event in cluster.events if event.type == "Warning"] == []
 
 
@@ -1117,8 +1004,7 @@ def failed_request(number: int) -> FailedRequestReport:
 
 
 def test_a_request_that_crashes_engines_is_in_the_status_and_in_one_event(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.coordinator.failed_requests = [failed_request(1), failed_request(2)]
     cluster.settle()
     settled = copy.deepcopy(cluster.status)
@@ -1139,8 +1025,7 @@ def test_a_request_that_crashes_engines_is_in_the_status_and_in_one_event(make_c
 
 
 def test_only_the_last_failed_requests_are_kept_and_the_status_does_not_flap(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     for first in (0, 10, 20):
         cluster.coordinator.failed_requests = [failed_request(first + n) for n in range(16)]
         cluster.settle()
@@ -1155,8 +1040,7 @@ def engine_states(cluster: Any) -> list[str]:
 
 
 def test_an_engine_with_ready_pods_that_stays_unregistered_is_reported_lost(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     del cluster.coordinator.engines["demo-engine-1"]
     assert cluster.step().requeue_after == LOST_SECONDS
     assert (engine_states(cluster), cluster.status["ready"]) == (["RUNNING", "Pending"], "1/2")
@@ -1169,8 +1053,7 @@ def test_an_engine_with_ready_pods_that_stays_unregistered_is_reported_lost(make
 
 
 def test_a_frozen_engine_is_unresponsive_then_lost_and_never_starting(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     frozen = cluster.coordinator.engines["demo-engine-1"]
     frozen.suspect = True
     cluster.step()
@@ -1203,8 +1086,7 @@ def test_a_frozen_engine_is_unresponsive_then_lost_and_never_starting(make_clust
 
 
 def test_the_only_engine_that_does_not_respond_makes_the_resource_not_ready(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.coordinator.engines["demo-engine-0"].suspect = True
     cluster.step()
     ready = cluster.condition("Ready")
@@ -1213,8 +1095,7 @@ def test_the_only_engine_that_does_not_respond_makes_the_resource_not_ready(make
 
 def test_an_engine_whose_pod_is_deleted_is_not_lost(make_cluster: Any) -> None:
     """An eviction, kubectl delete pod, or the node's shutdown: the engine leaves before its pod is gone."""
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.pods["demo-engine-1-0"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     for suspect in (True, False):
         if suspect:
@@ -1230,8 +1111,7 @@ def test_an_engine_whose_pod_is_deleted_is_not_lost(make_cluster: Any) -> None:
 
 
 def test_a_restart_of_the_coordinator_changes_no_engine_in_the_status(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     engines, coordinator = copy.deepcopy(cluster.status["engines"]), cluster.coordinator
     pod = next(pod for name, pod in cluster.pods.items() if "-coordinator-" in name)
     ready = pod["status"]["conditions"]
@@ -1282,8 +1162,7 @@ def test_a_restart_of_the_coordinator_changes_no_engine_in_the_status(make_clust
 def test_the_event_of_an_absent_coordinator_is_a_warning_unless_its_pod_is_replaced(
     make_cluster: Any, pods: dict[str, dict[str, Any]], kind: str
 ) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.coordinator = None
     name = next(name for name in cluster.pods if "-coordinator-" in name)
     pod = cluster.pods.pop(name)
@@ -1296,27 +1175,14 @@ def test_the_event_of_an_absent_coordinator_is_a_warning_unless_its_pod_is_repla
 
 
 def test_a_rollout_waits_for_an_engine_that_does_not_respond(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
     cluster.coordinator.engines["demo-engine-0"].suspect = True
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    for _ in range(10):
-        cluster.step()
-        cluster.tick()
+    cluster.play(10)
     assert cluster.signals() == []
     cluster.coordinator.engines["demo-engine-0"].suspect = False
     cluster.settle()
     assert cluster.status["updatedReplicas"] == 3
-
-
-def test_a_condition_keeps_its_time_while_its_status_stays(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
-    before = cluster.condition("CoordinatorReady")["lastTransitionTime"]
-    cluster.patch(desiredState="Paused")
-    cluster.settle()
-    assert cluster.condition("CoordinatorReady")["lastTransitionTime"] == before
-    assert cluster.condition("Ready")["lastTransitionTime"] > before
 
 
 @pytest.mark.parametrize(
@@ -1339,11 +1205,9 @@ def test_a_condition_changes_its_time_with_its_status(status: str, reason: Reaso
 
 
 def test_history_names_the_operation_and_keeps_sixteen(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     for goal in ("Paused", "Running") * 10:
-        cluster.patch(desiredState=goal)
-        cluster.settle()
+        cluster.change(desiredState=goal)
     history = cluster.status["history"]
     assert len(history) == 16
     assert (history[-1]["from"], history[-1]["to"]) == ("Paused", "Running")
@@ -1352,8 +1216,7 @@ def test_history_names_the_operation_and_keeps_sixteen(make_cluster: Any) -> Non
 
 
 def test_a_spec_of_a_later_version_is_rejected_in_the_status(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     decision = reject_spec(status=cluster.status, generation=2, error="spec.next: unknown", now=cluster.now)
     ready = next(entry for entry in decision.status["conditions"] if entry["type"] == "Ready")
     assert (ready["status"], ready["reason"], ready["message"]) == ("False", "InvalidSpec", "spec.next: unknown")
@@ -1362,10 +1225,9 @@ def test_a_spec_of_a_later_version_is_rejected_in_the_status(make_cluster: Any) 
 
 
 def test_a_replaced_engine_is_asked_for_a_canary_before_the_next_is_taken(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    _play_until(cluster, lambda: cluster.asked)
+    cluster.play_until(lambda: cluster.asked)
     assert cluster.signals() == ["DRAIN demo-engine-1"]
     assert cluster.status["updatedReplicas"] == 0
     cluster.settle()
@@ -1377,11 +1239,10 @@ def test_a_replaced_engine_is_asked_for_a_canary_before_the_next_is_taken(make_c
 def test_a_rollout_is_not_complete_while_the_last_engine_is_reported_with_its_earlier_revision(
     make_cluster: Any,
 ) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     old = replace(cluster.coordinator.engines["demo-engine-0"], draining=True)
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    _play_until(cluster, lambda: "demo-engine-0-0" in cluster.deleted_pods)
+    cluster.play_until(lambda: "demo-engine-0-0" in cluster.deleted_pods)
     cluster.tick()
     new = cluster.coordinator.engines["demo-engine-0"]
     assert new.revision != old.revision
@@ -1397,8 +1258,7 @@ def test_a_rollout_is_not_complete_while_the_last_engine_is_reported_with_its_ea
 
 
 def test_a_wrong_canary_stops_the_rollout_and_removes_the_engine_until_the_spec_changes(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
     cluster.wrong_engines.add("demo-engine-1")
     cluster.settle()
@@ -1407,16 +1267,14 @@ def test_a_wrong_canary_stops_the_rollout_and_removes_the_engine_until_the_spec_
     assert cluster.coordinator.engines["demo-engine-1"].draining
     assert cluster.deleted_pods == ["demo-engine-1-0"]
     cluster.wrong_engines.clear()
-    cluster.patch(engine={"batching": {}})
-    cluster.settle()
+    cluster.change(engine={"batching": {}})
     assert cluster.deleted_pods == ["demo-engine-1-0", "demo-engine-1-0"]
     assert not cluster.coordinator.engines["demo-engine-1"].draining
     assert cluster.condition("Degraded")["status"] == "False"
 
 
 def test_a_lost_child_of_an_outdated_engine_is_re_created_from_its_own_revision(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
     first = ChildRef("StatefulSet", "demo-engine-0", "apps/v1")
     old = cluster.objects[first]
     cluster.patch(engine={"batching": {"maxRequests": 7}})
@@ -1447,8 +1305,7 @@ def test_revisions_are_recorded_before_their_engines_and_forgotten_after_them(ma
 
 
 def test_a_revision_that_a_new_operator_renders_differently_is_kept_until_its_turn(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     (record,) = [ref for ref in cluster.objects if ref.kind == "ControllerRevision"]
     cluster.objects[record]["data"]["spec"]["engine"]["startupSeconds"] = 99
     cluster.patch(engine={"batching": {"maxRequests": 7}})
@@ -1458,15 +1315,12 @@ def test_a_revision_that_a_new_operator_renders_differently_is_kept_until_its_tu
 
 
 def test_one_unproven_engine_at_a_time_when_all_are_down(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
     cluster.broken_engines |= {f"demo-engine-{index}" for index in range(3)}
     cluster.patch(engine={"batching": {"maxRequests": 7}})
     cluster.coordinator.engines.clear()
-    _play_until(cluster, lambda: cluster.deleted_pods)
-    for _ in range(5):
-        cluster.step()
-        cluster.tick()
+    cluster.play_until(lambda: cluster.deleted_pods)
+    cluster.play(5)
     assert cluster.deleted_pods == ["demo-engine-2-0"]
     cluster.broken_engines.clear()
     cluster.settle()
@@ -1480,11 +1334,9 @@ def _on_volume(revision: str) -> dict[str, Any]:
 
 
 def test_new_weights_are_loaded_in_place(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, **_on_volume("6"))
-    cluster.settle()
+    cluster = make_cluster(replicas=2, **_on_volume("6")).settled()
     pods = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
+    cluster.change(weights={"revision": "7"})
     assert cluster.signals() == ["UPDATE_WEIGHTS"]
     assert cluster.coordinator.sources == ["/model/x/7"]
     assert (cluster.status["weights"]["revision"], cluster.status["epoch"]) == ("7", 1)
@@ -1493,25 +1345,20 @@ def test_new_weights_are_loaded_in_place(make_cluster: Any) -> None:
     assert server["spec"]["template"]["metadata"]["labels"]["inference.megatron.dev/weights"] == "6"
     engine = cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
     assert "/model/x/7" in engine["spec"]["template"]["spec"]["containers"][0]["args"]
-    cluster.patch(weights={"revision": "6"})
-    cluster.settle()
+    cluster.change(weights={"revision": "6"})
     assert (cluster.status["weights"]["revision"], cluster.status["epoch"]) == ("6", 2)
 
 
 def test_a_pod_that_starts_before_new_weights_are_confirmed_starts_with_the_old(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, **_on_volume("6"))
-    cluster.settle()
+    cluster = make_cluster(replicas=2, **_on_volume("6")).settled()
     cluster.coordinator.bad_sources.add("/model/x/7")
     cluster.patch(weights={"revision": "7"})
-    for _ in range(6):
-        cluster.step()
-        cluster.tick()
+    cluster.play(6)
     assert cluster.condition("Degraded")["reason"] == "SignalFailed"
     assert "no weights at /model/x/7" in cluster.condition("Degraded")["message"]
     engine = cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
     assert "/model/x/6" in engine["spec"]["template"]["spec"]["containers"][0]["args"]
-    cluster.patch(weights={"revision": "6"})
-    cluster.settle()
+    cluster.change(weights={"revision": "6"})
     assert cluster.condition("Degraded")["status"] == "False"
     assert cluster.coordinator.sources == []
 
@@ -1521,8 +1368,7 @@ def test_weights_that_no_engine_can_start_with_are_corrected_by_another_revision
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()
     cluster.broken_engines.clear()
-    cluster.patch(weights={"revision": "6"})
-    cluster.settle()
+    cluster.change(weights={"revision": "6"})
     assert cluster.state == "Running"
     assert cluster.pods["demo-engine-0-0"]["metadata"]["labels"]["inference.megatron.dev/weights"] == "6"
     assert cluster.signals() == []
@@ -1530,8 +1376,7 @@ def test_weights_that_no_engine_can_start_with_are_corrected_by_another_revision
 
 @pytest.mark.parametrize("crash_at", range(6))
 def test_weights_are_updated_once_if_the_operator_dies_at_any_action(make_cluster: Any, crash_at: int) -> None:
-    cluster = make_cluster(**_on_volume("6"))
-    cluster.settle()
+    cluster = make_cluster(**_on_volume("6")).settled()
     cluster.patch(weights={"revision": "7"})
     for number in range(6):
         cluster.step(crash_after=0 if number == crash_at else None)
@@ -1542,13 +1387,10 @@ def test_weights_are_updated_once_if_the_operator_dies_at_any_action(make_cluste
 
 
 def test_new_weights_wait_while_suspended(make_cluster: Any) -> None:
-    cluster = make_cluster(**_on_volume("6"), desiredState="Suspended")
-    cluster.settle()
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
+    cluster = make_cluster(**_on_volume("6"), desiredState="Suspended").settled()
+    cluster.change(weights={"revision": "7"})
     assert cluster.coordinator.sources == []
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.coordinator.sources == ["/model/x/7"]
 
 
@@ -1563,10 +1405,8 @@ def _reboot(cluster: Any, *engines: str) -> None:
 
 @pytest.mark.parametrize("engines", [("demo-engine-0", "demo-engine-1"), ("demo-engine-1",)])
 def test_weights_that_a_reboot_reverted_are_updated_again(make_cluster: Any, engines: tuple[str, ...]) -> None:
-    cluster = make_cluster(replicas=2, **_on_volume("6"))
-    cluster.settle()
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, **_on_volume("6")).settled()
+    cluster.change(weights={"revision": "7"})
     assert [engine["weights"] for engine in cluster.status["engines"]] == ["7", "7"]
     pods = cluster.engine_pods()
     _reboot(cluster, *engines)
@@ -1586,10 +1426,8 @@ def test_weights_that_a_reboot_reverted_are_updated_again(make_cluster: Any, eng
 
 
 def test_engines_of_a_coordinator_without_sources_are_judged_by_their_epoch(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, **_on_volume("6"))
-    cluster.settle()
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, **_on_volume("6")).settled()
+    cluster.change(weights={"revision": "7"})
     for engine in cluster.coordinator.engines.values():
         engine.source = None
     cluster.settle()
@@ -1600,25 +1438,19 @@ def test_engines_of_a_coordinator_without_sources_are_judged_by_their_epoch(make
 
 
 def test_wrong_weights_wait_while_suspended(make_cluster: Any) -> None:
-    cluster = make_cluster(**_on_volume("6"))
-    cluster.settle()
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
-    cluster.patch(desiredState="Suspended")
-    cluster.settle()
+    cluster = make_cluster(**_on_volume("6")).settled()
+    cluster.change(weights={"revision": "7"})
+    cluster.change(desiredState="Suspended")
     _reboot(cluster, "demo-engine-0")
     cluster.settle()
     assert cluster.signals() == ["UPDATE_WEIGHTS", "PAUSE", "SUSPEND"]
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.signals()[3:] == ["RESUME", "UNPAUSE", "UPDATE_WEIGHTS"]
 
 
 def test_an_engine_that_still_reports_other_weights_after_an_update_gets_the_next_one_later(make_cluster: Any) -> None:
-    cluster = make_cluster(**_on_volume("6"))
-    cluster.settle()
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
+    cluster = make_cluster(**_on_volume("6")).settled()
+    cluster.change(weights={"revision": "7"})
     cluster.coordinator.engines["demo-engine-0"].source = "/model/x/5"
     cluster.now += timedelta(minutes=1)
     for _ in range(3):
@@ -1634,8 +1466,7 @@ def test_an_engine_that_still_reports_other_weights_after_an_update_gets_the_nex
 def test_different_files_are_reported_if_the_engines_were_never_updated(
     make_cluster: Any, spec: dict[str, Any]
 ) -> None:
-    cluster = make_cluster(replicas=2, **spec)
-    cluster.settle()
+    cluster = make_cluster(replicas=2, **spec).settled()
     for name, digest in (("demo-engine-0", "aaaa"), ("demo-engine-1", "bbbb")):
         cluster.coordinator.engines[name].digest = digest
     cluster.settle()
@@ -1645,10 +1476,8 @@ def test_different_files_are_reported_if_the_engines_were_never_updated(
 
 
 def test_different_files_of_one_revision_are_loaded_again_once_and_then_reported(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, **_on_volume("6"))
-    cluster.settle()
-    cluster.patch(weights={"revision": "7"})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, **_on_volume("6")).settled()
+    cluster.change(weights={"revision": "7"})
     cluster.coordinator.begun.clear()
     cluster.now += timedelta(minutes=1)
     for name, digest in (("demo-engine-0", "aaaa"), ("demo-engine-1", "bbbb")):
@@ -1658,8 +1487,7 @@ def test_different_files_of_one_revision_are_loaded_again_once_and_then_reported
     assert cluster.status["weights"]["differentDigests"] == ["aaaa", "bbbb"]
     assert "aaaa, bbbb; make the files" in cluster.condition("Degraded")["message"]
     cluster.now += timedelta(days=1)
-    cluster.patch(desiredState="Paused")
-    cluster.settle()
+    cluster.change(desiredState="Paused")
     assert cluster.signals() == ["UPDATE_WEIGHTS", "PAUSE"]
     for engine in cluster.coordinator.engines.values():
         engine.digest = "aaaa"
@@ -1685,29 +1513,24 @@ def _failing(make_cluster: Any, **fields: Any) -> Any:
     cluster.check = _rejects("smollm2-153m", **fields)
     cluster.settle()
     cluster.patch(model=TYPO)
-    _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
+    cluster.play_until(lambda: cluster.condition("Degraded")["status"] == "True")
     return cluster
 
 
 def test_a_first_start_and_verbs_need_no_check(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     for state in ("Paused", "Suspended", "Running", "Stopped", "Running"):
-        cluster.patch(desiredState=state)
-        cluster.settle()
-    cluster.patch(replicas=3)
-    cluster.settle()
+        cluster.change(desiredState=state)
+    cluster.change(replicas=3)
     assert cluster.checked == []
     assert cluster.status["verifiedRevisions"] == [cluster.status["revision"]]
 
 
 @pytest.mark.parametrize("change", [{"model": TYPO}, {"engine": {"batching": {"maxRequests": 7}}}])
 def test_nothing_is_drained_while_the_check_runs(make_cluster: Any, change: dict[str, Any]) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.check = lambda arguments: None
-    cluster.patch(**change)
-    cluster.settle()
+    cluster.change(**change)
     revision = cluster.status["revision"]
     assert cluster.status["plan"]["waitingOn"] == f"pod demo-check-{revision} to check revision {revision}"
     assert cluster.condition("Degraded")["status"] == "False"
@@ -1734,8 +1557,7 @@ def test_a_model_that_does_not_exist_costs_no_engine_and_its_correction_rolls_ou
     cluster.settle()
     assert (cluster.status_writes, len(cluster.checked)) == (writes, 1)
 
-    cluster.patch(model={"source": {"builtin": "gemma3-270m"}})
-    cluster.settle()
+    cluster.change(model={"source": {"builtin": "gemma3-270m"}})
     assert cluster.signals() == ["DRAIN", "PAUSE", "UNPAUSE"]
     assert cluster.status["updatedReplicas"] == 2
     assert cluster.condition("Degraded")["status"] == "False"
@@ -1745,19 +1567,16 @@ def test_a_model_that_does_not_exist_costs_no_engine_and_its_correction_rolls_ou
 
 def test_a_revert_of_a_failed_change_needs_no_check(make_cluster: Any) -> None:
     cluster = _failing(make_cluster)
-    cluster.patch(model={"source": {"builtin": "smollm2-135m"}})
-    cluster.settle()
+    cluster.change(model={"source": {"builtin": "smollm2-135m"}})
     assert (cluster.signals(), cluster.deleted_pods, len(cluster.checked)) == ([], [], 1)
     assert "plan" not in cluster.status
     assert not any("-check-" in name for name in cluster.pods)
 
 
 def test_a_return_to_a_revision_that_served_needs_no_check(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     for limit in (7, 64, 7):
-        cluster.patch(engine={"batching": {"maxRequests": limit}})
-        cluster.settle()
+        cluster.change(engine={"batching": {"maxRequests": limit}})
     assert len(cluster.checked) == len(set(cluster.checked)) == 2
     assert cluster.status["verifiedRevisions"][-1] == cluster.status["revision"]
 
@@ -1769,11 +1588,9 @@ def test_verbs_work_on_the_revision_that_serves_while_a_check_has_failed(make_cl
     if state == "Released":
         state = "Suspended"
         cluster.patch(lifecycle={"suspend": {"level": "ReleasePods"}})
-    cluster.patch(desiredState=state)
-    cluster.settle()
+    cluster.change(desiredState=state)
     assert cluster.state == state
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.status["ready"] == "2/2"
     assert {engine["revision"] for engine in cluster.status["engines"]} == before
     assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
@@ -1791,37 +1608,31 @@ def test_engines_added_after_zero_replicas_do_not_get_a_revision_whose_check_has
     server = ChildRef("Deployment", "demo-server", "apps/v1")
     before, template = cluster.status["revision"], cluster.objects[server]["spec"]["template"]
     cluster.patch(model=TYPO)
-    _play_until(cluster, lambda: cluster.checked)
+    cluster.play_until(lambda: cluster.checked)
     cluster.settle()
-    cluster.patch(replicas=0)
-    cluster.settle()
+    cluster.change(replicas=0)
     assert (cluster.state, cluster.engine_pods()) == ("Suspended", [])
     cluster.check = _rejects("smollm2-153m")
-    cluster.patch(replicas=2)
-    cluster.settle()
+    cluster.change(replicas=2)
     assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
     assert {engine["revision"] for engine in cluster.status["engines"]} == {before}
     assert cluster.objects[server]["spec"]["template"] == template
     assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
-    cluster.patch(model={"source": {"builtin": "gemma3-270m"}})
-    cluster.settle()
+    cluster.change(model={"source": {"builtin": "gemma3-270m"}})
     assert cluster.status["updatedReplicas"] == 2
     assert cluster.condition("Degraded")["status"] == "False"
 
 
 def test_engines_added_after_zero_replicas_get_a_revision_whose_check_passed_meanwhile(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.check = lambda arguments: None
     cluster.patch(model={"source": {"builtin": "gemma3-270m"}})
-    _play_until(cluster, lambda: cluster.checked)
-    cluster.patch(replicas=0)
-    cluster.settle()
+    cluster.play_until(lambda: cluster.checked)
+    cluster.change(replicas=0)
     cluster.check = lambda arguments: (0, "")
     cluster.settle()
     assert not any("-check-" in name for name in cluster.pods)
-    cluster.patch(replicas=2)
-    cluster.settle()
+    cluster.change(replicas=2)
     assert (cluster.status["ready"], cluster.status["updatedReplicas"]) == ("2/2", 2)
     assert cluster.signals().count("DRAIN") <= 1
     assert len(cluster.checked) == 1
@@ -1830,8 +1641,7 @@ def test_engines_added_after_zero_replicas_get_a_revision_whose_check_passed_mea
 def test_a_stopped_resource_takes_a_revision_whose_check_was_deleted(make_cluster: Any) -> None:
     """The engines of a resource that does not serve report errors themselves."""
     cluster = _failing(make_cluster)
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
     cluster.remove("Pod", _check_pod(cluster)["metadata"]["name"], _check_pod(cluster)["metadata"]["uid"])
     cluster.settle()
     assert {engine["revision"] for engine in cluster.status["engines"]} == {cluster.status["revision"]}
@@ -1842,15 +1652,13 @@ def test_scaling_and_upkeep_continue_with_the_revision_that_serves(make_cluster:
     cluster = _failing(make_cluster)
     serving = cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
     del cluster.objects[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")]
-    cluster.patch(replicas=3)
-    cluster.settle()
+    cluster.change(replicas=3)
     assert cluster.status["ready"] == "3/3"
     for index in (1, 2):
         made = cluster.objects[ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1")]
         labels = (each["spec"]["template"]["metadata"]["labels"] for each in (made, serving))
         assert len({found["inference.megatron.dev/revision"] for found in labels}) == 1
-    cluster.patch(replicas=1)
-    cluster.settle()
+    cluster.change(replicas=1)
     assert cluster.status["ready"] == "1/1"
     assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
 
@@ -1861,7 +1669,7 @@ def test_an_engine_that_restarts_does_not_get_a_revision_whose_check_failed(make
     cluster.settle()
     before = cluster.status["engines"][0]["revision"]
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
+    cluster.play_until(lambda: cluster.condition("Degraded")["status"] == "True")
     cluster.coordinator.engines.clear()
     cluster.step()
     cluster.settle()
@@ -1873,15 +1681,13 @@ def test_a_transient_failure_is_checked_again_with_a_growing_pause(make_cluster:
     message = '{"reason": "HubUnavailableError", "message": "the hub does not answer"}'
     cluster = _failing(make_cluster, code=75, message=message)
     began = cluster.now
-    for _ in range(400):
-        cluster.step()
-        cluster.tick()
+    cluster.play(400)
     assert (cluster.now - began).total_seconds() == 400
     assert 5 <= len(cluster.checked) <= 8
     assert cluster.signals() == []
     assert "the hub does not answer" in cluster.condition("Degraded")["message"]
     cluster.check = lambda arguments: (0, "")
-    _play_until(cluster, lambda: cluster.status["updatedReplicas"] == 2, limit=400)
+    cluster.play_until(lambda: cluster.status["updatedReplicas"] == 2, limit=400)
 
 
 def test_a_deleted_check_runs_again(make_cluster: Any) -> None:
@@ -1898,10 +1704,9 @@ def _check_pod(cluster: Any) -> Any:
 
 
 def test_a_passed_check_is_remembered_by_the_next_operator(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
-    _play_until(cluster, lambda: cluster.status["revision"] in cluster.status["verifiedRevisions"])
+    cluster.play_until(lambda: cluster.status["revision"] in cluster.status["verifiedRevisions"])
     cluster.vetted.clear()
     cluster.settle()
     assert len(cluster.checked) == 1
@@ -1909,14 +1714,11 @@ def test_a_passed_check_is_remembered_by_the_next_operator(make_cluster: Any) ->
 
 
 def test_the_last_of_many_edits_is_checked_alone(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.check = lambda arguments: None
     for limit in (5, 6, 7):
         cluster.patch(engine={"batching": {"maxRequests": limit}})
-        for _ in range(4):
-            cluster.step()
-            cluster.tick()
+        cluster.play(4)
         assert sum("-check-" in name for name in cluster.pods) == 1
     assert _check_pod(cluster)["metadata"]["name"] == f"demo-check-{cluster.status['revision']}"
 
@@ -1927,9 +1729,8 @@ def test_engines_drained_for_a_change_serve_again_if_the_next_change_fails_its_c
         cluster.check = _rejects("smollm2-153m")
         cluster.settle()
         cluster.patch(**change)
-        _play_until(cluster, lambda cluster=cluster: cluster.signals())
-        cluster.patch(model=TYPO)
-        cluster.settle()
+        cluster.play_until(lambda cluster=cluster: cluster.signals())
+        cluster.change(model=TYPO)
         assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
         assert cluster.status["ready"] == "2/2"
         assert not any(engine.draining for engine in cluster.coordinator.engines.values())
@@ -1968,12 +1769,10 @@ def test_engines_drained_for_a_change_serve_again_if_the_next_change_fails_its_c
 def test_a_check_pod_that_does_not_start_is_diagnosed(
     make_cluster: Any, status: dict[str, Any], reason: str, words: str
 ) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.check = lambda arguments: None
     hub = {"repo": "org/model", "tokenSecretRef": {"name": "hub", "key": "token"}}
-    cluster.patch(model={"source": {"huggingFace": hub}})
-    cluster.settle()
+    cluster.change(model={"source": {"huggingFace": hub}})
     _check_pod(cluster)["status"] = {"phase": "Pending", **status}
     cluster.settle()
     assert cluster.condition("Degraded")["reason"] == cluster.condition("Progressing")["reason"] == reason
@@ -1982,13 +1781,12 @@ def test_a_check_pod_that_does_not_start_is_diagnosed(
 
 
 def test_a_check_pod_that_cannot_be_created_is_offered_again(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.patch(engine={"batching": {"maxRequests": 7}})
     cluster.step()
     pod = ChildRef("Pod", f"demo-check-{cluster.status['revision']}")
     cluster.reject.add(pod)
-    _play_until(cluster, lambda: cluster.condition("Degraded")["status"] == "True")
+    cluster.play_until(lambda: cluster.condition("Degraded")["status"] == "True")
     assert cluster.condition("Degraded")["reason"] == "QuotaExceeded"
     assert cluster.signals() == []
     cluster.rejections[pod] = replace(cluster.rejections[pod], message='violates PodSecurity "restricted:latest"')
@@ -1996,22 +1794,18 @@ def test_a_check_pod_that_cannot_be_created_is_offered_again(make_cluster: Any) 
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
     assert cluster.condition("Degraded")["message"].endswith("; correct spec.engine.podTemplate")
     cluster.reject.clear()
-    _play_until(cluster, lambda: cluster.status["updatedReplicas"] == 2, limit=60)
+    cluster.play_until(lambda: cluster.status["updatedReplicas"] == 2, limit=60)
 
 
 def test_only_pods_of_this_resource_are_its_checks(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     cluster.check = lambda arguments: None
-    cluster.patch(engine={"batching": {"maxRequests": 7}})
-    cluster.settle()
+    cluster.change(engine={"batching": {"maxRequests": 7}})
     pod = _check_pod(cluster)
     pod["metadata"]["ownerReferences"][0]["uid"] = "another"
     pod["status"] = {"phase": "Succeeded"}
     cluster.reject.add(ChildRef("Pod", pod["metadata"]["name"]))
-    for _ in range(20):
-        cluster.step()
-        cluster.tick()
+    cluster.play(20)
     assert cluster.signals() == []
     assert pod["metadata"]["name"] in cluster.pods
 
@@ -2023,9 +1817,7 @@ def test_weights_that_engines_hold_are_kept_while_another_model_fails_its_check(
     cluster.settle()
     held = cluster.status["weights"]
     typo = {"source": {"persistentVolumeClaim": {"claimName": "models", "path": "/typo/{revision}"}}}
-    cluster.patch(model=typo, weights={"revision": "2"})
-    cluster.settle()
+    cluster.change(model=typo, weights={"revision": "2"})
     assert cluster.status["weights"] == held
-    cluster.patch(model=source)
-    cluster.settle()
+    cluster.change(model=source)
     assert cluster.coordinator.sources == ["/model/a/2"]

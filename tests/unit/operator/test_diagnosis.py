@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.diagnosis import diagnose, references
 from megatron_operator.decision.reduce import reduce_pod
-from megatron_operator.decision.references import references
 from megatron_operator.decision.world import PodView
 from megatron_operator.resource.spec import parse_spec
 

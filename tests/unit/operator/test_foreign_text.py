@@ -20,7 +20,7 @@ from prometheus_client import generate_latest
 
 import megatron_operator
 from megatron_operator.cli import main
-from megatron_operator.cluster.events import Recorder
+from megatron_operator.cluster.writer import Recorder
 from megatron_operator.controller.metrics import Metrics, Reading
 from megatron_operator.decision.decide import NOT_QUOTED, decide, reject_spec
 from megatron_operator.decision.world import (
@@ -32,7 +32,7 @@ from megatron_operator.decision.world import (
     OperationReport,
 )
 from megatron_operator.explain import causes, explanation
-from megatron_operator.resource.states import OperationOutcome, SignalKind
+from megatron_operator.resource.states import OperationOutcome
 from megatron_operator.resource.text import printable, printable_data
 from megatron_runtime.process.logs import JsonFormatter, TextFormatter
 
@@ -261,8 +261,7 @@ def test_commands_print_no_terminal_control_characters(tmp_path: Path, spec: dic
 
 
 def test_metrics_name_the_engines_of_the_resource_and_no_others(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     seen = cluster.coordinator.snapshot()
     foreign = replace(seen.engines[0], name=SECRET)
     metrics = Metrics()
@@ -347,7 +346,7 @@ def test_texts_of_a_foreign_image_are_quoted_only_where_the_chart_lists_it(
     cluster.settle()
     world = cluster.world()
     operation = {"operationId": "o", "signal": "PAUSE", "goal": "Running", "phase": "Submitted", "fence": 1}
-    failed = OperationReport(OperationOutcome.FAILED, SignalKind.PAUSE, message=SECRET)
+    failed = OperationReport(OperationOutcome.FAILED, message=SECRET)
     engines = tuple(replace(engine, digest=SECRET) for engine in world.coordinator.engines)
     canaries = {"demo-engine-0": CanaryReport(engines[0].revision, ok=False, message=SECRET)}
     coordinator = replace(world.coordinator, operations={"o": failed}, engines=engines, canaries=canaries)

@@ -48,8 +48,7 @@ def kstatus(cluster: Cluster) -> str:
 def test_a_reached_state_is_healthy(make_cluster: Any, state: str) -> None:
     cluster: Cluster = make_cluster()
     cluster.settle()
-    cluster.patch(desiredState=state)
-    cluster.settle()
+    cluster.change(desiredState=state)
     assert (argocd(cluster), flux(cluster), kstatus(cluster)) == ("Healthy", "Current", "Current")
 
 
@@ -83,8 +82,6 @@ def test_a_resource_that_no_operator_has_seen_is_in_progress() -> None:
 def test_an_error_is_degraded(make_cluster: Any) -> None:
     cluster: Cluster = make_cluster()
     cluster.broken_engines |= {"demo-engine-0"}
-    for _ in range(12):
-        cluster.step()
-        cluster.tick()
+    cluster.play(12)
     assert cluster.condition("Degraded")["status"] == "True"
     assert (argocd(cluster), flux(cluster)) == ("Degraded", "Failed")

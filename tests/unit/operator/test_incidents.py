@@ -9,12 +9,11 @@ from datetime import timedelta
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.decision.incidents import REPORT_SECONDS, WINDOW_SECONDS
+from megatron_operator.decision.restarts import REPORT_SECONDS, WINDOW_SECONDS
 
 
 def running(replicas: int = 3) -> Cluster:
-    cluster = Cluster({**copy.deepcopy(MINIMAL), "replicas": replicas})
-    cluster.settle()
+    cluster = Cluster({**copy.deepcopy(MINIMAL), "replicas": replicas}).settled()
     cluster.events.clear()
     return cluster
 
@@ -95,8 +94,7 @@ def _roll_out(cluster: Cluster) -> None:
 
 
 def _stop_and_start(cluster: Cluster) -> None:
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
     cluster.patch(desiredState="Running")
 
 

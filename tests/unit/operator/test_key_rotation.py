@@ -22,8 +22,7 @@ PAIRS = ("server", "engine", "client")
 
 
 def _running(**spec: Any) -> Cluster:
-    cluster = Cluster({**MINIMAL, **spec})
-    cluster.settle()
+    cluster = Cluster({**MINIMAL, **spec}).settled()
     assert cluster.status["keys"]["generation"] == 1
     return cluster
 
@@ -36,8 +35,7 @@ def _files(cluster: Cluster) -> dict[str, list[str]]:
 def test_a_raised_generation_replaces_every_pair_and_restarts_the_coordinator_once() -> None:
     cluster = _running()
     before = _files(cluster)
-    cluster.patch(keys={"generation": 3})
-    cluster.settle()
+    cluster.change(keys={"generation": 3})
     after = _files(cluster)
     for name in (f"{role}.{half}" for role in PAIRS for half in ("key", "pub")):
         assert len(after[name]) == 1
@@ -53,11 +51,9 @@ def test_a_raised_generation_replaces_every_pair_and_restarts_the_coordinator_on
 
 def test_the_same_generation_again_and_a_lower_one_do_nothing() -> None:
     cluster = _running(keys={"generation": 1})
-    cluster.patch(keys={"generation": 4})
-    cluster.settle()
+    cluster.change(keys={"generation": 4})
     held = _files(cluster)
-    cluster.patch(keys={"generation": 2})
-    cluster.settle()
+    cluster.change(keys={"generation": 2})
     assert _files(cluster) == held
 
 
@@ -65,9 +61,7 @@ def test_old_keys_are_removed_only_after_no_process_uses_them() -> None:
     cluster = _running()
     cluster.kubelet_brings_keys = False
     cluster.patch(keys={"generation": 2})
-    for _ in range(30):
-        cluster.step()
-        cluster.tick()
+    cluster.play(30)
     assert cluster.status["keys"]["stage"] == "Admitting"
     assert "a kubelet updates" in cluster.status["plan"]["waitingOn"]
     assert cluster.condition("Ready")["status"] == "True"
@@ -92,25 +86,20 @@ def test_keys_are_rotated_at_their_maximum_age_once() -> None:
 
 def test_a_rotation_waits_while_paused_and_goes_on_when_it_runs() -> None:
     cluster = _running()
-    cluster.patch(desiredState="Paused")
-    cluster.settle()
+    cluster.change(desiredState="Paused")
     held = _files(cluster)
-    cluster.patch(keys={"generation": 2})
-    cluster.settle()
+    cluster.change(keys={"generation": 2})
     assert _files(cluster) == held
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.status["keys"]["generation"] == 2
 
 
 def test_a_revision_whose_check_fails_delays_no_rotation() -> None:
     cluster = _running(replicas=2)
     cluster.check = lambda arguments: (1, '{"reason": "ModelSourceError", "message": "no such model"}')
-    cluster.patch(model={"source": {"builtin": "smollm2-153m"}})
-    cluster.settle()
+    cluster.change(model={"source": {"builtin": "smollm2-153m"}})
     assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
-    cluster.patch(keys={"generation": 2})
-    cluster.settle()
+    cluster.change(keys={"generation": 2})
     assert (cluster.status["keys"]["generation"], cluster.status["keys"]["stage"]) == (2, "Settled")
     assert cluster.condition("Degraded")["reason"] == "WeightsMissing"
     assert (cluster.state, cluster.status["ready"], cluster.deleted_pods) == ("Running", "2/2", [])
@@ -119,11 +108,9 @@ def test_a_revision_whose_check_fails_delays_no_rotation() -> None:
 def test_an_engine_that_fails_its_canary_delays_no_rotation() -> None:
     cluster = _running(replicas=2)
     cluster.wrong_engines.add("demo-engine-1")
-    cluster.patch(engine={"batching": {"maxRequests": 7}})
-    cluster.settle()
+    cluster.change(engine={"batching": {"maxRequests": 7}})
     assert cluster.condition("Degraded")["reason"] == "CanaryFailed"
-    cluster.patch(keys={"generation": 2})
-    cluster.settle()
+    cluster.change(keys={"generation": 2})
     assert (cluster.status["keys"]["generation"], cluster.status["keys"]["stage"]) == (2, "Settled")
 
 
@@ -148,8 +135,7 @@ def test_a_lost_secret_is_re_created_as_another_generation() -> None:
 
 def test_a_secret_that_cannot_be_read_restarts_nothing() -> None:
     cluster = _running()
-    cluster.patch(keys={"generation": 2})
-    cluster.settle()
+    cluster.change(keys={"generation": 2})
     template = cluster.objects[ChildRef("Deployment", "demo-coordinator", "apps/v1")]["spec"]["template"]
     decision = decide(replace(cluster.world(), keys=None))
     applied = [action for action in decision.actions if isinstance(action, ApplyChild)]

@@ -29,8 +29,7 @@ AGE = timedelta(minutes=5)
 @pytest.fixture
 def serving(make_cluster: Any) -> World:
     """A resource that serves, whose pods are five minutes old."""
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     world: World = cluster.world()
     return replace(world, pods=tuple(replace(pod, created_at=world.now - AGE) for pod in world.pods))
 

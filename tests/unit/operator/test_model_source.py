@@ -10,9 +10,8 @@ from in_memory_cluster import Cluster
 from pydantic import ValidationError
 
 from megatron_operator.decision.decide import decide
-from megatron_operator.decision.diagnosis import diagnose
+from megatron_operator.decision.diagnosis import diagnose, references
 from megatron_operator.decision.reduce import reduce_pod
-from megatron_operator.decision.references import references
 from megatron_operator.decision.world import DOWNLOAD_SECONDS, Download
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.context import NotAllowed, RenderContext

@@ -6,7 +6,8 @@ import typing
 
 import pytest
 
-from megatron_operator.decision.policies import POLICIES, Policy
+from megatron_operator.decision.policies import POLICIES
+from megatron_operator.decision.policies.verdict import Policy
 from megatron_operator.decision.scene import Scene, topics
 from megatron_operator.decision.world import World
 

@@ -73,14 +73,12 @@ def test_a_crashing_engine_is_diagnosed_and_not_restarted_beyond_its_budget(make
     cluster.now += timedelta(days=1)
     cluster.settle()
     assert cluster.state == "Failed"
-    cluster.patch(engine={"batching": {"maxRequests": 3}})
-    cluster.settle()
+    cluster.change(engine={"batching": {"maxRequests": 3}})
     assert cluster.state == "Running"
 
 
 def test_a_lost_rank_of_six_pods_is_one_incident(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle=LIMIT, parallelism={"pipeline": 6})
-    cluster.settle()
+    cluster = make_cluster(lifecycle=LIMIT, parallelism={"pipeline": 6}).settled()
     for lost in range(1, 6):
         for number in range(6):
             end(cluster.pods[f"{ENGINE}-{number}"], lost)
@@ -92,8 +90,7 @@ def test_a_lost_rank_of_six_pods_is_one_incident(make_cluster: Any) -> None:
 
 
 def test_a_pod_that_is_created_again_is_not_charged(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 0}})
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 0}}).settled()
     end(cluster.pods[f"{ENGINE}-0"], 0)
     del cluster.pods[f"{ENGINE}-0"]
     cluster.settle()
@@ -107,8 +104,7 @@ def test_a_pod_that_is_created_again_is_not_charged(make_cluster: Any) -> None:
     [(59.0, False), (10.0, True)],  # one restart is forgiven in 20 s
 )
 def test_restarts_are_forgiven_one_after_another(make_cluster: Any, seconds: float, fails: bool) -> None:
-    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 3, "windowSeconds": 60}})
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 3, "windowSeconds": 60}}).settled()
     for restarts in range(1, 12):
         crash(cluster, restarts)
         if cluster.engine_pods():
@@ -130,11 +126,9 @@ def test_restarts_from_before_the_budget_are_not_charged(make_cluster: Any) -> N
 
 
 def test_pods_of_a_reverted_revision_do_not_count(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle=LIMIT)
-    cluster.settle()
+    cluster = make_cluster(lifecycle=LIMIT).settled()
     cluster.broken_engines.add(ENGINE)
-    cluster.patch(engine={"batching": {"maxRequests": 3}})
-    cluster.settle()
+    cluster.change(engine={"batching": {"maxRequests": 3}})
     assert cluster.condition("Ready")["reason"] == "CrashLooping"
     cluster.spec["engine"] = {}
     cluster.patch()
@@ -164,18 +158,15 @@ def test_pods_of_a_reverted_revision_do_not_count(make_cluster: Any) -> None:
 def test_only_other_inputs_of_the_engines_begin_new_budgets(
     make_cluster: Any, change: dict[str, Any], starts: bool
 ) -> None:
-    cluster = make_cluster(lifecycle=LIMIT)
-    cluster.settle()
+    cluster = make_cluster(lifecycle=LIMIT).settled()
     exhaust(cluster)
     cluster.broken_engines.clear()
-    cluster.patch(**change)
-    cluster.settle()
+    cluster.change(**change)
     assert (f"{ENGINE}-0" in cluster.engine_pods()) is starts
 
 
 def test_a_restart_command_starts_only_failed_engines_again(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, lifecycle=LIMIT)
-    cluster.settle()
+    cluster = make_cluster(replicas=2, lifecycle=LIMIT).settled()
     exhaust(cluster)
     other = cluster.pods["demo-engine-1-0"]["metadata"]["uid"]
     cluster.broken_engines.clear()
@@ -186,13 +177,11 @@ def test_a_restart_command_starts_only_failed_engines_again(make_cluster: Any) -
 
 
 def test_a_resource_that_was_stopped_has_new_budgets(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle=LIMIT)
-    cluster.settle()
+    cluster = make_cluster(lifecycle=LIMIT).settled()
     exhaust(cluster)
     cluster.broken_engines.clear()
     for goal in ("Stopped", "Running"):
-        cluster.patch(desiredState=goal)
-        cluster.settle()
+        cluster.change(desiredState=goal)
         assert cluster.state == goal
 
 
@@ -215,8 +204,7 @@ RANK_LOST = json.dumps({"reason": "RankLost", "rank": 3, "message": "Connection 
 def test_an_engine_is_started_again_after_a_cause_in_the_infrastructure(
     make_cluster: Any, how: dict[str, Any], retried: bool
 ) -> None:
-    cluster = make_cluster(lifecycle=LIMIT)
-    cluster.settle()
+    cluster = make_cluster(lifecycle=LIMIT).settled()
     engine = exhaust(cluster, **how)
     assert ("retryAt" in engine) is retried
     waits = cluster.condition("Ready")["message"]
@@ -228,8 +216,7 @@ def test_an_engine_is_started_again_after_a_cause_in_the_infrastructure(
 
 
 def test_a_cause_in_one_pod_is_that_of_the_ranks_that_lost_it(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 1}}, parallelism={"pipeline": 2})
-    cluster.settle()
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 1}}, parallelism={"pipeline": 2}).settled()
     for restarts in (1, 2):
         end(cluster.pods[f"{ENGINE}-0"], restarts, RANK_LOST)
         end(cluster.pods[f"{ENGINE}-1"], restarts, "", reason="OOMKilled", exitCode=137)
@@ -241,8 +228,7 @@ def test_a_cause_in_one_pod_is_that_of_the_ranks_that_lost_it(make_cluster: Any)
 
 
 def test_the_time_between_attempts_grows_and_ends_with_the_cause(make_cluster: Any) -> None:
-    cluster = make_cluster(lifecycle=LIMIT)
-    cluster.settle()
+    cluster = make_cluster(lifecycle=LIMIT).settled()
     exhaust(cluster, message="the rendezvous timed out")
     waits = []
     for _ in range(7):

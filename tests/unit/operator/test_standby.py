@@ -43,8 +43,7 @@ def test_both_are_created_together(make_cluster: Any) -> None:
 
 
 def test_a_standby_is_ready_before_the_coordinator_restarts_with_its_address(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.patch(coordinator=PAIR)
     assert applied(cluster) == {SECOND}
     cluster.step()

@@ -33,8 +33,7 @@ def names(cluster: Cluster) -> list[str]:
 
 
 def test_one_replica_with_one_surge_engine_has_no_outage(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout=SURGE)
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout=SURGE).settled()
     before = cluster.status["revision"]
     cluster.patch(engine=CHANGE)
     served = play(cluster)
@@ -49,8 +48,7 @@ def test_one_replica_with_one_surge_engine_has_no_outage(make_cluster: Any) -> N
 
 
 def test_a_surge_engine_counts_in_the_status(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout=SURGE)
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout=SURGE).settled()
     cluster.patch(engine=CHANGE)
     ready = set()
     for _ in range(40):
@@ -62,8 +60,7 @@ def test_a_surge_engine_counts_in_the_status(make_cluster: Any) -> None:
 
 
 def test_a_bad_revision_costs_no_engine_with_surge(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout=SURGE)
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout=SURGE).settled()
     cluster.wrong_engines.add("demo-engine-1")
     cluster.patch(engine=CHANGE)
     served = play(cluster, passes=40)
@@ -79,8 +76,7 @@ def test_a_bad_revision_costs_no_engine_with_surge(make_cluster: Any) -> None:
 
 
 def test_a_surge_engine_that_cannot_start_is_named_and_blocks(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout=SURGE)
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout=SURGE).settled()
     cluster.broken_engines.add("demo-engine-1")
     cluster.patch(engine=CHANGE)
     served = play(cluster, passes=40)
@@ -92,8 +88,7 @@ def test_a_surge_engine_that_cannot_start_is_named_and_blocks(make_cluster: Any)
 @pytest.mark.slow
 def test_an_edit_during_a_surge_has_no_outage(make_cluster: Any) -> None:
     for moment in range(2, 26, 2):
-        cluster = make_cluster(replicas=1, rollout=SURGE)
-        cluster.settle()
+        cluster = make_cluster(replicas=1, rollout=SURGE).settled()
         cluster.patch(engine=CHANGE)
         served = []
         for number in range(120):
@@ -109,8 +104,7 @@ def test_an_edit_during_a_surge_has_no_outage(make_cluster: Any) -> None:
 
 
 def test_scaling_up_takes_a_surge_engine(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout=SURGE)
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout=SURGE).settled()
     cluster.patch(engine=CHANGE)
     while "demo-engine-1" not in cluster.coordinator.engines:
         cluster.step()
@@ -125,39 +119,30 @@ def test_scaling_up_takes_a_surge_engine(make_cluster: Any) -> None:
 @pytest.mark.parametrize("state", ["Paused", "Suspended", "Stopped"])
 def test_verbs_work_during_a_surge(make_cluster: Any, state: str) -> None:
     for moment in range(3, 24, 4):
-        cluster = make_cluster(replicas=1, rollout=SURGE)
-        cluster.settle()
+        cluster = make_cluster(replicas=1, rollout=SURGE).settled()
         cluster.patch(engine=CHANGE)
-        for _ in range(moment):
-            cluster.step()
-            cluster.tick()
-        cluster.patch(desiredState=state)
-        cluster.settle()
+        cluster.play(moment)
+        cluster.change(desiredState=state)
         assert cluster.state == state, (moment, cluster.log[-4:])
-        cluster.patch(desiredState="Running")
-        cluster.settle()
+        cluster.change(desiredState="Running")
         assert cluster.status["ready"] == "1/1"
         assert names(cluster) == ["demo-engine-0"]
 
 
 def test_a_change_of_the_model_adds_no_engine(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout=SURGE)
-    cluster.settle()
-    cluster.patch(model={"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 512})
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout=SURGE).settled()
+    cluster.change(model={"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 512})
     assert cluster.status["ready"] == "1/1"
     assert not any(event.reason == "EngineAdded" for event in cluster.events)
 
 
 def test_a_paused_rollout_stops_where_it_is(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=3)
-    cluster.settle()
+    cluster = make_cluster(replicas=3).settled()
     cluster.patch(engine=CHANGE)
     while cluster.status["updatedReplicas"] != 1:
         cluster.step()
         cluster.tick()
-    cluster.patch(rollout={"paused": True})
-    cluster.settle()
+    cluster.change(rollout={"paused": True})
     replaced = [entry["name"] for entry in cluster.status["engines"] if entry["revision"] == cluster.status["revision"]]
     assert replaced == ["demo-engine-2"]
     assert cluster.status["ready"] == "3/3"
@@ -165,43 +150,34 @@ def test_a_paused_rollout_stops_where_it_is(make_cluster: Any) -> None:
     assert (found["status"], found["reason"]) == ("False", "RolloutPaused")
     assert "2 of 3 engines" in found["message"]
     assert not any(engine.draining for engine in cluster.coordinator.engines.values())
-    cluster.patch(rollout={"paused": False})
-    cluster.settle()
+    cluster.change(rollout={"paused": False})
     assert cluster.status["updatedReplicas"] == 3
 
 
 def test_while_paused_engines_keep_their_revision_and_scaling_and_verbs_go_on(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, rollout={"paused": True})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, rollout={"paused": True}).settled()
     old = cluster.status["revision"]
-    cluster.patch(engine=CHANGE)
-    cluster.settle()
+    cluster.change(engine=CHANGE)
     for lost in ("demo-engine-0-0", "demo-engine-1-0"):
         cluster._remove_pod(lost)
         cluster.settle()
-    cluster.patch(replicas=3)
-    cluster.settle()
+    cluster.change(replicas=3)
     for state in ("Paused", "Suspended", "Stopped", "Running"):
-        cluster.patch(desiredState=state)
-        cluster.settle()
+        cluster.change(desiredState=state)
         assert cluster.state == state
     assert {entry["revision"] for entry in cluster.status["engines"]} == {old}
     assert cluster.status["ready"] == "3/3"
     assert cluster.deleted_pods == []
-    cluster.patch(replicas=1)
-    cluster.settle()
+    cluster.change(replicas=1)
     assert names(cluster) == ["demo-engine-0"]
 
 
 def test_while_paused_a_change_of_the_model_waits(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout={"paused": True})
-    cluster.settle()
-    cluster.patch(model={"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 512})
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout={"paused": True}).settled()
+    cluster.change(model={"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 512})
     assert cluster.signals() == []
     assert cluster.deleted_pods == []
-    cluster.patch(rollout={"paused": False})
-    cluster.settle()
+    cluster.change(rollout={"paused": False})
     assert cluster.deleted_pods == ["demo-engine-0-0"]
 
 
@@ -209,33 +185,25 @@ def test_while_paused_a_change_of_the_model_waits(make_cluster: Any) -> None:
 def test_while_paused_engines_added_after_zero_replicas_keep_the_earlier_revision(
     make_cluster: Any, change: dict[str, Any]
 ) -> None:
-    cluster = make_cluster(replicas=2, rollout={"paused": True})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, rollout={"paused": True}).settled()
     server = ChildRef("Deployment", "demo-server", "apps/v1")
     old, template = cluster.status["revision"], cluster.objects[server]["spec"]["template"]
-    cluster.patch(**change)
-    cluster.settle()
+    cluster.change(**change)
     for replicas in (0, 2, 0, 1):
-        cluster.patch(replicas=replicas)
-        cluster.settle()
+        cluster.change(replicas=replicas)
         assert cluster.condition("Progressing")["reason"] == "RolloutPaused"
         assert {entry["revision"] for entry in cluster.status["engines"]} <= {old}
         assert cluster.objects[server]["spec"]["template"] == template
     assert (cluster.state, cluster.status["ready"], cluster.checked) == ("Running", "1/1", [])
-    cluster.patch(rollout={"paused": False})
-    cluster.settle()
+    cluster.change(rollout={"paused": False})
     assert {entry["revision"] for entry in cluster.status["engines"]} == {cluster.status["revision"]} != {old}
     assert len(cluster.checked) == 1
 
 
 def test_a_paused_rollout_that_continues_without_engines_gives_new_ones_the_desired_revision(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=1, rollout={"paused": True})
-    cluster.settle()
-    cluster.patch(engine=CHANGE)
-    cluster.settle()
-    cluster.patch(replicas=0)
-    cluster.settle()
+    cluster = make_cluster(replicas=1, rollout={"paused": True}).settled()
+    cluster.change(engine=CHANGE)
+    cluster.change(replicas=0)
     cluster.patch(rollout={"paused": False})
-    cluster.patch(replicas=1)
-    cluster.settle()
+    cluster.change(replicas=1)
     assert (cluster.status["ready"], cluster.status["updatedReplicas"]) == ("1/1", 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.controller.task import UpdateLimit
 from megatron_operator.decision.world import ChildRef
 from megatron_operator.render import coordinator, engine, server
 from megatron_operator.resource.release import Release, is_older
@@ -51,8 +51,7 @@ def arguments(cluster: Cluster, kind: str, name: str) -> list[str]:
 
 
 def test_an_upgrade_of_the_operator_restarts_nothing_and_offers_an_update(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     assert cluster.condition("UpdateAvailable")["status"] == "False"
     before, pods = images(cluster), set(cluster.pods)
     upgraded(cluster)
@@ -68,8 +67,7 @@ def test_an_upgrade_of_the_operator_restarts_nothing_and_offers_an_update(make_c
 
 @pytest.mark.parametrize("ask", ["annotation", "autoUpdate"])
 def test_an_update_replaces_every_component(make_cluster: Any, ask: str) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     upgraded(cluster)
     cluster.settle()
     if ask == "annotation":
@@ -92,8 +90,7 @@ def test_an_update_replaces_every_component(make_cluster: Any, ask: str) -> None
 
 
 def test_a_request_is_for_the_release_that_it_names_only(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     upgraded(cluster)
     cluster.settle()
     asked = cluster.status["update"]["id"]
@@ -107,8 +104,7 @@ def test_a_request_is_for_the_release_that_it_names_only(make_cluster: Any) -> N
 def test_components_that_the_operator_renders_differently_wait_for_the_update(
     make_cluster: Any, other_rendering: Callable[[], None]
 ) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     before = copy.deepcopy({ref: obj for ref, obj in cluster.objects.items() if ref.kind != "ControllerRevision"})
     other_rendering()
     upgraded(cluster)
@@ -130,34 +126,27 @@ def test_components_that_the_operator_renders_differently_wait_for_the_update(
 def test_verbs_scaling_and_changes_of_the_spec_go_on_before_the_update(
     make_cluster: Any, other_rendering: Callable[[], None]
 ) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     other_rendering()
     upgraded(cluster)
     for change in ({"desiredState": "Paused"}, {"desiredState": "Running"}, {"replicas": 3}):
-        cluster.patch(**change)
-        cluster.settle()
+        cluster.change(**change)
     assert cluster.deleted_pods == []
     assert cluster.status["ready"] == "3/3"
-    cluster.patch(coordinator={"routing": {"policy": "RoundRobin"}})
-    cluster.settle()
+    cluster.change(coordinator={"routing": {"policy": "RoundRobin"}})
     assert "RoundRobin" in arguments(cluster, "Deployment", "demo-coordinator")
     assert "--new-flag" not in arguments(cluster, "Deployment", "demo-server")
     assert cluster.deleted_pods == []
-    cluster.patch(engine={"batching": {"maxRequests": 7}})
-    cluster.settle()
+    cluster.change(engine={"batching": {"maxRequests": 7}})
     assert sorted(cluster.deleted_pods) == ["demo-engine-0-0", "demo-engine-1-0", "demo-engine-2-0"]
     assert set(images(cluster).values()) == {"runtime:1", DEFAULT_COORDINATOR_IMAGE}
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
+    cluster.change(desiredState="Running")
     assert set(images(cluster).values()) == {"runtime:1", DEFAULT_COORDINATOR_IMAGE}
 
 
 def test_the_release_is_read_from_the_children_if_the_status_is_lost(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2)
-    cluster.settle()
+    cluster = make_cluster(replicas=2).settled()
     upgraded(cluster)
     cluster.status = {}
     cluster.settle()
@@ -166,8 +155,7 @@ def test_the_release_is_read_from_the_children_if_the_status_is_lost(make_cluste
 
 
 def test_a_resource_that_is_created_again_is_new(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     upgraded(cluster)
     cluster.status, cluster.objects, cluster.pods, cluster.coordinator = {}, {}, {}, None
     cluster.settle()
@@ -176,8 +164,7 @@ def test_a_resource_that_is_created_again_is_new(make_cluster: Any) -> None:
 
 
 def test_an_update_waits_for_a_place(make_cluster: Any) -> None:
-    cluster = make_cluster(rollout={"autoUpdate": True})
-    cluster.settle()
+    cluster = make_cluster(rollout={"autoUpdate": True}).settled()
     upgraded(cluster)
     cluster.may_update = False
     cluster.settle()
@@ -191,25 +178,20 @@ def test_an_update_waits_for_a_place(make_cluster: Any) -> None:
 
 @pytest.mark.parametrize("quiet", [{"desiredState": "Paused"}, {"rollout": {"autoUpdate": True, "paused": True}}])
 def test_an_update_waits_while_nothing_may_be_replaced(make_cluster: Any, quiet: dict[str, Any]) -> None:
-    cluster = make_cluster(rollout={"autoUpdate": True})
-    cluster.settle()
-    cluster.patch(**quiet)
-    cluster.settle()
+    cluster = make_cluster(rollout={"autoUpdate": True}).settled()
+    cluster.change(**quiet)
     upgraded(cluster)
     cluster.settle()
     assert cluster.status["update"]["phase"] == "Waiting"
     assert cluster.status["release"]["runtimeImage"] == "runtime:1"
-    cluster.patch(desiredState="Running", rollout={"autoUpdate": True, "paused": False})
-    cluster.settle()
+    cluster.change(desiredState="Running", rollout={"autoUpdate": True, "paused": False})
     assert cluster.status["release"]["runtimeImage"] == "runtime:2"
     assert set(images(cluster).values()) == {"runtime:2", NEW_COORDINATOR_IMAGE}
 
 
 def test_a_stopped_resource_is_updated_without_engines(make_cluster: Any) -> None:
-    cluster = make_cluster(rollout={"autoUpdate": True})
-    cluster.settle()
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster = make_cluster(rollout={"autoUpdate": True}).settled()
+    cluster.change(desiredState="Stopped")
     upgraded(cluster)
     cluster.settle()
     assert "update" not in cluster.status
@@ -217,8 +199,7 @@ def test_a_stopped_resource_is_updated_without_engines(make_cluster: Any) -> Non
 
 
 def test_an_update_to_engines_that_fail_keeps_its_place(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, rollout={"autoUpdate": True})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, rollout={"autoUpdate": True}).settled()
     upgraded(cluster)
     cluster.broken_engines.add("demo-engine-1")
     cluster.settle()
@@ -227,8 +208,7 @@ def test_an_update_to_engines_that_fail_keeps_its_place(make_cluster: Any) -> No
 
 
 def test_releases_with_a_known_vulnerability_get_a_security_update(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     upgraded(cluster, oldest_secure_version="0.1.1")
     cluster.settle()
     found = cluster.condition("UpdateAvailable")
@@ -253,8 +233,7 @@ def test_versions_are_compared_by_number(version: str, than: str, older: bool) -
 
 
 def test_a_status_cannot_name_an_image_that_the_installation_does_not_allow(make_cluster: Any) -> None:
-    cluster = make_cluster()
-    cluster.settle()
+    cluster = make_cluster().settled()
     cluster.status["release"]["runtimeImage"] = "evil.example/runtime:1"
     cluster.settle()
     assert "evil.example" not in " ".join(images(cluster).values())

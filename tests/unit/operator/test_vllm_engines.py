@@ -24,7 +24,7 @@ from megatron_operator.resource.crd import structural_schema
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
 from megatron_operator.resource.spec import MegatronInferenceSpec, parse_spec
-from megatron_operator.resource.states import OperationOutcome, SignalKind
+from megatron_operator.resource.states import OperationOutcome
 from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.protocol.vllm_arguments import FIELDS
 
@@ -32,7 +32,7 @@ SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_ima
 CODE = replace(SETTINGS, pod_policy=PodPolicy(vllm_code=True))
 
 POD = PodView("demo-engine-0-0", "u", "engine", engine="demo-engine-0", last_message="the cause")
-DONE = {"op": OperationReport(OperationOutcome.FAILED, SignalKind.PAUSE, message="failed")}
+DONE = {"op": OperationReport(OperationOutcome.FAILED, message="failed")}
 
 
 def context(
@@ -229,7 +229,7 @@ def test_variables_by_which_vllm_loads_code_are_rejected(name: str) -> None:
 
 
 def test_each_field_that_conflicts_with_an_argument_exists() -> None:
-    schema = structural_schema(MegatronInferenceSpec)
+    schema = structural_schema(MegatronInferenceSpec, "spec")
     for path in FIELDS.values():
         field = reduce(lambda node, name: node["properties"][name], path.split(".")[1:], schema)
         assert field["description"], path
@@ -268,11 +268,9 @@ def test_a_plan_names_the_change_and_replaces_engines_one_after_another() -> Non
 
 
 def test_a_bad_argument_is_named_in_the_status_and_changes_nothing_that_runs(make_cluster: Any) -> None:
-    cluster = make_cluster(replicas=2, engine={"backend": "VLLM"})
-    cluster.settle()
+    cluster = make_cluster(replicas=2, engine={"backend": "VLLM"}).settled()
     before = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
-    cluster.patch(engine={"vllm": {"args": {"quantisation": "fp8"}}})
-    cluster.settle()
+    cluster.change(engine={"vllm": {"args": {"quantisation": "fp8"}}})
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
     assert cluster.signals() == []
     degraded = cluster.condition("Degraded")
@@ -280,22 +278,18 @@ def test_a_bad_argument_is_named_in_the_status_and_changes_nothing_that_runs(mak
     assert "spec.engine.vllm.args.quantisation is not supported: use one of" in degraded["message"]
     assert cluster.condition("Ready")["status"] == "True"
 
-    cluster.patch(desiredState="Stopped")
-    cluster.settle()
+    cluster.change(desiredState="Stopped")
     assert (cluster.state, cluster.engine_pods()) == ("Stopped", [])
-    cluster.patch(desiredState="Running")
-    cluster.settle()
+    cluster.change(desiredState="Running")
     assert cluster.status["ready"] == "2/2", "engines of the recorded revision run again"
 
-    cluster.patch(engine={"vllm": {"args": {"quantization": "fp8"}}})
-    cluster.settle()
+    cluster.change(engine={"vllm": {"args": {"quantization": "fp8"}}})
     assert (cluster.status["ready"], cluster.status["updatedReplicas"]) == ("2/2", 2)
     assert cluster.condition("Degraded")["status"] == "False"
 
 
 def test_a_new_resource_with_a_bad_argument_gets_no_engine(make_cluster: Any) -> None:
-    cluster = make_cluster(engine={"backend": "VLLM", "vllm": {"args": {"dtype": "half"}}})
-    cluster.settle()
+    cluster = make_cluster(engine={"backend": "VLLM", "vllm": {"args": {"dtype": "half"}}}).settled()
     assert cluster.engine_pods() == []
     assert cluster.condition("Ready")["reason"] == "UnsupportedByBackend"
 

@@ -15,16 +15,15 @@ from in_memory_cluster import OWNER_UID, Cluster
 
 from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import Index, ResourceCache
-from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, NODE, POD, RESOURCE, ObjectKind
-from megatron_operator.cluster.projection import project_child, project_pod, project_resource
-from megatron_operator.cluster.writer import Writer
+from megatron_operator.cluster.projection import project_child, project_resource
+from megatron_operator.cluster.writer import Recorder, Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
-from megatron_operator.controller.task import Parts, ResourceTask
-from megatron_operator.controller.updates import UpdateLimit
+from megatron_operator.controller.task import Parts, ResourceTask, UpdateLimit
 from megatron_operator.decision.decide import decide
+from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
 
 Object = dict[str, Any]
@@ -201,7 +200,7 @@ class Watch:
         objects = copy.deepcopy([obj for ref, obj in cluster.objects.items() if ref.kind in kinds])
         self.index.resources.show([project_resource(self._api.resource())])  # type: ignore[attr-defined]
         self.index.children.show([project_child(obj) for obj in objects])  # type: ignore[attr-defined]
-        self.index.pods.show([project_pod(pod) for pod in cluster.pods.values()])  # type: ignore[attr-defined]
+        self.index.pods.show([reduce_pod(pod) for pod in cluster.pods.values()])  # type: ignore[attr-defined]
 
 
 class DirectLink:

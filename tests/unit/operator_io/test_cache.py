@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
-from megatron_operator.cluster.projection import fingerprint, project_child, project_pod, project_resource
+from megatron_operator.cluster.projection import fingerprint, project_child, project_resource
+from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import ChildRef
 
 KEY = ("prod", "demo")
@@ -134,9 +135,9 @@ def test_deletion_shows_as_deleting_until_the_watch_drops_it(index: Index, cache
 
 def test_the_audit_finds_a_missed_deletion(index: Index, cache: ResourceCache) -> None:
     index.children[KEY] = [project_child(deployment(20))]
-    index.pods[KEY] = [project_pod(pod("a", "p1")), project_pod(pod("b", "p2"))]
+    index.pods[KEY] = [reduce_pod(pod("a", "p1")), reduce_pod(pod("b", "p2"))]
 
-    cache.audited([], [project_pod(pod("b", "p2"))], before=cache.uids())
+    cache.audited([], [reduce_pod(pod("b", "p2"))], before=cache.uids())
 
     assert cache.views() == {}
     assert [view.name for view in cache.pods()] == ["b"]
@@ -154,17 +155,17 @@ def test_an_object_deleted_during_the_audit_is_not_restored_by_it(index: Index, 
 
 def test_an_object_created_during_the_audit_is_kept(index: Index, cache: ResourceCache, clock: Clock) -> None:
     """Or a pod that begins in that moment would be hidden for its whole life, and never be replaced."""
-    index.pods[KEY] = [project_pod(pod("a", "p1"))]
+    index.pods[KEY] = [reduce_pod(pod("a", "p1"))]
     before = cache.uids()
-    index.pods[KEY] = [project_pod(pod("a", "p1")), project_pod(pod("b", "p2"))]
+    index.pods[KEY] = [reduce_pod(pod("a", "p1")), reduce_pod(pod("b", "p2"))]
     index.children[KEY] = [project_child(deployment(20))]
     clock.now = 2 * WATCH_LAG_SECONDS
 
-    cache.audited([], [project_pod(pod("a", "p1"))], before=before)
+    cache.audited([], [reduce_pod(pod("a", "p1"))], before=before)
     assert [pod.uid for pod in cache.pods()] == ["p1", "p2"]
     assert REF in cache.views()
 
-    cache.audited([], [project_pod(pod("b", "p2"))], before=cache.uids())
+    cache.audited([], [reduce_pod(pod("b", "p2"))], before=cache.uids())
     assert [pod.uid for pod in cache.pods()] == ["p2"]
     assert cache.views() == {}
 
@@ -213,20 +214,20 @@ def test_changed_by_is_the_manager_that_wrote_desired_state_last() -> None:
 def test_a_created_pod_is_there_before_the_watch_shows_it_and_not_after_its_deletion(
     index: Index, cache: ResourceCache
 ) -> None:
-    cache.created(project_pod(pod("a", "p1")))
+    cache.created(reduce_pod(pod("a", "p1")))
     assert [view.uid for view in cache.pods()] == ["p1"]
     cache.deleted("p1")
     assert [view.deleting for view in cache.pods()] == [True]
 
-    index.pods[KEY] = [project_pod(pod("a", "p1"))]
+    index.pods[KEY] = [reduce_pod(pod("a", "p1"))]
     assert [view.uid for view in cache.pods()] == ["p1"]
     index.pods[KEY] = []
     assert cache.pods() == ()
 
 
 def test_the_audit_forgets_a_created_pod_that_the_watch_never_showed(cache: ResourceCache) -> None:
-    cache.created(project_pod(pod("a", "p1")))
+    cache.created(reduce_pod(pod("a", "p1")))
     before = cache.uids()
-    cache.created(project_pod(pod("b", "p2")))
+    cache.created(reduce_pod(pod("b", "p2")))
     cache.audited([], [], before=before)
     assert [view.uid for view in cache.pods()] == ["p2"]

@@ -11,10 +11,9 @@ import pytest
 from in_memory_cluster import MINIMAL, OWNER_UID, Cluster
 
 from megatron_operator.cluster.cache import Index, ResourceCache
-from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import new_resource_keys
 from megatron_operator.cluster.projection import project_resource
-from megatron_operator.cluster.writer import Writer
+from megatron_operator.cluster.writer import Recorder, Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.decision.decide import decide

@@ -11,7 +11,7 @@ from kubernetes.aio.client import Configuration
 
 from megatron_operator.controller import kopf_run
 from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
-from megatron_operator.controller.supervisor import TaskSupervisor
+from megatron_operator.controller.task import TaskSupervisor
 
 
 def no_task(*_: Any) -> Any:

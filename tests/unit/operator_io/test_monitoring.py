@@ -32,7 +32,7 @@ def metrics_with_a_resource() -> Metrics:
         "conditions": [{"type": "Ready", "status": "True", "reason": "Serving"}],
         "engines": [{"name": "demo-engine-0"}],
     }
-    engine = EngineReport("demo-engine-0", "demo-engine-0", EngineState.RUNNING, in_flight=3)
+    engine = EngineReport("demo-engine-0", EngineState.RUNNING, in_flight=3)
     snapshot = CoordinatorSnapshot(reachable=True, engines=(engine,), queue_length=2)
     metrics.show(lambda: [Reading("default", "demo", status, snapshot)])
     return metrics

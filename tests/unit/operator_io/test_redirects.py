@@ -20,6 +20,7 @@ import httpx
 import pytest
 from kubernetes.aio.client import Configuration
 
+from megatron_kubectl.dashboard.watching import stream
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import kopf_session
 from megatron_operator.cluster.watch_ages import WatchAges
@@ -85,7 +86,7 @@ async def _patch(url: str) -> None:
 
 
 async def _stream(url: str) -> None:
-    async with KubeApi(_configuration(url)) as api, api.stream("/log", query={}, silence_seconds=60):
+    async with KubeApi(_configuration(url)) as api, stream(api, "/log", query={}, silence_seconds=60):
         pass
 
 

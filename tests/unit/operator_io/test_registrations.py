@@ -13,7 +13,7 @@ from megatron_operator.resource.names import COORDINATOR, ENGINE, STANDBY
 from megatron_operator.resource.states import CoordinatorState, EngineState
 
 ENGINES = tuple(f"demo-engine-{index}" for index in range(2))
-REPORTS = tuple(EngineReport(name, name, EngineState.RUNNING, "r") for name in ENGINES)
+REPORTS = tuple(EngineReport(name, EngineState.RUNNING, "r") for name in ENGINES)
 FIRST, SECOND = (
     PodView(name=name, uid=name, component=name, revision="", ready=True) for name in (COORDINATOR, STANDBY)
 )

@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 from torch.distributed import TCPStore
 
 from megatron_runtime.cli.processes import free_ports
-from megatron_runtime.distributed.preflight import Outcome, PreflightError, PreflightPlan, preflight
+from megatron_runtime.distributed.preflight import Outcome, PreflightError, PreflightSettings, preflight
 
 NODES = 8
 
@@ -22,8 +22,10 @@ def names(nodes: int = NODES) -> tuple[str, ...]:
     return tuple(f"127.0.77.{number + 1}" for number in range(nodes))
 
 
-def plan(node: int, port: int, *, nodes: int = NODES, seconds: float = 5.0) -> PreflightPlan:
-    return PreflightPlan(node=node, names=names(nodes), port=port, timeout_seconds=seconds, listen=names(nodes)[node])
+def settings(node: int, port: int, *, nodes: int = NODES, seconds: float = 5.0) -> PreflightSettings:
+    return PreflightSettings(
+        node=node, names=names(nodes), port=port, timeout_seconds=seconds, listen=names(nodes)[node]
+    )
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def silent_host() -> Iterator[tuple[str, int]]:
 async def test_all_pairs_of_eight_exchange_data() -> None:
     port = free_ports(1)[0]
     async with asyncio.timeout(LONG_SECONDS):
-        found = await asyncio.gather(*(preflight(plan(node, port, seconds=40.0)) for node in range(NODES)))
+        found = await asyncio.gather(*(preflight(settings(node, port, seconds=40.0)) for node in range(NODES)))
     for outcomes in found:
         assert len(outcomes) == NODES - 1
         assert set(outcomes.values()) == {Outcome.ANSWERED}
@@ -52,16 +54,16 @@ async def test_all_pairs_of_eight_exchange_data() -> None:
 
 async def test_preflight_waits_for_a_later_pod() -> None:
     port = free_ports(1)[0]
-    first = asyncio.create_task(preflight(plan(0, port, nodes=2, seconds=40.0)))
+    first = asyncio.create_task(preflight(settings(0, port, nodes=2, seconds=40.0)))
     await asyncio.sleep(0)
-    assert await preflight(plan(1, port, nodes=2, seconds=40.0)) == {names(2)[0]: Outcome.ANSWERED}
+    assert await preflight(settings(1, port, nodes=2, seconds=40.0)) == {names(2)[0]: Outcome.ANSWERED}
     assert await first == {names(2)[1]: Outcome.ANSWERED}
 
 
 async def test_a_silent_pod_is_named_with_the_pod_that_called_it(silent_host: tuple[str, int]) -> None:
     host, port = silent_host
     others = [0, 1, 2, 4]
-    plans = [plan(node, port, nodes=5, seconds=6.0) for node in others]
+    plans = [settings(node, port, nodes=5, seconds=6.0) for node in others]
     found = await asyncio.gather(*(preflight(each) for each in plans), return_exceptions=True)
     for node, error in zip(others, found, strict=True):
         assert isinstance(error, PreflightError)
@@ -80,7 +82,7 @@ async def test_pod_with_running_ranks_passes() -> None:
 
     server = await asyncio.start_server(hang_up, names(3)[1], port)
     async with server:
-        found = await preflight(plan(0, port, nodes=3, seconds=4.0))
+        found = await preflight(settings(0, port, nodes=3, seconds=4.0))
     assert found == {names(3)[1]: Outcome.REACHABLE, names(3)[2]: Outcome.REACHABLE}
 
 
@@ -102,12 +104,12 @@ async def test_store_of_running_ranks_passes() -> None:
 
     server = await asyncio.start_server(relay, names(2)[1], port)
     async with server:
-        found = await preflight(plan(0, port, nodes=2, seconds=10.0))
+        found = await preflight(settings(0, port, nodes=2, seconds=10.0))
     assert found == {names(2)[1]: Outcome.REACHABLE}
 
 
 async def test_unresolvable_own_name_is_an_error() -> None:
-    broken = PreflightPlan(
+    broken = PreflightSettings(
         node=0, names=("pod-0.invalid", "pod-1.invalid"), port=free_ports(1)[0], timeout_seconds=1.0, listen="127.0.0.1"
     )
     with pytest.raises(PreflightError, match=r"pod-0\.invalid cannot resolve its own name within 1 s .*DNS"):
@@ -115,7 +117,7 @@ async def test_unresolvable_own_name_is_an_error() -> None:
 
 
 async def test_pod_without_an_address_passes() -> None:
-    waits = PreflightPlan(
+    waits = PreflightSettings(
         node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_ports(1)[0], timeout_seconds=4.0, listen="127.0.77.1"
     )
     assert await preflight(waits) == {"pod-1.invalid": Outcome.ABSENT}

@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.distributed.preflight import MAGIC, PreflightPlan, preflight
+from megatron_runtime.distributed.preflight import MAGIC, PreflightSettings, preflight
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
 from megatron_runtime.server.settings import listen
@@ -69,7 +69,7 @@ async def _coordinator() -> AsyncIterator[int]:
 @contextlib.asynccontextmanager
 async def _preflight() -> AsyncIterator[int]:
     (port,) = free_ports(1)
-    task = asyncio.create_task(preflight(PreflightPlan(node=0, names=("localhost", "127.0.77.9"), port=port)))
+    task = asyncio.create_task(preflight(PreflightSettings(node=0, names=("localhost", "127.0.77.9"), port=port)))
 
     async def listens() -> bool:
         with socket.socket() as probe:

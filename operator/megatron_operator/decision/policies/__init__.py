@@ -16,7 +16,7 @@ from megatron_operator.decision.policies.guards import (
 from megatron_operator.decision.policies.keys import rotate_keys, rotate_keys_meanwhile
 from megatron_operator.decision.policies.lifecycle import operation_underway, pods_leaving, verb_path
 from megatron_operator.decision.policies.rollout import replace_model, rollout
-from megatron_operator.decision.policies.verdict import Policy, Recorded, Verdict
+from megatron_operator.decision.policies.verdict import Policy
 from megatron_operator.decision.policies.weights import refresh_weights, set_adapters, wrong_weights
 
 POLICIES: tuple[Policy, ...] = (
@@ -42,5 +42,3 @@ POLICIES: tuple[Policy, ...] = (
     engines_not_serving,
     settled,
 )
-
-__all__ = ["POLICIES", "Policy", "Recorded", "Verdict"]

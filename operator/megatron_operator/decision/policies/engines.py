@@ -5,12 +5,10 @@ from __future__ import annotations
 from megatron_operator.decision.blockers import Blockers
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.lifecycle import start
 from megatron_operator.decision.policies.verdict import Verdict, waiting
-from megatron_operator.decision.revision_check import RevisionCheck
-from megatron_operator.decision.revisions import Rollout
+from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.upkeep import remove_engine
 from megatron_operator.decision.world import Action, DeletePods, EmitEvent, World

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from megatron_operator.decision.blockers import Blockers
 from megatron_operator.decision.desired import Desired
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.world import MAX_FENCE_JUMP, World
 from megatron_operator.render.context import RenderContext
 from megatron_operator.resource.conditions import Reason
-from megatron_operator.resource.states import DesiredState, ResourceState
+from megatron_operator.resource.states import ResourceState
 from megatron_runtime.protocol.limits import MAX_FENCE
 
 QUIET = {
-    ResourceState.PAUSED: (DesiredState.PAUSED, Reason.PAUSED),
-    ResourceState.SUSPENDED: (DesiredState.SUSPENDED, Reason.SUSPENDED),
-    ResourceState.STOPPED: (DesiredState.STOPPED, Reason.STOPPED),
+    ResourceState.PAUSED: (Reason.PAUSED, "paused: requests in flight are kept, new ones wait"),
+    ResourceState.SUSPENDED: (Reason.SUSPENDED, "suspended: the engines have released their memory"),
+    ResourceState.STOPPED: (Reason.STOPPED, "stopped: there are no engine pods"),
 }
+"""Reason and message of each state in which nothing runs, as requested."""
 
 
 def deleting(world: World) -> Verdict | None:
@@ -79,13 +79,9 @@ def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict |
 def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Observed) -> Verdict | None:
     """The resource is Paused, Suspended or Stopped as requested."""
     found = QUIET.get(observed.state)
-    if found is None or desired.state is not found[0]:
+    if found is None or desired.state.value != observed.state.value:
         return None
-    message = {
-        ResourceState.PAUSED: "paused: requests in flight are kept, new ones wait",
-        ResourceState.SUSPENDED: "suspended: the engines have released their memory",
-        ResourceState.STOPPED: "stopped: there are no engine pods",
-    }[observed.state]
+    reason, message = found
     if observed.state is ResourceState.SUSPENDED and desired.releases_pods:
         message = "suspended: the engine pods are removed"
         if world.resource.spec.replicas == 0:
@@ -95,7 +91,7 @@ def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Ob
         message += f"; changes to {', '.join(deferred[:8])} wait until it runs"
     left = desired.escalation_in
     requeue = left if left is not None and left > 0 and not desired.releases_pods else None
-    return Verdict(found[1], message, requeue_after=requeue)
+    return Verdict(reason, message, requeue_after=requeue)
 
 
 def child_rejected(blockers: Blockers) -> Verdict | None:

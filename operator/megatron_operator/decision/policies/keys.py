@@ -5,12 +5,11 @@ Every stage waits until it has taken effect, because the kubelet updates a mount
 
 from __future__ import annotations
 
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.keys import Keys
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.desired import Keys
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.rendered import Rendered
-from megatron_operator.decision.revision_check import RevisionCheck
+from megatron_operator.decision.revisions import RevisionCheck
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.world import ChildRef, EmitEvent, KeysView, RotateKeys, World
 from megatron_operator.render.context import RenderContext

@@ -7,8 +7,7 @@ from typing import Any
 
 from megatron_operator.decision.blockers import Blockers
 from megatron_operator.decision.desired import Desired
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.operation import Operation, begin, known, signal_of
 from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.revisions import Rollout
@@ -66,22 +65,11 @@ def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | N
     if last is not None and last.phase is LifecyclePhase.FAILED and same:
         left = RETRY_SECONDS - seconds_since(last.since, world.now)
         if left > 0:
-            return waiting(
-                Reason.SIGNAL_FAILED,
-                _step(last),
-                f"the next attempt: {last.message}",
-                requeue_after=left,
-            )
+            on = f"the next attempt: {last.message}"
+            return waiting(Reason.SIGNAL_FAILED, _step(last), on, requeue_after=left)
     operation = replace(begin(world, signal, goal=desired.state, engine=engine), **target)
-    step = _step(operation)
-    return Verdict(
-        reason=SIGNAL_REASON[signal],
-        message=f"{step}: waiting for the signal to be sent",
-        operation=operation,
-        step=step,
-        waiting_on="the signal to be sent",
-        requeue_after=0.0,
-    )
+    on = "the signal to be sent"
+    return waiting(SIGNAL_REASON[signal], _step(operation), on, requeue_after=0.0, operation=operation)
 
 
 def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Verdict | None:

@@ -11,15 +11,12 @@ from typing import Any
 
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.engines import delete_pods
 from megatron_operator.decision.policies.lifecycle import start
 from megatron_operator.decision.policies.verdict import Verdict, waiting
-from megatron_operator.decision.reduce import child_ref
 from megatron_operator.decision.rendered import Rendered
-from megatron_operator.decision.revision_check import RevisionCheck
-from megatron_operator.decision.revisions import Rollout
+from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.rollout import (
     Await,
     Check,
@@ -33,10 +30,11 @@ from megatron_operator.decision.rollout import (
     Surge,
     next_step,
 )
-from megatron_operator.decision.upkeep import apply
 from megatron_operator.decision.world import (
     Action,
+    ApplyChild,
     AskCanary,
+    ChildRef,
     CreatePod,
     DeletePods,
     EmitEvent,
@@ -46,7 +44,7 @@ from megatron_operator.decision.world import (
 )
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.children import engine_children
-from megatron_operator.render.context import RenderContext, manifest_hash
+from megatron_operator.render.context import RenderContext
 from megatron_operator.render.model_source import model_argument
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.states import DesiredState, SignalKind
@@ -80,14 +78,14 @@ def replace_model(
     if serving and (not over or rollout.check_due):
         if not observed.running:
             return None
-        exists = child_ref(server) in world.children
+        exists = ChildRef.of(server) in world.children
         return (
             _unvetted(world, rendered, serving[0], *([server] if exists else []))
             or _unchecked(ctx, rendered, rollout, check, reason=Reason.REPLACING_MODEL, step=step)
             or start(world, desired, SignalKind.DRAIN)
         )
     reason = "the model of the spec changed"
-    actions: list[Action] = [apply(server)]
+    actions: list[Action] = [ApplyChild(server)]
     for engine in old:
         actions += _swap(rendered, engine, reason)
     actions.append(EmitEvent("Normal", "ModelReplaced", f"{reason}: replacing {len(old)} engines and the servers"))
@@ -210,7 +208,9 @@ class _Carrier:
         name = ctx.engine_name(index)
         reason = f"{name} is added until the engines of the previous revision are replaced"
         children = engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
-        return self._waiting(f"{name} to register", *map(apply, children), EmitEvent("Normal", "EngineAdded", reason))
+        return self._waiting(
+            f"{name} to register", *map(ApplyChild, children), EmitEvent("Normal", "EngineAdded", reason)
+        )
 
     def _drain(self, step: Drain) -> Verdict:
         return self._vetted(step.name) or start(self.world, self.desired, SignalKind.DRAIN, engine=step.name)
@@ -254,11 +254,10 @@ def _unvetted(world: World, rendered: Rendered, engine: EngineView, *others: Man
     manifest = rendered.engine_manifest(engine.index)
     templates = [*others, manifest] if manifest is not None and engine.stale else others
     for template in templates:
-        action = apply(template)
-        if world.vetted.get(action.ref) == action.hash:
+        vet = VetChild(template)
+        if world.vetted.get(vet.ref) == vet.hash:
             continue
-        vet = VetChild(template, action.hash, action.ref)
-        on = f"the API server to accept the template of {action.ref.name} in a dry run"
+        on = f"the API server to accept the template of {vet.ref.name} in a dry run"
         step = f"rolling out revision {engine.rendered_revision}"
         return waiting(Reason.ROLLING_OUT, step, on, actions=(vet,))
     return None
@@ -286,7 +285,7 @@ def _unchecked(
     actions: tuple[Action, ...] = ()
     if not rollout.check_pods and rendered.just_rejected(check.ref) is None:  # one pod at a time
         manifest = check_pod(ctx)
-        actions = (CreatePod(manifest, manifest_hash(manifest), check.ref),)
+        actions = (CreatePod(manifest),)
     return waiting(reason, step, f"pod {check.ref.name} to check revision {revision}{why}", actions=actions)
 
 
@@ -295,6 +294,6 @@ def _swap(rendered: Rendered, engine: EngineView, reason: str) -> list[Action]:
     actions: list[Action] = []
     manifest = rendered.engine_manifest(engine.index)
     if engine.stale and manifest is not None:
-        actions.append(apply(manifest))
+        actions.append(ApplyChild(manifest))
     deletion = delete_pods(engine, reason)
     return [*actions, deletion] if deletion.pods else actions

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from megatron_operator.decision.adapters import AdapterView
 from megatron_operator.decision.desired import Desired
-from megatron_operator.decision.engines import Engines
-from megatron_operator.decision.observed import Observed
+from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.engines import delete_pods
 from megatron_operator.decision.policies.lifecycle import start
 from megatron_operator.decision.policies.verdict import Verdict, waiting
@@ -20,10 +19,7 @@ from megatron_operator.resource.states import DesiredState, LifecyclePhase, Reso
 from megatron_operator.resource.text import seconds_since
 from megatron_runtime.protocol.limits import MAX_EPOCH
 
-REFRESHABLE = {
-    DesiredState.RUNNING: ResourceState.RUNNING,
-    DesiredState.PAUSED: ResourceState.PAUSED,
-}
+REFRESHABLE = {state: ResourceState(state.value) for state in (DesiredState.RUNNING, DesiredState.PAUSED)}
 
 
 def refresh_weights(
