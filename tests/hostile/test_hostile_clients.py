@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 import zmq
 from eventually import LONG_SECONDS
+from libzmq_keys import set_keys
 from machine import scaled
 from soak import size
 
@@ -275,7 +276,7 @@ async def message_bombs(stack: Stack) -> None:
             assert len(bomb) <= 8 * MIB
             attacker = context.socket(zmq.DEALER)
             attacker.setsockopt(zmq.LINGER, 0)
-            stack.fleet.keys(Role.CLIENT).apply(attacker)
+            set_keys(attacker, stack.fleet.keys(Role.CLIENT))
             attacker.connect(f"tcp://127.0.0.1:{stack.fleet.client_port}")
             attacker.send_multipart(Hello(role=Role.CLIENT, name="attacker", incarnation=1).to_frames())
             for _ in range(3):
@@ -395,7 +396,7 @@ async def client_of_the_coordinator_that_never_reads(stack: Stack) -> None:
     attacker.setsockopt(zmq.LINGER, 0)
     attacker.setsockopt(zmq.RCVHWM, 1)
     attacker.setsockopt(zmq.RCVBUF, 4096)
-    stack.fleet.keys(Role.CLIENT).apply(attacker)
+    set_keys(attacker, stack.fleet.keys(Role.CLIENT))
     try:
         attacker.connect(f"tcp://127.0.0.1:{stack.fleet.client_port}")
         attacker.send_multipart(Hello(role=Role.CLIENT, name="never-reads", incarnation=1).to_frames())

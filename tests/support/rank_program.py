@@ -10,7 +10,6 @@ Options:
   kernels        use the GPU forward pass on the CPU; "graphs": pad decode steps as for CUDA graphs
   environment    variables by rank
   tcp            connect by TCP and gloo, as ranks of several hosts
-  greeting_seconds: limit of the first messages between the ranks
   fail           (rank, name of a method of TorchExecutor, number of times): the method raises on that rank
   hang           (rank, one of HANGS, number of orders): the rank hangs in layer 1 after that many orders
 """
@@ -37,7 +36,6 @@ from megatron_runtime.backends.native.cuda import executor as cuda_executor
 from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.backends.native.ranked import executor as ranked
 from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with, follow, lead
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import ModelSource, resolve
@@ -139,7 +137,6 @@ def be_rank(
     # The path of the termination message is a default argument.
     logs.write_termination_message.__defaults__ = (end,)
     os.environ.update(options.get("environment", {}).get(rank, {}))
-    ranked.GREETING_SECONDS = options.get("greeting_seconds", ranked.GREETING_SECONDS)
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

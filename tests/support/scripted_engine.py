@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 from echo_executor import echo_adapter, echo_token
 from eventually import LONG_SECONDS
+from libzmq_keys import set_keys
 
 from megatron_runtime.megatron_core._event_socket import EventSocket
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
@@ -110,7 +111,7 @@ class ScriptedEngine:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         if self.keys is not None:
-            self.keys.apply(socket)
+            set_keys(socket, self.keys)
         socket.connect(self.address)
         self.socket = EventSocket(socket, self._receive)
         self._timers: list[asyncio.TimerHandle] = []

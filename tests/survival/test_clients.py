@@ -11,6 +11,7 @@ import zmq
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, until_serving, until_status
+from libzmq_keys import set_keys
 from soak import repeated, size
 
 from megatron_runtime.protocol.headers import Role
@@ -56,7 +57,7 @@ class LazyReader:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.setsockopt(zmq.RCVBUF, 4096)
-        fleet.keys(Role.CLIENT).apply(self.socket)
+        set_keys(self.socket, fleet.keys(Role.CLIENT))
         self.socket.connect(f"tcp://127.0.0.1:{fleet.client_port}")
         self.socket.send_multipart(Hello(role=Role.CLIENT, name="lazy", incarnation=1).to_frames())
         self._beating = asyncio.create_task(self._beat())

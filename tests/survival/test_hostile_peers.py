@@ -14,6 +14,7 @@ import zmq
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, until_status
 from hostile_frames import HostileFrames, bombs_of, control_frames
+from libzmq_keys import set_keys
 from soak import FIRST_SEED, part, size
 
 from megatron_runtime.protocol.headers import SIGNALS, ErrorCode, Header, Role
@@ -48,7 +49,7 @@ class Attackers:
         socket.setsockopt(zmq.LINGER, 0)
         self._sockets.append(socket)
         if keys is not None:
-            keys.apply(socket)
+            set_keys(socket, keys)
         socket.connect(f"tcp://127.0.0.1:{self.ports[port]}")
         return socket
 

@@ -144,7 +144,9 @@ class InferenceClient:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
         if keys is not None:
-            keys.apply(socket)
+            socket.curve_publickey = keys.own.public
+            socket.curve_secretkey = keys.own.secret
+            socket.curve_serverkey = keys.server_public
         socket.connect(address)
         return socket
 

@@ -7,12 +7,12 @@ alternates between the server's keys. Of its own pair a process uses the first l
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
+import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import zmq
 
 from megatron_runtime.protocol.headers import Role
 
@@ -20,21 +20,44 @@ logger = logging.getLogger(__name__)
 
 Z85_KEY_LENGTH = 40
 _Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+_Z85 = b"0123456789" + _LETTERS + _LETTERS.upper() + b".-:+=^!/*?&<>()[]{}@%$#"
+_BASE85 = b"0123456789" + _LETTERS.upper() + _LETTERS + b"!#$%&()*+-;<=>?@^_`{|}~"
+"""The digits of Z85 (ZeroMQ RFC 32) and of the standard library's Base85, which is the same code otherwise."""
 
 
 class KeyFileError(ValueError):
     """A key file is missing or not Z85 text. Names the file and the remedy."""
 
 
+def key_text(key: bytes) -> bytes:
+    """Return the Z85 text of a key of 32 bytes."""
+    return base64.b85encode(key).translate(bytes.maketrans(_BASE85, _Z85))
+
+
+def key_bytes(text: bytes) -> bytes:
+    """Return the 32 bytes of a key in Z85 text. Raises ValueError."""
+    if not _Z85_KEY.fullmatch(text):
+        raise ValueError(f"key of {len(text)} characters: want {Z85_KEY_LENGTH} characters of Z85")
+    return base64.b85decode(text.translate(bytes.maketrans(_Z85, _BASE85)))
+
+
 @dataclass(frozen=True, slots=True)
 class KeyPair:
+    """Z85 text of a public key and its secret key."""
+
     public: bytes
     secret: bytes
 
     @classmethod
     def generate(cls) -> KeyPair:
-        public, secret = zmq.curve_keypair()
-        return cls(public, secret)
+        return cls.of_secret(key_text(secrets.token_bytes(32)))
+
+    @classmethod
+    def of_secret(cls, secret: bytes) -> KeyPair:
+        from nacl import bindings  # as curve.py, only with keys
+
+        return cls(key_text(bindings.crypto_scalarmult_base(key_bytes(secret))), secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +99,6 @@ class PeerKeys:
         """Return keys whose `server_public` is the one to try; the next attempt gets the coordinator's next key."""
         servers = (self.server_public, *self.other_server_publics)
         return replace(self, server_public=servers[attempt % len(servers)])
-
-    def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the keys of a libzmq socket, before connect()."""
-        socket.curve_publickey = self.own.public
-        socket.curve_secretkey = self.own.secret
-        socket.curve_serverkey = self.server_public
 
 
 class Gatekeeper:
@@ -161,5 +178,4 @@ def _read_keys(path: Path) -> list[bytes]:
 
 
 def _load_pair(directory: Path, name: str) -> KeyPair:
-    secret = _read_keys(directory / f"{name}.key")[0]
-    return KeyPair(zmq.curve_public(secret), secret)
+    return KeyPair.of_secret(_read_keys(directory / f"{name}.key")[0])

@@ -12,6 +12,7 @@ import zmq
 from control_link import ControlLink
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS
+from libzmq_keys import set_keys
 from vectors import VECTORS
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
@@ -169,7 +170,7 @@ async def test_a_connection_made_before_its_key_was_revoked_cannot_register_afte
     coordinator = stage.coordinator(keys_dir=secret.path, timing=ROTATING)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
-    PeerKeys.load(secret.path, Role.CLIENT).apply(dealer)
+    set_keys(dealer, PeerKeys.load(secret.path, Role.CLIENT))
     dealer.connect(stage.address(Role.CLIENT))
     dealer.send_multipart(VECTORS["STATUS"].to_frames())
     await stage.until(lambda: coordinator.core.counters.rejected["unknown_peer"] == 1)
@@ -233,7 +234,7 @@ async def test_a_coordinator_ends_in_the_middle_of_handshakes(secret) -> None:
         for _ in range(8):
             dealer = context.socket(zmq.DEALER)
             dealer.setsockopt(zmq.LINGER, 0)
-            keys.apply(dealer)
+            set_keys(dealer, keys)
             dealer.connect(coordinator.transport.addresses[Role.CLIENT])
             dealers.append(dealer)
         # The loop is blocked: handshakes wait for the gatekeeper.

@@ -38,7 +38,6 @@ def options_of(hubs: list[FakeHub], directory: Path) -> dict[str, Any]:
         "sampling": [{"temperature": 0.0}],
         "environment": environment,
         "rendezvous_seconds": LIMIT_SECONDS,
-        "greeting_seconds": LIMIT_SECONDS,
     }
 
 

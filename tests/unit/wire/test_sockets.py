@@ -6,10 +6,19 @@ from pathlib import Path
 import pytest
 import zmq
 from eventually import LONG_SECONDS
+from zmq.utils import z85
 
 from megatron_runtime.megatron_core._event_socket import DRAIN_BUDGET, EventSocket
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.transport.security import Gatekeeper, KeyFileError, PeerKeys, generate_key_files
+from megatron_runtime.transport.security import (
+    Gatekeeper,
+    KeyFileError,
+    KeyPair,
+    PeerKeys,
+    generate_key_files,
+    key_bytes,
+    key_text,
+)
 
 
 @pytest.fixture
@@ -79,6 +88,22 @@ def test_a_key_file_that_is_not_z85_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "server.key").write_text("short")
     with pytest.raises(KeyFileError, match="one Z85 key of 40 characters"):
         Gatekeeper(_with_public_keys(tmp_path))
+
+
+def test_keys_are_those_of_libzmq() -> None:
+    for _ in range(100):
+        public, secret = zmq.curve_keypair()
+        assert KeyPair.of_secret(secret).public == public
+        own = KeyPair.generate()
+        assert zmq.curve_public(own.secret) == own.public
+        raw = z85.decode(secret)
+        assert (key_bytes(secret), key_text(raw)) == (raw, secret)
+
+
+@pytest.mark.parametrize("text", [b"", b"a" * 39, b"a" * 41, b"a" * 39 + b";", b"a" * 39 + b"\n"])
+def test_text_that_is_no_key_is_rejected(text: bytes) -> None:
+    with pytest.raises(ValueError, match="want 40 characters of Z85"):
+        key_bytes(text)
 
 
 def _with_public_keys(path: Path) -> Path:

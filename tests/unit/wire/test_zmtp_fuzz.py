@@ -11,6 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from eventually import LONG_SECONDS
+from libzmq_keys import set_keys
 from soak import repeated, size
 from tcp_relay import TcpRelay
 
@@ -165,7 +166,7 @@ async def test_changed_bytes_of_libzmqs_dealer_end_their_connection_at_most(
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
         if either.keys is not None:
-            PeerKeys.load(either.keys, Role.CLIENT).apply(dealer)
+            set_keys(dealer, PeerKeys.load(either.keys, Role.CLIENT))
         dealer.connect(f"tcp://127.0.0.1:{port}")
         for message in messages:
             await dealer.send(message)

@@ -10,6 +10,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 from eventually import LONG_SECONDS
+from libzmq_keys import set_keys
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import Gatekeeper, PeerKeys, generate_key_files
@@ -77,7 +78,7 @@ class Port:
         if keys is None and self.keys is not None:
             keys = PeerKeys.load(self.keys, Role.CLIENT)
         if keys is not None:
-            keys.apply(dealer)
+            set_keys(dealer, keys)
         dealer.connect(self.address)
         return dealer
 

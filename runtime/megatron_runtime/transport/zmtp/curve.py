@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from nacl import bindings as nacl
 from nacl.exceptions import CryptoError
-from zmq.utils import z85
 
+from megatron_runtime.transport.security import key_bytes, key_text
 from megatron_runtime.transport.zmtp import frames
 from megatron_runtime.transport.zmtp.frames import COMMAND, MORE, ViolationError
 from megatron_runtime.transport.zmtp.handshake import Handshake, NotAdmittedError
@@ -40,7 +40,7 @@ class CurveServer:
 
     @classmethod
     def from_z85(cls, secret: bytes, admits: Callable[[bytes], bool]) -> CurveServer:
-        raw = z85.decode(secret)
+        raw = key_bytes(secret)
         return cls(nacl.crypto_scalarmult_base(raw), raw, admits)
 
 
@@ -94,7 +94,7 @@ class CurveHandshake(Handshake):
         vouched = nacl.crypto_box_open(vouch[16:], b"VOUCH---" + vouch[:16], long_term, self._secret)
         if not secrets.compare_digest(vouched, self._client + self._server.public):
             raise NotAdmittedError("the vouch is not for the key of HELLO")
-        key = z85.encode(long_term)
+        key = key_text(long_term)
         if not self._server.admits(key):
             raise NotAdmittedError("its key does not open this port")
         self._secret = b""  # not needed any more
@@ -114,8 +114,8 @@ class CurveClientHandshake(Handshake):
     def __init__(self, public: bytes, secret: bytes, server_public: bytes, own_properties: bytes) -> None:
         super().__init__(own_properties)
         self.key = server_public
-        self._public, self._secret = z85.decode(public), z85.decode(secret)
-        self._server = z85.decode(server_public)
+        self._public, self._secret = key_bytes(public), key_bytes(secret)
+        self._server = key_bytes(server_public)
         self._short_public, self._short_secret = nacl.crypto_box_keypair()
         self._shared = b""
 

@@ -11,8 +11,6 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from megatron_runtime.process.listening import listening_socket
 from megatron_runtime.protocol.codec import Frames
 from megatron_runtime.transport.zmtp import frames
@@ -27,6 +25,8 @@ MAX_HANDSHAKES = 1000
 """Handshakes in progress. A further one ends the oldest."""
 CLOSING_SECONDS = 1.0
 _BACKLOG = 1024
+_ROUTER = 6
+"""zmq.ROUTER."""
 _PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")])
 
 
@@ -62,7 +62,7 @@ class Router:
     may_be_silent: Callable[[PeerId], bool] = lambda peer: False
 
     def __post_init__(self) -> None:
-        self.type = zmq.ROUTER
+        self.type = _ROUTER
         self.last_endpoint = ""
         self.handler_errors = 0
         self.rejected = 0

@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 OpenModel = Callable[[], ModelSource]
 MakePart = Callable[[ModelSource, Groups], TorchExecutor]
 
-GREETING_SECONDS = 60.0
-"""From the rendezvous to the first message of the slowest rank: it reads the model's headers."""
 FAILED_SECONDS = 3.0
 """How long a failed rank waits for rank 0 to end the engine with the cause."""
 _SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
@@ -366,7 +364,7 @@ def lead(
         step_timeout_seconds=settings.step_timeout_seconds,
         has_watchdog=has_watchdog,
     )
-    channel.start(timeout_seconds=GREETING_SECONDS)
+    channel.start(timeout_seconds=settings.rendezvous_seconds)
     logger.info("all %d ranks are connected", identity.world)
     limits = StepLimits(tokens=settings.max_tokens, rows=settings.max_requests, length=part.max_sequence_length)
     sizes = StepLimits(*map(min, GPU if groups.device.type == "cuda" else CPU, limits))
@@ -393,7 +391,7 @@ def join(
         on_lost=partial(end_with, own_rank=identity.rank),
         has_watchdog=has_watchdog,
     )
-    channel.start(timeout_seconds=GREETING_SECONDS)
+    channel.start(timeout_seconds=settings.rendezvous_seconds)
     return Follower(identity.rank, EnginePart(part), channel, groups, meeting)
 
 
