@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.loader import load_tokenizer
-from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer
+from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer, context_of
 from megatron_runtime.tokenization.vocabulary import TokenBound
 
 _LONGEST_TOKEN_BYTES = 256
@@ -79,13 +79,24 @@ class MegatronTokenizer(Tokenizer):
     def bound(self) -> TokenBound:
         return TokenBound(np.full(256, 1 / _LONGEST_TOKEN_BYTES), (), _LONGEST_TOKEN_BYTES)
 
-    def detokenizer(self, *, skip_special: bool = True, visible: Collection[int] = ()) -> Detokenizer:
-        hidden = self.special_ids.difference(visible) if skip_special else frozenset()
-        return WindowDetokenizer(lambda ids: self._text([id_ for id_ in ids if id_ not in hidden]))
+    def detokenizer(
+        self, *, after: Sequence[int] = (), skip_special: bool = True, visible: Collection[int] = ()
+    ) -> Detokenizer:
+        hidden = self._hidden(skip_special=skip_special, visible=visible)
+        return WindowDetokenizer(
+            lambda ids: self._text([id_ for id_ in ids if id_ not in hidden]), after=context_of(after, hidden)
+        )
 
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        hidden = self.special_ids if skip_special else frozenset()
+    def decode(self, ids: Iterable[int], *, after: Sequence[int] = (), skip_special: bool = True) -> str:
+        if after:
+            return super().decode(ids, after=after, skip_special=skip_special)
+        hidden = self._hidden(skip_special=skip_special, visible=())
         return self._text([id_ for id_ in ids if id_ not in hidden])
+
+    def special_tokens_in(self, texts: Iterable[str]) -> dict[int, str]:
+        written = {id_: self._text([id_]) for id_ in self.special_ids}
+        listed = list(texts)
+        return {id_: text for id_, text in written.items() if text and any(text in each for each in listed)}
 
     def token_id(self, text: str) -> int | None:
         return None
