@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from megatron_runtime.requests.request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
 
+if TYPE_CHECKING:  # tokenizers take long to import: they are loaded at first use
+    from megatron_runtime.tokenization import Detokenizer
+
 
 class TextOfTokens(Protocol):
     """Converts token ids to text."""
 
     def detokenize(self, tokens: Iterable[int]) -> str: ...
+
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Detokenizer: ...
 
 
 def answered_request(
@@ -47,7 +52,10 @@ def answered_request(
     if request.generated_text is None:
         tokens = request.generated_tokens
         ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
-        request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
+        detokenizer = text.detokenizer(after=prompt_tokens)
+        request.generated_text = detokenizer.feed(tokens[:-1] if ended_by_token else tokens) + detokenizer.finish()
     if sampling_params.return_segments:
-        request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
+        detokenizer = text.detokenizer(after=prompt_tokens)
+        segments = [detokenizer.feed([token]) for token in request.generated_tokens]
+        request.generated_segments = [*segments[:-1], segments[-1] + detokenizer.finish()] if segments else []
     return request

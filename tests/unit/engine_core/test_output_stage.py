@@ -1,8 +1,8 @@
 """Output stage: sent tokens are final, and all tokens together are the answer."""
 
-import codecs
 
 import pytest
+from byte_tokenizer import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,19 +24,6 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 UID = bytes(16)
 
 
-class ByteDetokenizer:
-    """Each token is one byte of UTF-8."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, ids) -> str:
-        return self._decoder.decode(bytes(ids))
-
-    def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
 class Stage:
     def __init__(self, params: SamplingParams, generated: list[int] | None = None) -> None:
         self.partial: list[int] = list(generated or [])
@@ -44,7 +31,7 @@ class Stage:
         self.final_tokens: list[int] = []
         self.finished_early: list[int] = []
         self.stage = OutputStage(
-            send=self._receive, finish_early=self.finished_early.append, detokenizer=ByteDetokenizer
+            send=self._receive, finish_early=self.finished_early.append, tokenizer=ByteTokenizer
         )
         dispatch = Dispatch(1, UID, 0, RequestMeta(streaming=True), b"", b"", b"")
         self.stage.add(dispatch, params, generated or [])
@@ -154,7 +141,7 @@ def test_each_destination_gets_one_partial_of_a_step_with_its_own_requests() -> 
         assert isinstance(message, Partial)
         sent.append(message)
 
-    stage = OutputStage(send=send, finish_early=lambda _: None, detokenizer=ByteDetokenizer)
+    stage = OutputStage(send=send, finish_early=lambda _: None, tokenizer=ByteTokenizer)
     for number, route in ((1, 7), (2, 9), (3, 7)):
         dispatch = Dispatch(number, bytes([number] * 16), route, RequestMeta(streaming=True), b"", b"", b"")
         stage.add(dispatch, SamplingParams(), [])
@@ -197,7 +184,7 @@ def test_an_answer_too_large_for_the_coordinator_fails_by_name() -> None:
         finals.append(message)
         return True
 
-    stage = OutputStage(send=send, finish_early=lambda _: None, detokenizer=ByteDetokenizer)
+    stage = OutputStage(send=send, finish_early=lambda _: None, tokenizer=ByteTokenizer)
     stage.add(Dispatch(1, UID, 0, RequestMeta(), b"", b"", b""), SamplingParams(return_log_probs=True), [])
     for number in range(200):
         output = RequestOutput(1, [7], 3, "length" if number == 199 else None)

@@ -322,7 +322,7 @@ class _MegatronLLMBase:
 
     def _chunk_reader(self, prompt: Prompt, prompt_tokens: list[int], sp: SamplingParams) -> ReadChunk:
         text = self._engine.controller
-        detokenizer = text.detokenizer()
+        detokenizer = text.detokenizer(after=prompt_tokens)
         length = count = 0  # characters and tokens in the chunks so far
 
         def read(item: dict[str, Any]) -> GenerationChunk:

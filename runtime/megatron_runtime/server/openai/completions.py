@@ -76,7 +76,8 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
         tokens = prompts.checked(tokens, param=param, add_bos=body.add_BOS)
         echoed = None
         if body.echo:
-            echoed = item if isinstance(item, str) else await prompts.decode(item, lease=lease)
+            is_whole = body.max_tokens == 0  # a character that begins in the prompt is part of the answer
+            echoed = item if isinstance(item, str) else await prompts.decode(item, lease=lease, is_whole=is_whole)
         found.append(Prompt(tokens, param=param, echoed=echoed))
     return found
 

@@ -137,9 +137,13 @@ class Prompts:
         lease.add(-size)
         return tokens
 
-    async def decode(self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True) -> str:
+    async def decode(
+        self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True, is_whole: bool = True
+    ) -> str:
         """Return the text of tokens, which the request then holds. Other requests run in between, however many tokens
         there are. Raises ApiError 429 if the server holds too much.
+
+        is_whole: nothing follows, so that an incomplete character at the end is written too.
         """
         detokenizer = self.tokenizer.detokenizer(skip_special=skip_special)
         parts = []
@@ -147,7 +151,7 @@ class Prompts:
             parts.append(detokenizer.feed(tokens[start : start + _DECODED_AT_ONCE]))
             lease.add(_bytes_at_most(parts[-1]))
             await asyncio.sleep(0)
-        return "".join([*parts, detokenizer.finish()])
+        return "".join([*parts, detokenizer.finish() if is_whole else ""])
 
     def checked(self, tokens: list[int], *, param: str, add_bos: bool | None = False) -> list[int]:
         """Return the tokens of a prompt. Raises ApiError 400 if there are none or one is outside the vocabulary.
