@@ -20,7 +20,16 @@ from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_from_bytes, tokens_to_bytes
+from megatron_runtime.protocol.messages import (
+    Dispatch,
+    Final,
+    Frames,
+    Partial,
+    PartialEntry,
+    pack,
+    tokens_from_bytes,
+    tokens_to_bytes,
+)
 from megatron_runtime.requests.errors import PERMANENT_CODES, serialize_error
 from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.chat_template import DEFAULT_TEMPLATE, TOOL_TEMPLATE, ChatTemplate
 from megatron_runtime.tokenization.loader import load_tokenizer
 from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer, context_of
 from megatron_runtime.tokenization.vocabulary import TokenBound
@@ -33,14 +33,16 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if type(backend).__module__.partition(".")[0] == "tokenizers":
         eos = getattr(tokenizer, "eos_token_id", None)
-        template = getattr(tokenizer, "chat_template", None)
+        templates = getattr(tokenizer, "chat_template", None)
+        sources = templates if isinstance(templates, dict) else {DEFAULT_TEMPLATE: templates}
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         special = {name: text for name in names if (text := getattr(tokenizer, name, None)) is not None}
         return Tokenizer(
             backend,
             bos_id=getattr(tokenizer, "bos_token_id", None),
             eos_ids=() if eos is None else (eos,),
-            chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
+            chat_template=ChatTemplate.of(sources, DEFAULT_TEMPLATE, special=special),
+            tool_template=ChatTemplate.of(sources, TOOL_TEMPLATE, special=special),
         )
     if callable(getattr(tokenizer, "tokenize", None)) and callable(getattr(tokenizer, "detokenize", None)):
         return MegatronTokenizer(tokenizer)
@@ -62,7 +64,7 @@ class MegatronTokenizer(Tokenizer):
         self.adds_bos = False
         end = _id(tokenizer, "eod", "eos_id", "eos")
         self.eos_ids = () if end is None else (end,)
-        self.chat_template = None
+        self.chat_template = self.tool_template = None
         self.context_length = None
         self.vocab_size = int(tokenizer.vocab_size)
         self.special_ids = frozenset(id_ for id_ in (self.bos_id, end) if id_ is not None)

@@ -135,6 +135,7 @@ class Tokenizer:
     add_bos:        prompts that are encoded with special tokens begin with `bos_id`.
     eos_ids:        every token that ends an answer: end of sequence, end of turn. The first is the model's own.
     chat_template:  None for a model that only completes text.
+    tool_template:  in its place for requests with tools; None if the model has one template for all.
     context_length: longest sequence that the model was made for, in tokens; None if unknown.
     """
 
@@ -146,6 +147,7 @@ class Tokenizer:
         add_bos: bool = False,
         eos_ids: Sequence[int] = (),
         chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
         context_length: int | None = None,
     ) -> None:
         self._backend = backend
@@ -153,6 +155,7 @@ class Tokenizer:
         self.adds_bos = bos_id is not None and add_bos
         self.eos_ids = tuple(eos_ids)
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.context_length = context_length
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
@@ -206,9 +209,14 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text of a conversation. Raises ChatTemplateError; see ChatTemplate.render()."""
-        if self.chat_template is None:
+        template = self.template_for(tools)
+        if template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
-        return self.chat_template.render(messages, tools=tools, variables=variables)
+        return template.render(messages, tools=tools, variables=variables)
+
+    def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
+        """Return the chat template of a request with these tools; None for a model that only completes text."""
+        return self.tool_template if tools and self.tool_template is not None else self.chat_template
 
     def encode_chat(
         self,

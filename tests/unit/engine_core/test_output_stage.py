@@ -1,6 +1,5 @@
 """Output stage: sent tokens are final, and all tokens together are the answer."""
 
-
 import pytest
 from byte_tokenizer import ByteTokenizer
 from hypothesis import given, settings
@@ -30,9 +29,7 @@ class Stage:
         self.final: dict | None = None
         self.final_tokens: list[int] = []
         self.finished_early: list[int] = []
-        self.stage = OutputStage(
-            send=self._receive, finish_early=self.finished_early.append, tokenizer=ByteTokenizer
-        )
+        self.stage = OutputStage(send=self._receive, finish_early=self.finished_early.append, tokenizer=ByteTokenizer)
         dispatch = Dispatch(1, UID, 0, RequestMeta(streaming=True), b"", b"", b"")
         self.stage.add(dispatch, params, generated or [])
 

@@ -189,7 +189,10 @@ class FakeTokenizer:
         return {}
 
     def detokenizer(self, *, after: Sequence[int] = (), visible: Collection[int] = ()) -> Any:
-        hidden, tokenizer = self.special_ids.difference(visible), self._counted.modules["megatron_runtime.tokenization.tokenizer"]
+        hidden, tokenizer = (
+            self.special_ids.difference(visible),
+            self._counted.modules["megatron_runtime.tokenization.tokenizer"],
+        )
 
         def decode(tokens: Sequence[int]) -> str:
             self._counted.operations.cost += len(tokens)

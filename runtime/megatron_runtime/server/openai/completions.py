@@ -95,7 +95,10 @@ async def tokenize(service: Service, request: Request) -> Response:
         if body.add_generation_prompt is not None:
             variables["add_generation_prompt"] = body.add_generation_prompt
         characters = sum(len(message.content) for message in messages)
-        work = prompts.encode_chat(messages, lease=lease, tools=body.tools or (), variables=variables)
+        continues = bool(body.continue_final_message)
+        work = prompts.encode_chat(
+            messages, lease=lease, tools=body.tools or (), variables=variables, continues=continues
+        )
     tokens = await service.while_connected(request, work, characters=characters)
     fields = {"count": len(tokens), "max_model_len": prompts.sequence_limit}
     ids = await _json_list(tokens, lambda token: token, lease)
