@@ -6,6 +6,7 @@ those of https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -28,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.errors import CONTEXT_LENGTH_PHRASE, ApiError, from_validation
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
@@ -57,6 +58,9 @@ from megatron_runtime.server.streaming import EventStream, until_disconnect
 from megatron_runtime.server.tools import CallArguments, CallBegin, Event, Reasoning
 
 _MAX_BLOCKS = 4096
+_CONTEXT_LENGTH = re.compile(
+    rf"{CONTEXT_LENGTH_PHRASE} (?P<limit>\d+) tokens .* the prompt has (?:at least )?(?P<prompt>\d+)"
+)
 _BLOCK_DEPTH = 8
 """Depth of the arguments of a call in a request, at most."""
 
@@ -454,7 +458,10 @@ def _arguments(text: str) -> dict[str, Any]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return an error in the format of Anthropic's API."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if (sizes := _CONTEXT_LENGTH.search(message)) is not None:  # in the words by which Claude Code shortens a prompt
+        message = f"prompt is too long: {sizes['prompt']} tokens > {sizes['limit']} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 _ERROR_TYPES = {
