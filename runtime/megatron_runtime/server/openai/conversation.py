@@ -34,11 +34,19 @@ _TRIMMED = "\n\t\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """One form of a conversation. instructions: text that the prompt must have; empty: it need not have any."""
+    """One form of a conversation.
+
+    has_all_system_text: whether the prompt must have the text of each system message, which a template may drop.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
-    instructions: str = ""
+    has_all_system_text: bool = False
+
+    def is_complete(self, text: str) -> bool:
+        """Return whether a prompt has what it must have."""
+        system = (message["content"] for message in self.messages if message["role"] == "system")
+        return not self.has_all_system_text or all(content.strip() in text for content in system)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class Conversation:
             except ChatTemplateRejectedError as error:
                 refusal = refusal or error
             else:
-                if form.instructions in text:
+                if form.is_complete(text):
                     return text
                 accepted = accepted or text  # a template may write the messages as JSON
         if accepted is None:
@@ -109,14 +117,13 @@ class Conversation:
         if not self.tools and plain == self.messages:
             yield _Form(messages=plain, tools=None)  # the template's refusal is the client's to see
             return
-        instructions = ""
         if self.tools:
             described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.tools)
             instructions = _TOOL_INSTRUCTIONS.format(tools=described)
             at = 1 if plain and plain[0]["role"] == "system" else 0
             plain.insert(at, {"role": "system", "content": instructions})
-        yield _Form(messages=_merged(plain), tools=None, instructions=instructions)
-        yield _Form(messages=_merged(_without_system(plain)), tools=None, instructions=instructions)
+        yield _Form(messages=_merged(plain), tools=None, has_all_system_text=True)
+        yield _Form(messages=_merged(_without_system(plain)), tools=None)
 
 
 def _strict(message: Message) -> Message:
