@@ -158,6 +158,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
         chat_template=ChatTemplate.of(templates, DEFAULT_TEMPLATE, special=special),
         tool_template=ChatTemplate.of(templates, TOOL_TEMPLATE, special=special),
         context_length=fields.context_length,
+        logits=len(fields.pieces),
     )
 
 

@@ -91,11 +91,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         if (text := _token_text(config, name)) is not None
     }
     templates = _template_sources(directory, config) if renders_chat else {}
-    length = _read_json(directory / "config.json").get("max_position_embeddings")
-    if length is not None and (type(length) is not int or length < 1):
-        raise ValueError(
-            f"{directory / 'config.json'}: max_position_embeddings is {length!r:.80}: want a positive integer"
-        )
+    length, logits = (_positive(directory / "config.json", name) for name in ("max_position_embeddings", "vocab_size"))
     return Tokenizer(
         backend,
         bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
@@ -104,6 +100,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         chat_template=ChatTemplate.of(templates, DEFAULT_TEMPLATE, special=special),
         tool_template=ChatTemplate.of(templates, TOOL_TEMPLATE, special=special),
         context_length=length,
+        logits=logits or 0,
     )
 
 
@@ -189,6 +186,13 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]
             "{name, template}"
         )
     return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _positive(path: Path, name: str) -> int | None:
+    number = _read_json(path).get(name)
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"{path}: {name} is {number!r:.80}: want a positive integer")
+    return number
 
 
 def _token_text(config: dict[str, Any], name: str) -> str | None:

@@ -137,6 +137,7 @@ class Tokenizer:
     chat_template:  None for a model that only completes text.
     tool_template:  in its place for requests with tools; None if the model has one template for all.
     context_length: longest sequence that the model was made for, in tokens; None if unknown.
+    logits:         width of the model's logits, which may have more tokens than the vocabulary; 0 if unknown.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         tool_template: ChatTemplate | None = None,
         context_length: int | None = None,
+        logits: int = 0,
     ) -> None:
         self._backend = backend
         self.bos_id = bos_id
@@ -159,6 +161,8 @@ class Tokenizer:
         self.context_length = context_length
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
+        self.id_limit = max(self.vocab_size, logits, max(added, default=-1) + 1)
+        """All tokens that the model may write are below it. Those without an entry in the vocabulary have no text."""
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._special_starts = frozenset(added[id_].content[:1] for id_ in self.special_ids)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
@@ -283,7 +287,7 @@ class Tokenizer:
         """Return the bytes of a token, special or not; empty for an id outside the vocabulary."""
         known = self._bytes.get(id_)
         if known is None:
-            piece = self._backend.id_to_token(id_) if 0 <= id_ < self.vocab_size else None
+            piece = self._backend.id_to_token(id_) if 0 <= id_ < self.id_limit else None
             known = self._bytes[id_] = b"" if piece is None else self._piece_bytes(piece)
         return known
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jiter
@@ -17,6 +18,9 @@ from openai.types.chat import ChatCompletionMessage, ParsedChatCompletionMessage
 from openai.types.responses import ParsedResponseOutputItem, ResponseOutputItem
 from pydantic import TypeAdapter
 from soak import size
+from vocabularies import sentencepiece_like
+
+from megatron_runtime.tokenization import load_tokenizer
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 TEMPLATES = {
@@ -69,7 +73,7 @@ def answer_of(draw: random.Random) -> str:
 
     thought = draw.choice(["", "", "Hm</think>", "Hm\n\n</think>\n\n", "<think>Hm</think>", "Hm", "</think></think>"])
     parts = [
-        draw.choice(["", " ", "Yes. 🦙", call(), call(), draw.choice(ARGUMENTS)]) for _ in range(draw.randrange(4))
+        draw.choice(["", " ", "Yes. 🦙", call(), call(), draw.choice(ARGUMENTS)]) for _ in range(draw.choice([0, 1, 2, 4]))
     ]
     return thought + "".join(parts)
 
@@ -215,14 +219,14 @@ async def test_every_answer_is_accepted_as_history(start_with_template: Any, rou
             if not history or history[-1].get("role") != "user":
                 history.append({"role": "user", "content": "Hi"})
             fields: dict[str, Any] = {"temperature": 0, "max_tokens": draw.choice([1, 5, *[1 << 16] * 6])}
-            if draw.random() < 0.3 and route != "messages":
+            if draw.random() < 0.1 and route != "messages":
                 fields["tool_choice"] = "required"
             try:
                 history += await ROUTES[route](running, history, fields, draw)
             except AssertionError as error:
                 raise AssertionError(f"seed {seed}, history {json.dumps(history)[:4000]}") from error
         calls += json.dumps(history).count('"arguments": "') + json.dumps(history).count('"tool_use"')
-    assert calls > ROUNDS / 2, "the history had few calls"
+    assert calls > ROUNDS / 4, "the history had few calls"
 
 
 async def test_the_tokens_of_an_answer_are_accepted_as_history(start_with_template: Any) -> None:
@@ -319,3 +323,16 @@ async def test_arguments_that_are_no_object_reach_the_template_as_text(start_wit
         reply = await running.post("/v1/chat/completions", {"model": "smollm2", "messages": history, "max_tokens": 1})
         assert reply.status_code == 200, reply.text
         assert text in running.tokenizer.decode(running.backend.requests[-1][0])
+
+
+async def test_tokens_beyond_the_vocabulary_are_accepted_as_the_model_has_them(start: Any, tmp_path: Path) -> None:
+    """The logits of a model are often wider than its vocabulary."""
+    backend = sentencepiece_like("strips one space")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    size_ = backend.get_vocab_size()
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size_ + 64}))
+    running = await start(load_tokenizer(str(tmp_path)))
+    for token, status in ((size_ + 63, 200), (size_ + 64, 400)):
+        reply = await running.post("/v1/completions", {"prompt": [5, token, 6], "max_tokens": 0, "echo": True})
+        assert reply.status_code == status, reply.text
+        assert (await running.post("/v1/detokenize", {"tokens": [token]})).status_code == status
