@@ -149,7 +149,7 @@ def test_the_fallback_joins_neighbours_and_moves_the_system_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["alternating", "without system"])
-async def test_without_tools_the_refusal_of_the_template_is_a_400(start_with_template: Any, name: str) -> None:
+async def test_without_tools_a_rejection_of_the_template_is_a_400(start_with_template: Any, name: str) -> None:
     running = await start_with_template(TEMPLATES[name])
     for messages, reason in (
         ([USER, USER], "roles must alternate"),

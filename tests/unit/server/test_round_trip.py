@@ -73,7 +73,8 @@ def answer_of(draw: random.Random) -> str:
 
     thought = draw.choice(["", "", "Hm</think>", "Hm\n\n</think>\n\n", "<think>Hm</think>", "Hm", "</think></think>"])
     parts = [
-        draw.choice(["", " ", "Yes. 🦙", call(), call(), draw.choice(ARGUMENTS)]) for _ in range(draw.choice([0, 1, 2, 4]))
+        draw.choice(["", " ", "Yes. 🦙", call(), call(), draw.choice(ARGUMENTS)])
+        for _ in range(draw.choice([0, 1, 2, 4]))
     ]
     return thought + "".join(parts)
 

@@ -70,20 +70,20 @@ class Conversation:
         """
         if self.continues:
             return self._unfinished(tokenizer)
-        refusal: ChatTemplateRejectedError | None = None
+        rejection: ChatTemplateRejectedError | None = None
         accepted: str | None = None
         for form in self._forms(tokenizer):
             try:
                 text = tokenizer.render_chat(form.messages, tools=form.tools, variables=self.variables)
             except ChatTemplateRejectedError as error:
-                refusal = refusal or error
+                rejection = rejection or error
             else:
                 if form.is_complete(text):
                     return text
                 accepted = accepted or text  # a template may write the messages as JSON
         if accepted is None:
-            assert refusal is not None
-            raise refusal
+            assert rejection is not None
+            raise rejection
         return accepted
 
     def _unfinished(self, tokenizer: Tokenizer) -> str:
@@ -115,7 +115,7 @@ class Conversation:
             return
         plain = [_without_calls(message) for message in self.messages]
         if not self.tools and plain == self.messages:
-            yield _Form(messages=plain, tools=None)  # the template's refusal is the client's to see
+            yield _Form(messages=plain, tools=None)  # the client gets the rejection of the template
             return
         if self.tools:
             described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.tools)
