@@ -77,7 +77,7 @@ class ToyBackend(EngineBackend):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    def detokenizer(self) -> None:
+    def tokenizer(self) -> None:
         """None: its tokens have no text, so requests with stop texts are rejected."""
 
     def submit(self, request: EngineRequest) -> None:

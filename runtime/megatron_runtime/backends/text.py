@@ -79,9 +79,9 @@ class ModelText:
     def detokenize(self, tokens: Iterable[int]) -> str:
         return self.tokenizer.decode(tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a new incremental decoder."""
-        return self.tokenizer.detokenizer()
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Detokenizer:
+        """Return a new incremental decoder. after: tokens before the text."""
+        return self.tokenizer.detokenizer(after=after)
 
     def begin_grammar(
         self, params: SamplingParams, generated: Sequence[int] = (), *, tenant: str = ""

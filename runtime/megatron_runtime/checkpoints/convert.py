@@ -38,6 +38,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
@@ -127,6 +128,7 @@ def write_text_files(
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         found = find_beside(source, name)
         if found is not None:
+            (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(found.read_bytes(MAX_TOKENIZER_BYTES))
     ends = config.eos_token_ids
     if source.format == "GGUF" and write_gguf_tokenizer is not None:

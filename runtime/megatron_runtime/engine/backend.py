@@ -22,7 +22,7 @@ from megatron_runtime.requests.capabilities import Capability as Capability
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_runtime.tokenization import Detokenizer
+    from megatron_runtime.tokenization import Tokenizer
 
 
 class UnsupportedVerbError(RuntimeError):
@@ -192,8 +192,8 @@ class EngineBackend(Protocol):
         """
         raise NotImplementedError
 
-    def detokenizer(self) -> Detokenizer | None:
-        """Return a new incremental decoder of the model's tokens; None if they have no text."""
+    def tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer of the model; None if its tokens have no text."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 

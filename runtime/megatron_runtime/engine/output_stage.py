@@ -20,16 +20,28 @@ from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes
+from megatron_runtime.protocol.messages import (
+    Dispatch,
+    Final,
+    Frames,
+    Partial,
+    PartialEntry,
+    pack,
+    tokens_from_bytes,
+    tokens_to_bytes,
+)
 from megatron_runtime.requests.errors import PERMANENT_CODES, serialize_error
 from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_runtime.tokenization import Detokenizer
+    from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+
+_PROMPT_TOKENS = 256
+"""At the end of a prompt; a decoder looks at few of them."""
 
 LikeliestTokens: TypeAlias = TopLogProbs | dict[str, float]
 """The likeliest tokens at one position, in falling order."""
@@ -43,13 +55,23 @@ class StopText(NamedTuple):
 
 
 class StopMatcher:
-    """Searches the text of one request for stop texts, token by token."""
+    """Searches the text of one request for stop texts, token by token.
 
-    def __init__(self, stop_words: Sequence[str], detokenizer: Detokenizer, *, min_tokens: int = 0) -> None:
+    The searched text has the special tokens that occur in a stop text. They are no part of the answer's text.
+
+    after: tokens before the answer.
+    """
+
+    def __init__(
+        self, stop_words: Sequence[str], tokenizer: Tokenizer, *, after: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
         self._stops = [stop for stop in stop_words if stop]
         self._hold = max((len(stop) for stop in self._stops), default=1) - 1
-        self._detokenizer = detokenizer
+        self._special = tokenizer.special_tokens_in(self._stops)
+        self._detokenizer = tokenizer.detokenizer(after=after, visible=self._special)
         self._min_tokens = min_tokens
+        self._special_places: list[tuple[int, int]] = []
+        """Where the searched text has special tokens: their first character, and the one after their last."""
         self._parts: list[str] = []
         self._length = 0
         """Of the text of all parts."""
@@ -79,14 +101,21 @@ class StopMatcher:
         text = self._detokenizer.feed((token,))
         self._parts.append(text)
         self._length += len(text)
+        if token in self._special:
+            self._special_places.append((self._length - len(self._special[token]), self._length))
         self._ends.append(self._length)
         text = self._tail + text
         self._tail = text[max(0, len(text) - self._hold) :]
         return text
 
-    def text(self, length: int) -> str:
-        """Return the first characters of the text."""
-        return "".join(self._parts)[:length]
+    def text_before(self, match: StopText) -> str:
+        """Return the answer's text up to a stop text."""
+        searched = "".join(self._parts)[: match.start]
+        parts, at = [], 0
+        for begin, end in self._special_places:
+            parts.append(searched[at:begin])
+            at = end
+        return "".join([*parts, searched[at:]])
 
     def releasable(self) -> int:
         """Return the number of leading tokens that cannot be part of a stop text."""
@@ -186,6 +215,7 @@ class OutputStage:
 
     send:         sends the frames of a message to the coordinator; returns False if the message is too large.
     finish_early: aborts a request in the backend that a stop text has ended.
+    tokenizer:    returns that of the model; None: the tokens have no text.
     on_forget:    called with the dispatch id of each request that ends.
     tracer:       records a span of each traced request; None: requests are not traced.
     clock:        returns monotonic seconds.
@@ -196,7 +226,7 @@ class OutputStage:
         *,
         send: Callable[[Frames], bool | None],
         finish_early: Callable[[int], object],
-        detokenizer: Callable[[], Detokenizer | None],
+        tokenizer: Callable[[], Tokenizer | None],
         on_forget: Callable[[int], None] = lambda dispatch_id: None,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -207,7 +237,7 @@ class OutputStage:
         self.idle.set()
         self._send = send
         self._finish_early = finish_early
-        self._detokenizer = detokenizer
+        self._tokenizer = tokenizer
         self._on_forget = on_forget
         self._tracer = tracer
         self._clock = clock
@@ -215,11 +245,13 @@ class OutputStage:
     def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int]) -> None:
         matcher = None
         if params.stop_words:
-            detokenizer = self._detokenizer()
-            if detokenizer is None:
+            tokenizer = self._tokenizer()
+            if tokenizer is None:
                 self.reject(dispatch, ErrorCode.INVALID_REQUEST, "stop_words need a model with a tokenizer")
                 return
-            matcher = StopMatcher(params.stop_words, detokenizer, min_tokens=params.min_tokens)
+            matcher = StopMatcher(
+                params.stop_words, tokenizer, after=_end_of_prompt(dispatch), min_tokens=params.min_tokens
+            )
             for token in generated:
                 matcher.append(token)
         self.open[dispatch.dispatch_id] = OpenDispatch(
@@ -236,15 +268,8 @@ class OutputStage:
 
     def _text_of(self, params: SamplingParams) -> Callable[[int], str] | None:
         """Return a function from a token to its text, if the request needs one and the tokens have a text."""
-        if not (params.return_record and params.top_n_logprobs and self._detokenizer() is not None):
-            return None
-
-        def text_of(token: int) -> str:
-            detokenizer = self._detokenizer()
-            assert detokenizer is not None
-            return detokenizer.feed((token,)) + detokenizer.finish()
-
-        return text_of
+        tokenizer = self._tokenizer() if params.return_record and params.top_n_logprobs else None
+        return None if tokenizer is None else lambda token: tokenizer.token_bytes(token).decode(errors="replace")
 
     def forget(self, dispatch_id: int, *, output: RequestOutput | None = None, error: str = "aborted") -> None:
         """End a request. output: its last one. error: why it has none."""
@@ -325,10 +350,10 @@ class OutputStage:
         record: dict[str, Any] = {"tpot": [round(after - before, 6) for before, after in pairwise(arrived)]}
         if arrived and not request.dispatch.generated:
             record["ttft"] = arrived[0] - added
-        detokenizer = self._detokenizer()
-        if detokenizer is not None:
+        tokenizer = self._tokenizer()
+        if tokenizer is not None:
             tokens = request.tokens if output.stop_token is None else request.tokens[:-1]
-            record["generated_text"] = detokenizer.feed(tokens) + detokenizer.finish()
+            record["generated_text"] = tokenizer.decode(tokens, after=_end_of_prompt(request.dispatch))
         return record
 
     def _send_final(self, request: OpenDispatch, output: RequestOutput, found: StopText | None) -> None:
@@ -351,8 +376,8 @@ class OutputStage:
         if request.times is not None:
             reply.update(self._record(request, output))
         if found is not None and request.matcher is not None:
-            keep = len(found.text) if request.params.detokenize_stop_sequence else 0
-            reply["generated_text"] = request.matcher.text(found.start + keep)
+            kept = found.text if request.params.detokenize_stop_sequence else ""
+            reply["generated_text"] = request.matcher.text_before(found) + kept
             reply["stop_reason"] = found.text
         elif output.stop_token is not None:
             reply["stop_reason"] = output.stop_token
@@ -369,6 +394,12 @@ class OutputStage:
         if self._send(final.to_frames()) is False:
             size = sum(map(len, final.to_frames()))
             self.reject(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")
+
+
+def _end_of_prompt(dispatch: Dispatch) -> list[int]:
+    """Return the last tokens of the prompt, after which the answer is decoded."""
+    tokens: list[int] = tokens_from_bytes(dispatch.prompt)[-_PROMPT_TOKENS:].tolist()
+    return tokens
 
 
 def _trace(tracer: Tracer, request: OpenDispatch, output: RequestOutput | None, *, error: str) -> None:

@@ -126,7 +126,7 @@ class EngineWorker:
         self._outputs = OutputStage(
             send=self._link.send,
             finish_early=backend.abort,
-            detokenizer=backend.detokenizer,
+            tokenizer=backend.tokenizer,
             on_forget=self._release_adapter,
             tracer=tracer,
         )

@@ -84,9 +84,13 @@ class PromptBatch:
         if request.generated_text is None:
             tokens = request.generated_tokens
             ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
-            request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
+            detokenizer = text.detokenizer(after=request.prompt_tokens)
+            own = tokens[:-1] if ended_by_token else tokens
+            request.generated_text = detokenizer.feed(own) + detokenizer.finish()
         if params.return_segments:
-            request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
+            detokenizer = text.detokenizer(after=request.prompt_tokens)
+            segments = [detokenizer.feed([token]) for token in request.generated_tokens]
+            request.generated_segments = [*segments[:-1], segments[-1] + detokenizer.finish()] if segments else []
         return request
 
     def answers(self) -> list[DynamicInferenceRequest]:
@@ -94,7 +98,7 @@ class PromptBatch:
 
     def chunk_reader(self) -> ReadChunk:
         """Return a function that converts the items of a stream, in their order, to chunks. There is one prompt."""
-        detokenizer = self._text.detokenizer() if self._text is not None else None
+        detokenizer = self._text.detokenizer(after=self.tokens[0]) if self._text is not None else None
         length = count = 0  # characters and tokens in the chunks so far
 
         def read(item: dict[str, Any]) -> GenerationChunk:

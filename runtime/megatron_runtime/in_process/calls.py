@@ -361,7 +361,7 @@ class _Runner:
         self._stage = OutputStage(
             send=self._receive,
             finish_early=core.abort_request,
-            detokenizer=text.detokenizer if text is not None else lambda: None,
+            tokenizer=lambda: None if text is None else text.tokenizer,
         )
 
     def run(self) -> bool:

@@ -100,7 +100,7 @@ class SamplingParams:
     return_hidden_state:   return the last hidden state of the last token before the first generated one, after the
                            model's last norm. Only with num_tokens_to_generate=1.
     return_prompt_tokens:  return the prompt's tokens.
-    return_segments:       return the text of each token.
+    return_segments:       return the text that each token adds; a character comes with its last token.
     return_record:         return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`),
                            and the likeliest tokens by their text. InferenceClient and MegatronLLM set it; a server that
                            detokenizes itself does not need it.

@@ -88,14 +88,16 @@ def create_app(
     Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that cannot be used, OSError
     for one that cannot be read.
     """
-    template = None if tokenizer.chat_template is None else tokenizer.chat_template.source
+    template, tool_template = (
+        None if chosen is None else chosen.source for chosen in (tokenizer.chat_template, tokenizer.template_for([{}]))
+    )
     service = Service(
         settings=settings,
         client=backend,
         prompts=Prompts(tokenizer, max_sequence_length=settings.max_sequence_length),
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
         api_keys=ApiKeys(settings.api_keys_file),
-        tool_parser=parser_of(settings.tool_call_parser, template=template),
+        tool_parser=parser_of(settings.tool_call_parser, template=tool_template),
         reasoning_format=format_of(settings.reasoning_parser, template=template),
         tracer=tracer,
     )

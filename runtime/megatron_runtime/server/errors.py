@@ -24,7 +24,8 @@ _SHOWN_CHARACTERS = 80
 _PLACE_CHARACTERS = 200
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _SHOWN_CHARACTERS
-CONTEXT_LENGTH_PHRASE = "This model's maximum context length was exceeded."
+CONTEXT_LENGTH_PHRASE = "This model's maximum context length is"
+"""Client libraries recognise this error by these words."""
 
 
 @dataclass(eq=False)
@@ -82,8 +83,8 @@ def context_length_error(*, prompt_length: int, limit: int, param: str | None, i
     is_bound: `prompt_length` is the least number of tokens that the prompt can have; it was not tokenized.
     """
     length = f"at least {prompt_length}" if is_bound else str(prompt_length)
-    problem = f"It is {limit} tokens for prompt and answer, and the prompt alone is {length}: shorten it."
-    return ApiError(400, f"{CONTEXT_LENGTH_PHRASE} {problem}", param=param, code="context_length_exceeded")
+    message = f"{CONTEXT_LENGTH_PHRASE} {limit} tokens for prompt and answer, and the prompt has {length}: shorten it."
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -114,7 +115,7 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     if kind.startswith("MaxSequenceLengthOverflow"):
         status = 400
-        message = message if CONTEXT_LENGTH_PHRASE in message else f"{CONTEXT_LENGTH_PHRASE} {message}"
+        message = message if CONTEXT_LENGTH_PHRASE in message else f"{CONTEXT_LENGTH_PHRASE} exceeded: {message}"
     retry = error.get("retry_after_seconds")
     if retry is None and status in (429, 503):
         retry = 1.0

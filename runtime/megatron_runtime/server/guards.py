@@ -119,9 +119,9 @@ class JsonScan:
         if outside:
             self._count(outside)
 
-    def text(self, text: str) -> None:
-        """Count the JSON text in a string of the body. Raises JsonLimitError, NotJsonError."""
-        self._depth, self._run, self._in_string, self._after_backslash = 0, 0, False, False
+    def text(self, text: str, *, depth: int = 0) -> None:
+        """Count the JSON text in a string of the body, as if it were nested. Raises JsonLimitError, NotJsonError."""
+        self._depth, self._run, self._in_string, self._after_backslash = depth, 0, False, False
         self.feed(text.encode(errors="surrogatepass"))
 
     def _count(self, outside: bytes) -> None:
@@ -173,10 +173,11 @@ def _separators(outside: bytes) -> int:
     return outside.count(b",") - outside.count(b":")
 
 
-def load_json(text: str, *, scan: JsonScan | None = None) -> Any:
+def load_json(text: str, *, scan: JsonScan | None = None, depth: int = 0) -> Any:
     """Return the value of a JSON text. Raises ValueError, and JsonLimitError for a text with too much structure.
 
-    scan: of the body that contains the text; None counts the text alone.
+    scan:  of the body that contains the text; None counts the text alone.
+    depth: of the value that the text stands for.
     """
-    (scan or JsonScan()).text(text)
+    (scan or JsonScan()).text(text, depth=depth)
     return from_json(text)

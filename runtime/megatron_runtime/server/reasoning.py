@@ -71,12 +71,14 @@ class ReasoningUse:
 
     opening, closing: tokens of the markers.
     is_open:          the answer begins within the reasoning.
+    continues:        the answer continues a message of the prompt.
     """
 
     format: ReasoningFormat
     opening: tuple[int, ...]
     closing: tuple[int, ...]
     is_open: bool
+    continues: bool = False
 
     @classmethod
     def of(cls, format_: ReasoningFormat, prompt: Sequence[int], tokenizer: Tokenizer) -> ReasoningUse:
@@ -92,7 +94,7 @@ class ReasoningUse:
 
     def count(self, tokens: Sequence[int]) -> int:
         """Return how many of the tokens of an answer belong to its reasoning, markers included."""
-        if not self.is_open and tuple(tokens[: len(self.opening)]) != self.opening:
+        if not self.is_open and (self.continues or tuple(tokens[: len(self.opening)]) != self.opening):
             return 0
         size = len(self.closing)
         ends = (at + size for at in range(len(tokens) - size + 1) if tuple(tokens[at : at + size]) == self.closing)
@@ -100,10 +102,14 @@ class ReasoningUse:
 
     def parser(self, calls: ToolParser | None) -> AnswerParser:
         """Return a parser for one choice. calls: parses what is not reasoning; None: it is text."""
+        if self.format is _HARMONY:
+            harmony = calls if isinstance(calls, HarmonyParser) else HarmonyParser({})
+            if self.continues:  # the header of the message is in the prompt
+                harmony.feed("<|channel|>analysis<|message|>" if self.is_open else _HARMONY.closing)
+            return harmony if calls in (None, harmony) else _Sequence(harmony, calls)
         if isinstance(calls, HarmonyParser):
             return calls
-        harmony = self.format is _HARMONY
-        reasoning = HarmonyParser({}) if harmony else TaggedReasoningParser(self.format, is_open=self.is_open)
+        reasoning = TaggedReasoningParser(self.format, is_open=self.is_open, is_answer=self.continues)
         return reasoning if calls is None else _Sequence(reasoning, calls)
 
 
@@ -112,12 +118,15 @@ class TaggedReasoningParser:
 
     White space around the reasoning is dropped, as is the one before the text that follows it.
 
-    is_open: the prompt has opened the reasoning.
+    is_open:   the prompt has opened the reasoning.
+    is_answer: unless it has, the text begins after the reasoning.
     """
 
-    def __init__(self, format_: ReasoningFormat, *, is_open: bool) -> None:
+    def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:
         self._opening, self._closing = format_.opening, format_.closing
-        self._read: Callable[[], list[Event]] = self._continue if is_open else self._begin
+        self._read: Callable[[], list[Event]] = (
+            self._continue if is_open else self._answer if is_answer else self._begin
+        )
         self._has_reasoning = False
         self._spaces: list[str] = []  # before the buffer; dropped unless more follows
         self._buffer = ""

@@ -20,6 +20,8 @@ from typing import Any, ClassVar
 from megatron_runtime.protocol import strict_json as json
 
 MAX_JSON_DEPTH = 256
+MAX_NAME_CHARACTERS = 256
+"""Of a function: a conversation may have no longer name."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _TOKEN = re.compile(r'[\[\]{}:,"]|[-+.\w]{0,400}', re.ASCII)
@@ -168,7 +170,8 @@ class ToolParser(ABC):
             self._events.append(CallArguments(arguments))
 
     def _accepts(self, name: str) -> bool:
-        return name != "" and (self.is_marked or name in self._tools)
+        is_name = 0 < len(name) <= MAX_NAME_CHARACTERS and _is_unicode(name)
+        return is_name and (self.is_marked or name in self._tools)
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
         """Read what matches the pattern, if anything does."""
@@ -276,6 +279,7 @@ class ToolParser(ABC):
                     # Some models write a string that contains the object.
                     arguments = raw if token == "{" else json.loads(raw) or "{}"
                     _expect(isinstance(arguments, str) and isinstance(json.loads(arguments), dict))
+                    _expect(_is_unicode(arguments))
                 elif key == "name":
                     _expect(name is None)
                     name = json.loads(raw)
@@ -608,7 +612,8 @@ def _python_call(text: str) -> tuple[str, str] | None:
         if not isinstance(tree, ast.Call) or tree.args or any(keyword.arg is None for keyword in tree.keywords):
             return None
         arguments: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
-        return ast.unparse(tree.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return (ast.unparse(tree.func), written) if _is_unicode(written) else None
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
 
@@ -662,6 +667,15 @@ def overlap(text: str, marker: str, *, start: int = 0) -> int:
     """Return the length of the longest end of `text[start:]` with which `marker` begins, and which is not all of it."""
     longest = min(len(text) - start, len(marker) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which a JSON escape can name and no answer can have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _expect(condition: bool) -> None:

@@ -5,7 +5,12 @@ ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
 text = tokenizer.decode(ids)
 """
 
-from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateUnusableError
+from megatron_runtime.tokenization.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    ChatTemplateRejectedError,
+    ChatTemplateUnusableError,
+)
 from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
 from megatron_runtime.tokenization.of_program import tokenizer_of
 from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer
@@ -13,6 +18,7 @@ from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer
 __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
+    "ChatTemplateRejectedError",
     "ChatTemplateUnusableError",
     "Detokenizer",
     "Tokenizer",

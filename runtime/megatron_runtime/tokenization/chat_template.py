@@ -14,7 +14,7 @@ import os
 import queue
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 from megatron_runtime.protocol import strict_json as json
@@ -28,6 +28,8 @@ RENDER_SECONDS = 5.0
 RENDER_MEMORY_BYTES = 512 << 20
 """Address space of each process for its templates."""
 MAX_TEMPLATE_CHARACTERS = 1 << 20
+DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
+"""Names in a model's list of templates. The second is for requests with tools."""
 
 _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
@@ -45,6 +47,10 @@ class ChatTemplateError(ValueError):
     def __init__(self, message: str, *, variable: str | None = None) -> None:
         super().__init__(message)
         self.variable = variable
+
+
+class ChatTemplateRejectedError(ChatTemplateError):
+    """The template rejects the messages, or fails on them. It may accept them in another form."""
 
 
 class ChatTemplateUnusableError(ChatTemplateError):
@@ -77,6 +83,12 @@ class ChatTemplate:
             logger.error("%s; chat requests are answered with this error", error)
             self._broken_until, self._broken_reason = math.inf, str(error)
 
+    @classmethod
+    def of(cls, sources: Mapping[str, Any], name: str, *, special: Mapping[str, str]) -> Self | None:
+        """Return the template of a model's list that has this name; None if it has none."""
+        source = sources.get(name)
+        return cls(source, special=special) if source and isinstance(source, str) else None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -92,7 +104,8 @@ class ChatTemplate:
         Raises:
             ChatTemplateUnusableError: the template does not compile, or cannot render even a trivial conversation
                 within the limits.
-            ChatTemplateError: the template rejects the messages, or exceeds a limit with them.
+            ChatTemplateRejectedError: the template rejects the messages, or fails on them.
+            ChatTemplateError: the template exceeds a limit with them.
         """
         if time.monotonic() < self._broken_until:
             raise ChatTemplateUnusableError(self._broken_reason)
@@ -159,7 +172,7 @@ def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     if reply.get("stage") == "compile":
         raise ChatTemplateUnusableError(f"the model's chat template is not valid Jinja, {reply['message']}")
     if "stage" in reply:
-        raise ChatTemplateError(reply["message"])
+        raise ChatTemplateRejectedError(reply["message"])
     return reply
 
 

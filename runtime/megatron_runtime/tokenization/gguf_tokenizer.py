@@ -13,12 +13,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
-from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.chat_template import DEFAULT_TEMPLATE, TOOL_TEMPLATE, ChatTemplate
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import WORD_START, contained
 from megatron_runtime.tokenization.word_rules import DEFAULT_RULE, WORD_RULES
 
 _PREFIX = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
 """The name of SentencePiece in GGUF files."""
@@ -67,7 +68,10 @@ class _TokenizerFields:
         rule = WORD_RULES.get(self.pre)
         adds_bos = self.is_sentencepiece or (rule is not None and rule.adds_bos)
         self.add_bos = bool(self._metadata.get(f"{_PREFIX}add_bos_token", adds_bos))
-        self.chat_template = self._value("tokenizer.chat_template", str)
+        self.templates = {
+            DEFAULT_TEMPLATE: self._value(_TEMPLATE, str),
+            TOOL_TEMPLATE: self._value(f"{_TEMPLATE}.{TOOL_TEMPLATE}", str),
+        }
         self.context_length = self._value(f"{self._metadata.get('general.architecture')}.context_length", int)
         defaults = _SENTENCEPIECE_IDS if self.is_sentencepiece else {}
         self.ids = {
@@ -125,7 +129,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
         backend.add_tokens(
             [AddedToken(piece, normalized=fields.is_sentencepiece, special=False) for piece in user_defined.values()]
         )
-    ids, template = fields.ids, fields.chat_template if renders_chat else None
+    ids, templates = fields.ids, fields.templates if renders_chat else {}
     special = {
         f"{name}_token": fields.pieces[ids[key]]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -140,8 +144,10 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
         bos_id=ids.get("bos"),
         add_bos=fields.add_bos,
         eos_ids=list(dict.fromkeys(end_ids)),
-        chat_template=ChatTemplate(template, special=special) if template else None,
+        chat_template=ChatTemplate.of(templates, DEFAULT_TEMPLATE, special=special),
+        tool_template=ChatTemplate.of(templates, TOOL_TEMPLATE, special=special),
         context_length=fields.context_length,
+        logits=len(fields.pieces),
     )
 
 

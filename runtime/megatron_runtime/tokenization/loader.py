@@ -17,7 +17,7 @@ from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.chat_template import DEFAULT_TEMPLATE, TOOL_TEMPLATE, ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
@@ -28,6 +28,7 @@ TRIAL_MEMORY_BYTES = 4 << 30
 """Address space of the child for the tokenizer."""
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 MAX_TOKEN_ID = (1 << 31) - 1
 
 
@@ -89,19 +90,17 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         if (text := _token_text(config, name)) is not None
     }
-    template = _template_source(directory, config) if renders_chat else None
-    length = _read_json(directory / "config.json").get("max_position_embeddings")
-    if length is not None and (type(length) is not int or length < 1):
-        raise ValueError(
-            f"{directory / 'config.json'}: max_position_embeddings is {length!r:.80}: want a positive integer"
-        )
+    templates = _template_sources(directory, config) if renders_chat else {}
+    length, logits = (_positive(directory / "config.json", name) for name in ("max_position_embeddings", "vocab_size"))
     return Tokenizer(
         backend,
         bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         add_bos=bool(config.get("add_bos_token", False)),
         eos_ids=_end_ids(directory, backend, special.get("eos_token")),
-        chat_template=ChatTemplate(template, special=special) if template else None,
+        chat_template=ChatTemplate.of(templates, DEFAULT_TEMPLATE, special=special),
+        tool_template=ChatTemplate.of(templates, TOOL_TEMPLATE, special=special),
         context_length=length,
+        logits=logits or 0,
     )
 
 
@@ -149,8 +148,10 @@ def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.adds_bos, **special}
     (directory / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
     (directory / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    if template is not None:
-        (directory / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+    for written, name in ((template, TEMPLATE_FILE), (tokenizer.tool_template, TOOL_TEMPLATE_FILE)):
+        if written is not None:
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(written.source, encoding="utf-8")
     return list(tokenizer.eos_ids)
 
 
@@ -167,20 +168,31 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
     return list(dict.fromkeys(ids))
 
 
-def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
-    file = ModelDirectory(directory).file(TEMPLATE_FILE)
-    if file is not None:
-        return file.read_text()
-    source = config.get("chat_template")
-    if isinstance(source, list):
-        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = entries[-1].get("template") if entries else None
-    if source is not None and not isinstance(source, str):
+def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name. Files replace those in tokenizer_config.json, as in transformers."""
+    files = {DEFAULT_TEMPLATE: TEMPLATE_FILE, TOOL_TEMPLATE: TOOL_TEMPLATE_FILE}
+    found = {name: file for name, path in files.items() if (file := ModelDirectory(directory).file(path)) is not None}
+    if found:
+        return {name: file.read_text() for name, file in found.items()}
+    listed = config.get("chat_template")
+    if listed is None or isinstance(listed, str):
+        return {} if listed is None else {DEFAULT_TEMPLATE: listed}
+    entries = listed if isinstance(listed, list) else [listed]
+    if not all(
+        isinstance(entry, dict) and type(entry.get("name")) is type(entry.get("template")) is str for entry in entries
+    ):
         raise ValueError(
-            f"{directory / SETTINGS_FILE}: chat_template is {type(source).__name__}: want a string, or a list of "
+            f"{directory / SETTINGS_FILE}: chat_template is {type(listed).__name__}: want a string, or a list of "
             "{name, template}"
         )
-    return source
+    return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _positive(path: Path, name: str) -> int | None:
+    number = _read_json(path).get(name)
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"{path}: {name} is {number!r:.80}: want a positive integer")
+    return number
 
 
 def _token_text(config: dict[str, Any], name: str) -> str | None:

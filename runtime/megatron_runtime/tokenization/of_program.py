@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.chat_template import DEFAULT_TEMPLATE, TOOL_TEMPLATE, ChatTemplate
 from megatron_runtime.tokenization.loader import load_tokenizer
-from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer
+from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, WindowDetokenizer, context_of
 from megatron_runtime.tokenization.vocabulary import TokenBound
 
 _LONGEST_TOKEN_BYTES = 256
@@ -33,14 +33,16 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if type(backend).__module__.partition(".")[0] == "tokenizers":
         eos = getattr(tokenizer, "eos_token_id", None)
-        template = getattr(tokenizer, "chat_template", None)
+        templates = getattr(tokenizer, "chat_template", None)
+        sources = templates if isinstance(templates, dict) else {DEFAULT_TEMPLATE: templates}
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         special = {name: text for name in names if (text := getattr(tokenizer, name, None)) is not None}
         return Tokenizer(
             backend,
             bos_id=getattr(tokenizer, "bos_token_id", None),
             eos_ids=() if eos is None else (eos,),
-            chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
+            chat_template=ChatTemplate.of(sources, DEFAULT_TEMPLATE, special=special),
+            tool_template=ChatTemplate.of(sources, TOOL_TEMPLATE, special=special),
         )
     if callable(getattr(tokenizer, "tokenize", None)) and callable(getattr(tokenizer, "detokenize", None)):
         return MegatronTokenizer(tokenizer)
@@ -62,9 +64,9 @@ class MegatronTokenizer(Tokenizer):
         self.adds_bos = False
         end = _id(tokenizer, "eod", "eos_id", "eos")
         self.eos_ids = () if end is None else (end,)
-        self.chat_template = None
+        self.chat_template = self.tool_template = None
         self.context_length = None
-        self.vocab_size = int(tokenizer.vocab_size)
+        self.vocab_size = self.id_limit = int(tokenizer.vocab_size)
         self.special_ids = frozenset(id_ for id_ in (self.bos_id, end) if id_ is not None)
 
     def to_json(self) -> str:
@@ -79,13 +81,24 @@ class MegatronTokenizer(Tokenizer):
     def bound(self) -> TokenBound:
         return TokenBound(np.full(256, 1 / _LONGEST_TOKEN_BYTES), (), _LONGEST_TOKEN_BYTES)
 
-    def detokenizer(self, *, skip_special: bool = True, visible: Collection[int] = ()) -> Detokenizer:
-        hidden = self.special_ids.difference(visible) if skip_special else frozenset()
-        return WindowDetokenizer(lambda ids: self._text([id_ for id_ in ids if id_ not in hidden]))
+    def detokenizer(
+        self, *, after: Sequence[int] = (), skip_special: bool = True, visible: Collection[int] = ()
+    ) -> Detokenizer:
+        hidden = self._hidden(skip_special=skip_special, visible=visible)
+        return WindowDetokenizer(
+            lambda ids: self._text([id_ for id_ in ids if id_ not in hidden]), after=context_of(after, hidden)
+        )
 
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        hidden = self.special_ids if skip_special else frozenset()
+    def decode(self, ids: Iterable[int], *, after: Sequence[int] = (), skip_special: bool = True) -> str:
+        if after:
+            return super().decode(ids, after=after, skip_special=skip_special)
+        hidden = self._hidden(skip_special=skip_special, visible=())
         return self._text([id_ for id_ in ids if id_ not in hidden])
+
+    def special_tokens_in(self, texts: Iterable[str]) -> dict[int, str]:
+        written = {id_: self._text([id_]) for id_ in self.special_ids}
+        listed = list(texts)
+        return {id_: text for id_, text in written.items() if text and any(text in each for each in listed)}
 
     def token_id(self, text: str) -> int | None:
         return None

@@ -1,21 +1,27 @@
 """`Tokenizer`: text to token ids and back, for whole texts and for streams.
 
-Byte-level vocabularies map every token to bytes, so a stream is an incremental UTF-8 decode: linear, and a character is
-returned only when its last byte has arrived. Other vocabularies decode a short sliding window of tokens. Concatenated,
-the parts of a stream equal `Tokenizer.decode` of all ids.
+Byte-level and SentencePiece vocabularies map every token to bytes, so a stream is an incremental UTF-8 decode: linear,
+and a character is returned only when its last byte has arrived. Other vocabularies decode a short sliding window of
+tokens. Concatenated, the parts of a stream equal `Tokenizer.decode` of all ids.
+
+The first token of a sequence is decoded differently, without its space, and a character may begin in one token and end
+in another. So a text that continues tokens is decoded after them: see `after` of `Tokenizer.detokenizer`.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
+import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import tokenizers
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
 from megatron_runtime.tokenization.vocabulary import WORD_START, TokenBound, contained, piece_to_bytes
 
@@ -24,6 +30,15 @@ MAX_SHORT_CHARACTERS = 512
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SEARCHED_TOKENS = 256
+"""Tokens before a text that are searched for visible ones."""
+_CONTEXT_TOKENS = 8
+"""Visible tokens before a text that a decoder sees."""
+_CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
+"""Bytes of UTF-8 that begin no character."""
+
+LeadingSpaces: TypeAlias = Literal["kept", "one", "all"]
+"""What a decoder removes at the beginning of a sequence: nothing, one space, or the spaces of the first token."""
 
 
 class Detokenizer(ABC):
@@ -38,18 +53,35 @@ class Detokenizer(ABC):
         """Return the text that was held back; incomplete characters become U+FFFD."""
 
 
-class ByteLevelDetokenizer(Detokenizer):
+class BytesDetokenizer(Detokenizer):
     """For vocabularies in which each token is a string of bytes.
 
     token_bytes: returns the bytes of a token id, empty for one that has no text.
+    after:       tokens before the sequence.
+    stripped:    what the decoder removes if no text is before the sequence.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], *, after: Sequence[int] = (), stripped: LeadingSpaces = "kept"
+    ) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        before = b"".join(map(token_bytes, after))
+        self._utf8.decode(before.lstrip(_CONTINUATION_BYTES))
+        self._stripped: LeadingSpaces = "kept" if before else stripped
 
     def feed(self, ids: Iterable[int]) -> str:
-        return self._utf8.decode(b"".join(map(self._token_bytes, ids)))
+        if self._stripped == "kept":
+            return self._utf8.decode(b"".join(map(self._token_bytes, ids)))
+        return self._utf8.decode(b"".join(map(self._after_start, ids)))
+
+    def _after_start(self, id_: int) -> bytes:
+        """Return the bytes of a token without the spaces that are removed."""
+        data = self._token_bytes(id_)
+        if data and self._stripped != "kept":
+            data = data.removeprefix(b" ") if self._stripped == "one" else data.replace(b" ", b"")
+            self._stripped = "kept"
+        return data
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -59,16 +91,18 @@ class WindowDetokenizer(Detokenizer):
     """For vocabularies whose decoder looks at neighbouring tokens (leading spaces, byte fallback).
 
     decode: returns the text of consecutive token ids.
+    after:  tokens before the sequence.
 
     The window starts at tokens whose text has been returned: a decoder may strip the first space of its input.
     """
 
     MAX_HELD_TOKENS = 16
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, after: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window: list[int] = []
         self._shown = 0  # tokens at the start of the window whose text has been returned
+        self.feed(after)
 
     def feed(self, ids: Iterable[int]) -> str:
         return "".join(self._step(token) for token in ids)
@@ -101,7 +135,9 @@ class Tokenizer:
     add_bos:        prompts that are encoded with special tokens begin with `bos_id`.
     eos_ids:        every token that ends an answer: end of sequence, end of turn. The first is the model's own.
     chat_template:  None for a model that only completes text.
+    tool_template:  in its place for requests with tools; None if the model has one template for all.
     context_length: longest sequence that the model was made for, in tokens; None if unknown.
+    logits:         width of the model's logits, which may have more tokens than the vocabulary; 0 if unknown.
     """
 
     def __init__(
@@ -112,18 +148,25 @@ class Tokenizer:
         add_bos: bool = False,
         eos_ids: Sequence[int] = (),
         chat_template: ChatTemplate | None = None,
+        tool_template: ChatTemplate | None = None,
         context_length: int | None = None,
+        logits: int = 0,
     ) -> None:
         self._backend = backend
         self.bos_id = bos_id
         self.adds_bos = bos_id is not None and add_bos
         self.eos_ids = tuple(eos_ids)
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.context_length = context_length
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
+        self.id_limit = max(self.vocab_size, logits, max(added, default=-1) + 1)
+        """All tokens that the model may write are below it. Those without an entry in the vocabulary have no text."""
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._special_starts = frozenset(added[id_].content[:1] for id_ in self.special_ids)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self._stripped = _leading_spaces(backend)
         # A token that is matched in normalised text is written with the vocabulary's mark for a space.
         self._bytes = {
             id_: (token.content.replace(WORD_START, " ") if token.normalized else token.content).encode()
@@ -170,9 +213,14 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt text of a conversation. Raises ChatTemplateError; see ChatTemplate.render()."""
-        if self.chat_template is None:
+        template = self.template_for(tools)
+        if template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
-        return self.chat_template.render(messages, tools=tools, variables=variables)
+        return template.render(messages, tools=tools, variables=variables)
+
+    def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
+        """Return the chat template of a request with these tools; None for a model that only completes text."""
+        return self.tool_template if tools and self.tool_template is not None else self.chat_template
 
     def encode_chat(
         self,
@@ -184,22 +232,51 @@ class Tokenizer:
         """Return the token ids of a conversation; the template itself writes every special token."""
         return self.encode(self.render_chat(messages, tools=tools, variables=variables), add_special=False)
 
-    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary have no text."""
-        detokenizer = self.detokenizer(skip_special=skip_special)
+    def decode(self, ids: Iterable[int], *, after: Sequence[int] = (), skip_special: bool = True) -> str:
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary have no text.
+
+        after: tokens before them; see detokenizer().
+        """
+        detokenizer = self.detokenizer(after=after, skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
 
-    def detokenizer(self, *, skip_special: bool = True, visible: Collection[int] = ()) -> Detokenizer:
+    def detokenizer(
+        self, *, after: Sequence[int] = (), skip_special: bool = True, visible: Collection[int] = ()
+    ) -> Detokenizer:
         """Return a fresh incremental decoder for one sequence.
 
+        after:   tokens before the sequence, such as the prompt of an answer: the text of both together is the text of
+                 `after` and what the decoder returns. A character that begins in `after` is returned whole.
         visible: special tokens that are returned as text.
         """
-        hidden = self.special_ids.difference(visible) if skip_special else frozenset()
-        if self._is_byte_level:
-            return ByteLevelDetokenizer(lambda id_: b"" if id_ in hidden else self.token_bytes(id_))
+        hidden = self._hidden(skip_special=skip_special, visible=visible)
+        context = context_of(after, hidden)
+        if self._stripped is not None:
+            token_bytes = self.token_bytes
+            if hidden:
+                return BytesDetokenizer(
+                    lambda id_: b"" if id_ in hidden else token_bytes(id_), after=context, stripped=self._stripped
+                )
+            return BytesDetokenizer(token_bytes, after=context, stripped=self._stripped)
         return WindowDetokenizer(
-            lambda ids: self._backend.decode([id_ for id_ in ids if id_ not in hidden], skip_special_tokens=False)
+            lambda ids: self._backend.decode([id_ for id_ in ids if id_ not in hidden], skip_special_tokens=False),
+            after=context,
         )
+
+    def _hidden(self, *, skip_special: bool, visible: Collection[int]) -> frozenset[int]:
+        if not skip_special:
+            return frozenset()
+        return self.special_ids.difference(visible) if visible else self.special_ids
+
+    def special_tokens_in(self, texts: Iterable[str]) -> dict[int, str]:
+        """Return the special tokens that occur in one of `texts`, with the text of each."""
+        found: dict[int, str] = {}
+        for text in texts:
+            if not self._special_starts.isdisjoint(text):
+                with contextlib.suppress(ValueError):  # no tokens stand for a text that is not valid Unicode
+                    ids = self.special_ids.intersection(self.encode(text, add_special=False))
+                    found.update((id_, self.token_bytes(id_).decode()) for id_ in ids)
+        return found
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the vocabulary entry `text`."""
@@ -210,12 +287,47 @@ class Tokenizer:
         """Return the bytes of a token, special or not; empty for an id outside the vocabulary."""
         known = self._bytes.get(id_)
         if known is None:
-            piece = self._backend.id_to_token(id_) if 0 <= id_ < self.vocab_size else None
+            piece = self._backend.id_to_token(id_) if 0 <= id_ < self.id_limit else None
             known = self._bytes[id_] = b"" if piece is None else self._piece_bytes(piece)
         return known
 
     def _piece_bytes(self, piece: str) -> bytes:
+        """Return the bytes of an entry of the vocabulary."""
         if self._is_byte_level:
             return piece_to_bytes(piece)
         byte = _BYTE_PIECE.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace(WORD_START, " ").encode()
+
+
+def context_of(after: Sequence[int], hidden: Collection[int]) -> list[int]:
+    """Return the last tokens of `after` that have a text."""
+    visible = (id_ for id_ in reversed(after[-_SEARCHED_TOKENS:]) if id_ not in hidden)
+    return list(itertools.islice(visible, _CONTEXT_TOKENS))[::-1]
+
+
+def _leading_spaces(backend: tokenizers.Tokenizer) -> LeadingSpaces | None:
+    """Return what the decoder removes from the beginning of a sequence; None if its tokens are not strings of bytes."""
+    if backend.decoder is None:
+        return None
+    if isinstance(backend.decoder, tokenizers.decoders.ByteLevel):
+        return "kept"
+    state = json.loads(backend.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    stripped: LeadingSpaces = "kept"
+    kinds: list[str] = []
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(mark)}, "content": " "} if mark == WORD_START:
+                pass
+            case {"type": "ByteFallback" | "Fuse"}:
+                pass
+            case {"type": "Metaspace", "replacement": str(mark)} if mark == WORD_START and "Fuse" not in kinds:
+                stripped = "kept" if step.get("prepend_scheme") == "never" else "all"
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if kinds[-1:] == ["Fuse"]:
+                stripped = "one"
+            case _:
+                return None
+        kinds.append(step["type"])
+    marks_spaces = "Replace" in kinds or "Metaspace" in kinds
+    has_byte_pieces = backend.token_to_id("<0x0A>") is not None
+    return stripped if marks_spaces and has_byte_pieces == ("ByteFallback" in kinds) else None

@@ -9,6 +9,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from byte_tokenizer import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,6 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
 )
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.tokenization.tokenizer import ByteLevelDetokenizer
 
 ALPHABET = "abé€🙂"
 TEXTS = st.text(ALPHABET, max_size=24)
@@ -46,7 +46,7 @@ class Engine:
         self.stage = OutputStage(
             send=lambda frames: client._on_message(decode(frames)),
             finish_early=lambda _: setattr(self, "finished_early", True),
-            detokenizer=lambda: ByteLevelDetokenizer(lambda token: bytes([token])),
+            tokenizer=ByteTokenizer,
         )
         self.stage.add(self.dispatch, params, list(submit.generated[::4]))
 

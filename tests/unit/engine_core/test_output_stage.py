@@ -1,8 +1,7 @@
 """Output stage: sent tokens are final, and all tokens together are the answer."""
 
-import codecs
-
 import pytest
+from byte_tokenizer import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,24 +16,12 @@ from megatron_runtime.protocol.messages import (
     RequestMeta,
     decode,
     tokens_from_bytes,
+    tokens_to_bytes,
     unpack,
 )
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 UID = bytes(16)
-
-
-class ByteDetokenizer:
-    """Each token is one byte of UTF-8."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, ids) -> str:
-        return self._decoder.decode(bytes(ids))
-
-    def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
 
 
 class Stage:
@@ -43,9 +30,7 @@ class Stage:
         self.final: dict | None = None
         self.final_tokens: list[int] = []
         self.finished_early: list[int] = []
-        self.stage = OutputStage(
-            send=self._receive, finish_early=self.finished_early.append, detokenizer=ByteDetokenizer
-        )
+        self.stage = OutputStage(send=self._receive, finish_early=self.finished_early.append, tokenizer=ByteTokenizer)
         dispatch = Dispatch(1, UID, 0, RequestMeta(streaming=True), b"", b"", b"")
         self.stage.add(dispatch, params, generated or [])
 
@@ -154,7 +139,7 @@ def test_each_destination_gets_one_partial_of_a_step_with_its_own_requests() -> 
         assert isinstance(message, Partial)
         sent.append(message)
 
-    stage = OutputStage(send=send, finish_early=lambda _: None, detokenizer=ByteDetokenizer)
+    stage = OutputStage(send=send, finish_early=lambda _: None, tokenizer=ByteTokenizer)
     for number, route in ((1, 7), (2, 9), (3, 7)):
         dispatch = Dispatch(number, bytes([number] * 16), route, RequestMeta(streaming=True), b"", b"", b"")
         stage.add(dispatch, SamplingParams(), [])
@@ -197,7 +182,7 @@ def test_an_answer_too_large_for_the_coordinator_fails_by_name() -> None:
         finals.append(message)
         return True
 
-    stage = OutputStage(send=send, finish_early=lambda _: None, detokenizer=ByteDetokenizer)
+    stage = OutputStage(send=send, finish_early=lambda _: None, tokenizer=ByteTokenizer)
     stage.add(Dispatch(1, UID, 0, RequestMeta(), b"", b"", b""), SamplingParams(return_log_probs=True), [])
     for number in range(200):
         output = RequestOutput(1, [7], 3, "length" if number == 199 else None)
@@ -241,3 +226,73 @@ def test_a_record_names_the_likeliest_tokens_by_their_text(return_record: bool) 
         assert found == ([{"a": -0.5, "\ufffd": -1.0}], [{"b": -3.0}])
     else:
         assert found == ([[[0x61, -0.5], [0xE2, -1.0], [0xC3, -2.0]]], [[[0x62, -3.0]]])
+
+
+SPECIAL = ["<|turn|>", "<|end|>"]
+
+
+def run(tokens: list[int], params: SamplingParams, *, prompt: list[int] | None = None, stripped: str = "kept") -> dict:
+    """Return the final reply to a request whose answer is `tokens`, without a limit."""
+    finals: list[Final] = []
+    stage = OutputStage(
+        send=lambda frames: finals.append(decode(frames)),
+        finish_early=lambda _: None,
+        tokenizer=lambda: ByteTokenizer(*SPECIAL, stripped=stripped),
+    )
+    dispatch = Dispatch(1, UID, 0, RequestMeta(), tokens_to_bytes(prompt or []), b"", b"")
+    stage.add(dispatch, params, [])
+    for number, token in enumerate(tokens, start=1):
+        stage.step([RequestOutput(1, [token], 3, "length" if number == len(tokens) else None)])
+        if finals:
+            break
+    return {**unpack(finals[0].reply), "tokens": tokens_from_bytes(finals[0].tokens).tolist()}
+
+
+@pytest.mark.parametrize(
+    ("stop", "answer", "reason"),
+    [
+        ("<|turn|>", "one<|end|>two<|turn|>three", "onetwo"),
+        ("two<|turn|>", "one<|end|>two<|turn|>three", "one"),
+        ("<|turn|>three", "one<|turn|>two<|turn|>three", "onetwo"),
+        ("<|turn|>three", "one<|turn|>", None),
+        ("turn", "one<|turn|>", None),
+    ],
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_stop_text_with_special_tokens_stops(stop: str, answer: str, reason: str | None, kept: bool) -> None:
+    """Special tokens are no part of the answer's text, but for those of a stop text that is kept."""
+    tokens, rest = [], answer
+    while rest:
+        special = next((id_ for id_, text in enumerate(SPECIAL, start=256) if rest.startswith(text)), None)
+        tokens.append(ord(rest[0]) if special is None else special)
+        rest = rest[1 if special is None else len(SPECIAL[special - 256]) :]
+    reply = run(tokens, SamplingParams(stop_words=[stop], detokenize_stop_sequence=kept))
+    if reason is None:
+        assert (reply["finish_reason"], reply["tokens"]) == ("length", tokens)
+        return
+    assert (reply["finish_reason"], reply["stop_reason"]) == ("stop", stop)
+    assert reply["generated_text"] == (reason + stop if kept else reason)
+
+
+def test_the_first_word_of_an_answer_keeps_its_space() -> None:
+    for prompt, text in ((list(b"a"), " the"), ([], "the"), ([256, 257], "the")):
+        params = SamplingParams(stop_words=["."], return_record=True)
+        assert run(list(b" the."), params, prompt=prompt, stripped="one")["generated_text"] == text
+    for prompt, reason in ((list(b"a"), "stop"), ([], "length")):
+        reply = run(list(b" the"), SamplingParams(stop_words=[" the"]), prompt=prompt, stripped="one")
+        assert reply["finish_reason"] == reason
+
+
+def test_the_likeliest_tokens_of_a_record_keep_their_space() -> None:
+    finals: list[Final] = []
+    stage = OutputStage(
+        send=lambda frames: finals.append(decode(frames)),
+        finish_early=lambda _: None,
+        tokenizer=lambda: ByteTokenizer("<|turn|>", " the", stripped="one"),
+    )
+    params = SamplingParams(return_log_probs=True, top_n_logprobs=2, return_record=True)
+    stage.add(Dispatch(1, UID, 0, RequestMeta(), b"", b"", b""), params, [])
+    output = RequestOutput(1, [97], 3, "length")
+    output.new_log_probs, output.new_top_n_logprobs = [-1.0], [[(257, -0.5), (97, -1.0)]]
+    stage.step([output])
+    assert unpack(finals[0].reply)["generated_top_n_logprobs"] == [{" the": -0.5, "a": -1.0}]

@@ -118,6 +118,10 @@ def test_tokens_decode_to_the_text(both: tuple[Tokenizer, sentencepiece.Sentence
         assert "".join(stream.feed([id_]) for id_ in ids) + stream.finish() == text
         spelled = b"".join(map(ours.token_bytes, ids)).decode()
         assert spelled == (" " + text if adds_space and text else text)
+        for cut in range(1, len(ids)):  # an answer continues the text of its prompt
+            before = reference.decode(ids[:cut])
+            if "\N{REPLACEMENT CHARACTER}" not in before:
+                assert before + ours.decode(ids[cut:], after=ids[:cut]) == text
 
 
 def test_special_tokens_are_recognised(both: tuple[Tokenizer, sentencepiece.SentencePieceProcessor]) -> None:

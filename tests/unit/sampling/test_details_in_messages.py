@@ -1,8 +1,6 @@
 """Each log-probability reaches the client once, with its token, for all stop texts, intervals and replay offsets."""
 
-import codecs
-from collections.abc import Iterable
-
+from byte_tokenizer import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,19 +11,6 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 UID = bytes(16)
 PROMPT = [-1.5, -2.5]
-
-
-class ByteDetokenizer:
-    """Each token is one byte of UTF-8."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, ids: Iterable[int]) -> str:
-        return self._decoder.decode(bytes(ids))
-
-    def finish(self) -> str:
-        return self._decoder.decode(b"", True)
 
 
 def log_prob(token: int) -> float:
@@ -64,7 +49,7 @@ def test_partials_and_final_agree(text: str, stops: list[str], interval: int, be
         elif isinstance(message, Final):
             finals.append(unpack(message.reply))
 
-    stage = OutputStage(send=receive, finish_early=lambda _: None, detokenizer=ByteDetokenizer)
+    stage = OutputStage(send=receive, finish_early=lambda _: None, tokenizer=ByteTokenizer)
     dispatch = Dispatch(1, UID, 0, RequestMeta(streaming=True), b"", b"", b"")
     stage.add(dispatch, params, tokens[:begun])
     for index, token in enumerate(tokens[begun:], start=begun):

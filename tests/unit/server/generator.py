@@ -51,7 +51,7 @@ class ScriptedStream:
 
 
 class ScriptedBackend:
-    """Answers greedy requests with `answer`, sampled ones with tokens drawn from their seed.
+    """Answers greedy requests with `answer`, a text or its tokens, sampled ones with tokens drawn from their seed.
 
     gate:     while clear, no token is generated after the first `free_tokens`.
     reject:   raised instead of accepting a request.
@@ -77,7 +77,7 @@ class ScriptedBackend:
         self.open = 0
         self.aborted = 0
         self.status_requests = 0
-        self.answer = ANSWER
+        self.answer: str | list[int] = ANSWER
         self.times: dict[str, float] = {}
         """Times in the final reply."""
         self.has_hidden_states = True
@@ -143,9 +143,9 @@ class ScriptedBackend:
         await self._count(opened=1)
         ended = False
         try:
-            tokens, text, reason = self._script(params)
+            tokens, text, reason = self._script(prompt, params)
             sent, details = 0, self._prompt_details(prompt, params)
-            releasable_after = self._releasable(tokens, params)
+            releasable_after = self._releasable(prompt, tokens, params)
             for done in range(1, len(tokens) + 1):
                 if done > self.free_tokens:
                     await self.gate.wait()
@@ -191,10 +191,11 @@ class ScriptedBackend:
             await stream.aclose()  # type: ignore[attr-defined]
         raise AssertionError("no final")
 
-    def _script(self, params: SamplingParams) -> tuple[list[int], str | None, str]:
+    def _script(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], str | None, str]:
         """All tokens, the authoritative text if a stop string was matched, and why it ends."""
         if params.is_greedy:
-            tokens = [*self._tokenizer.encode(self.answer), self._tokenizer.eos_ids[0]]
+            answer = self.answer if isinstance(self.answer, list) else self._tokenizer.encode(self.answer)
+            tokens = [*answer, self._tokenizer.eos_ids[0]]
         else:
             draw = random.Random(params.seed)
             tokens = [draw.randrange(20, self._tokenizer.vocab_size) for _ in range(40)]
@@ -207,7 +208,7 @@ class ScriptedBackend:
         stops = params.stop_words or ()
         hold = max(map(len, stops), default=1) - 1
         text = ""
-        for count, further in enumerate(self._texts(tokens) if stops else (), start=1):
+        for count, further in enumerate(self._texts(prompt, tokens) if stops else (), start=1):
             before, text = len(text), text + further
             found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, before - hold))) >= 0]
             if found and count >= params.min_tokens:
@@ -219,19 +220,19 @@ class ScriptedBackend:
             return tokens[:limit], None, "length"
         return tokens, None, reason
 
-    def _releasable(self, tokens: list[int], params: SamplingParams) -> list[int]:
+    def _releasable(self, prompt: list[int], tokens: list[int], params: SamplingParams) -> list[int]:
         """After so many tokens: how many of them are no part of what may become a stop text."""
         hold = max((len(stop) for stop in params.stop_words or ()), default=1) - 1
         if not hold:
             return list(range(len(tokens) + 1))
-        ends = list(accumulate((len(text) for text in self._texts(tokens)), initial=0))
+        ends = list(accumulate((len(text) for text in self._texts(prompt, tokens)), initial=0))
         return [
             bisect_right(ends, end - hold, hi=count + 1) - 1 if end >= hold else 0 for count, end in enumerate(ends)
         ]
 
-    def _texts(self, tokens: list[int]) -> Iterator[str]:
+    def _texts(self, prompt: list[int], tokens: list[int]) -> Iterator[str]:
         """What each of them adds to the text; a character comes when it is complete, as an engine sees it."""
-        detokenizer = self._tokenizer.detokenizer()
+        detokenizer = self._tokenizer.detokenizer(after=prompt)
         return (detokenizer.feed((token,)) for token in tokens)
 
     def _reply(
@@ -254,16 +255,16 @@ class ScriptedBackend:
             "finish_reason": "error" if self.failure else reason,
             "generated_tokens": tokens,
             "generated_text": text,
-            "stop_reason": None if text is None else self._stop_of(tokens, params),
+            "stop_reason": None if text is None else self._stop_of(prompt, tokens, params),
             "generated_length": len(tokens),
             "prompt_length": len(prompt),
             "num_cached_tokens": 3,
             "error": self.failure,
         }
 
-    def _stop_of(self, tokens: list[int], params: SamplingParams) -> str:
+    def _stop_of(self, prompt: list[int], tokens: list[int], params: SamplingParams) -> str:
         """The stop string that ended the answer."""
-        text = "".join(self._texts(tokens))
+        text = "".join(self._texts(prompt, tokens))
         return min((text.find(stop), stop) for stop in params.stop_words or () if stop in text)[1]
 
     async def _count(self, *, opened: int, aborted: int = 0) -> None:

@@ -122,12 +122,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "high"}, "reasoning_effort", "leave the field out"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "Missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0].tool_call_id", "'tool'"),
-    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].prefix", "Unrecognized"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": 5}}]}]},
         "messages[0].tool_calls[0].function.arguments",
         "JSON object as a string",
     ),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "leave one of the two"),
     ({"temprature": 1}, "temprature", "Unrecognized request argument"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages", "set by the request itself"),
 ]
@@ -204,7 +204,7 @@ async def test_a_prompt_beyond_the_context_is_rejected(start: Any) -> None:
     ):
         reply = await running.post(path, body)
         assert reply.status_code == 400
-        assert "This model's maximum context length was exceeded." in error_of(reply)["message"]
+        assert "This model's maximum context length is 64 tokens" in error_of(reply)["message"]
         assert error_of(reply)["code"] == "context_length_exceeded"
     fits = await running.post("/v1/completions", {"model": "smollm2", "prompt": [5] * 63, "max_tokens": 50})
     assert fits.json()["usage"]["completion_tokens"] == 1
@@ -224,7 +224,7 @@ async def test_a_failure_of_the_engine_is_reported(running: Any) -> None:
     running.backend.failure = {"type": "MaxSequenceLengthOverflow", "message": "900 > 800", "code": 400}
     reply = await running.chat()
     assert reply.status_code == 400
-    assert error_of(reply)["message"] == "This model's maximum context length was exceeded. 900 > 800"
+    assert error_of(reply)["message"] == "This model's maximum context length is exceeded: 900 > 800"
     running.backend.failure["code"] = None
     assert (await running.chat()).status_code == 400
     for code in (None, 7, "503"):

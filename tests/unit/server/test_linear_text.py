@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -185,8 +185,14 @@ class FakeTokenizer:
     def token_bytes(self, token: int) -> bytes:
         return TOKEN_BYTES[token]
 
-    def detokenizer(self, *, visible: frozenset[int] = frozenset()) -> Any:
-        hidden, tokenizer = self.special_ids - visible, self._counted.modules["megatron_runtime.tokenization.tokenizer"]
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
+        return {}
+
+    def detokenizer(self, *, after: Sequence[int] = (), visible: Collection[int] = ()) -> Any:
+        hidden, tokenizer = (
+            self.special_ids.difference(visible),
+            self._counted.modules["megatron_runtime.tokenization.tokenizer"],
+        )
 
         def decode(tokens: Sequence[int]) -> str:
             self._counted.operations.cost += len(tokens)
@@ -194,7 +200,7 @@ class FakeTokenizer:
 
         if self._by_window:
             return tokenizer.WindowDetokenizer(decode)
-        return tokenizer.ByteLevelDetokenizer(lambda token: b"" if token in hidden else self.token_bytes(token))
+        return tokenizer.BytesDetokenizer(lambda token: b"" if token in hidden else self.token_bytes(token))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +212,7 @@ def test_an_engine_searches_stop_texts_in_linear_time(counted: CountedModules, k
     stage = output_stage.OutputStage(
         send=sent.append,
         finish_early=lambda _: None,
-        detokenizer=FakeTokenizer(counted, by_window=by_window).detokenizer,
+        tokenizer=lambda: FakeTokenizer(counted, by_window=by_window),
     )
     params = SamplingParams(num_tokens_to_generate=10 * LONG, stop_words=["stop here", "word stop"])
     stage.add(Dispatch(1, bytes(16), 0, RequestMeta(streaming=True), b"", b"", b""), params, [])

@@ -185,10 +185,6 @@ async def test_a_body_has_finite_numbers(running: Any, number: str) -> None:
 
 
 async def test_json_in_strings_of_a_body_has_finite_numbers(running: Any) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": NaN}'}}
-    messages = [*CHAT["messages"], {"role": "assistant", "tool_calls": [call]}]
-    reply = await running.post("/v1/chat/completions", {**CHAT, "messages": messages})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_value"), reply.text
     reply = await running.post("/v1/completions", {**COMPLETION, "guided_json": '{"maximum": Infinity}'})
     assert reply.status_code == 400
     assert "the JSON schema is not valid JSON: it has NaN, Infinity or" in reply.text
@@ -254,7 +250,7 @@ JSON_IN_TEXT: list[tuple[str, dict[str, Any], str]] = [
                 {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": DEEP_OBJECT}}]}
             ],
         },
-        "messages[0].tool_calls[0].function.arguments",
+        "messages",  # the text of the arguments, which are not parsed, is too long
     ),
     (
         "chat/completions",
@@ -268,7 +264,7 @@ JSON_IN_TEXT: list[tuple[str, dict[str, Any], str]] = [
             ]
             * 3,
         },
-        "messages[2].tool_calls[0].function.arguments",
+        "messages",
     ),
 ]
 

@@ -30,7 +30,7 @@ from megatron_runtime.requests.errors import RequestOverflowError
 
 if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState
-    from megatron_runtime.tokenization import Detokenizer
+    from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,8 @@ class NativeBackend(EngineBackend):
         assert self.controller is not None
         return self.controller.bad_words(texts, vocab_size=self.info.vocab_size)
 
-    def detokenizer(self) -> Detokenizer | None:
-        return self.controller.detokenizer() if self.controller is not None else None
+    def tokenizer(self) -> Tokenizer | None:
+        return self.controller.tokenizer if self.controller is not None else None
 
     def stats(self) -> BackendStats:
         return self.core.stats()

@@ -45,7 +45,7 @@ from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
 if TYPE_CHECKING:
-    from megatron_runtime.tokenization import Detokenizer
+    from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -250,8 +250,8 @@ class VllmBackend(EngineBackend):
     def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         return self._text.bad_words(texts, vocab_size=self.info.vocab_size)
 
-    def detokenizer(self) -> Detokenizer:
-        return self._text.detokenizer()
+    def tokenizer(self) -> Tokenizer:
+        return self._text.tokenizer
 
     def stats(self) -> BackendStats:
         counts: dict[str, Any] = {name: int(value) for name, value in self._stats.items()}

@@ -57,7 +57,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HTTP_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("tokenizer.model", "chat_template.jinja", _INDEX),
+    *("tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", _INDEX),
 )
 """Files that a model may have, beside its weights. An HTTPS server has no list of its files."""
 _STATUS = re.compile(r"status code: (\d{3})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.openai.jobs import Job
@@ -58,6 +58,19 @@ class Piece:
     hidden_state: bytes | None = None
 
 
+class _Cut(NamedTuple):
+    """Where a stop text ended the text of an answer, in characters without markers.
+
+    end:        of the text.
+    stop_begin: of the stop text, whose markers count as text.
+    stop:       the stop text.
+    """
+
+    end: int
+    stop_begin: int
+    stop: str
+
+
 class Choice:
     """One choice while it is generated: turns the engine's replies into pieces.
 
@@ -69,8 +82,8 @@ class Choice:
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self._job = job
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer(visible=job.visible)
-        self._marker_length = {id_: len(tokenizer.token_bytes(id_).decode()) for id_ in job.visible}
+        self._detokenizer = tokenizer.detokenizer(after=job.prompt.tokens, visible=job.visible)
+        self._markers = {id_: tokenizer.token_bytes(id_).decode() for id_ in job.visible}
         self._wants_log_probs = job.params.return_log_probs
         self._wants_prompt_log_probs = self._wants_log_probs and not job.params.skip_prompt_log_probs
         self._has_begun = job.prompt.echoed is None
@@ -122,7 +135,9 @@ class Choice:
         rest = self._rest(reply)
         whole: str | None = reply.get("generated_text")
         if whole is not None:
-            self._take((*self._held, *rest), piece, end=len(whole))
+            stop = piece.stop_text or ""
+            kept = len(stop) if self._job.params.detokenize_stop_sequence else 0
+            self._take((*self._held, *rest), piece, cut=_Cut(len(whole), len(whole) - kept, stop))
             piece.text += self._counted(whole[self._plain :])
         else:
             self._advance(rest, piece)
@@ -161,12 +176,9 @@ class Choice:
         self._held = [ready.pop()] if ready and ready[-1][0] in self._job.end_ids else []
         self._take(ready, piece)
 
-    def _take(self, tokens: Iterable[_Token], piece: Piece, *, end: int | None = None) -> None:
-        """Add tokens to a piece.
-
-        end: character where the text is cut. Only tokens that begin before it, or end no later, are taken.
-        """
-        if self._is_plain and end is None:
+    def _take(self, tokens: Iterable[_Token], piece: Piece, *, cut: _Cut | None = None) -> None:
+        """Add tokens to a piece. Only those that begin before the cut, or end no later, are taken."""
+        if self._is_plain and cut is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
             piece.text += self._counted(self._detokenizer.feed(ids))
@@ -174,9 +186,12 @@ class Choice:
         texts = []
         for token, detail in tokens:
             text = self._detokenizer.feed((token,))
-            plain = len(text) - self._marker_length.get(token, 0)
-            excess = 0 if end is None else max(0, self._plain + plain - end)
-            if end is not None and excess and self._plain >= end:
+            marker = self._markers.get(token, "")
+            if cut is not None and marker in cut.stop and self._plain >= cut.stop_begin:
+                marker = ""  # the engine counts it as text
+            plain = len(text) - len(marker)
+            excess = 0 if cut is None else max(0, self._plain + plain - cut.end)
+            if cut is not None and excess and self._plain >= cut.end:
                 break
             piece.token_ids.append(token)
             if detail is not None:

@@ -6,7 +6,7 @@ import secrets
 import string
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from megatron_runtime.server.openai.answer import Piece, TokenLogProb, chat_log_
 from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, structured_output
-from megatron_runtime.server.openai.schema import ChatRequest, NamedTool, Tool
+from megatron_runtime.server.openai.schema import MAX_CALLS, ChatRequest, NamedTool, Tool
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.reasoning import AnswerParser, ReasoningUse
 from megatron_runtime.server.tools import (
@@ -87,14 +87,20 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
     tools = _tool_use(body, parser=service.tool_parser)
     variables = _template_variables(service, body)
     lease = service.lease(request)
-    work = service.prompts.encode_chat(body.messages, lease=lease, tools=body.offered_tools, variables=variables)
-    characters = sum(len(message.content) + len(message.reasoning_content or "") for message in body.messages)
+    continues = bool(body.continue_final_message)
+    work = service.prompts.encode_chat(
+        body.messages, lease=lease, tools=body.offered_tools, variables=variables, continues=continues
+    )
+    characters = sum(len(message.content) + len(message.thought) for message in body.messages)
     prompt = await service.while_connected(request, work, characters=characters)
     if body.prevent_retokenization:
         prompt = await _with_earlier_tokens(service, body, prompt, lease)
     prompt = service.prompts.checked(prompt, param="messages", add_bos=body.add_BOS)
     format_, tokenizer = service.reasoning_format, service.prompts.tokenizer
+    last = body.messages[-1]
     reasoning = None if format_ is None else ReasoningUse.of(format_, prompt, tokenizer)
+    if reasoning is not None and continues:
+        reasoning = replace(reasoning, is_open=bool(last.thought and not last.content), continues=True)
     options = Options(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -107,12 +113,14 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
 
 
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
-    """Return the variables for the chat template: those of the request, and its reasoning effort.
+    """Return the variables for the chat template: those of the request, its reasoning effort, and what it begins.
 
     Raises ApiError 400 for an effort if the template reads none.
     """
     given = request.chat_template_kwargs or {}
-    effort, template = request.reasoning_effort, service.prompts.tokenizer.chat_template
+    effort, template = request.reasoning_effort, service.prompts.tokenizer.template_for(request.offered_tools)
+    if request.add_generation_prompt is not None:
+        given = {**given, "add_generation_prompt": request.add_generation_prompt}
     if effort is None:
         return dict(given)
     values = {"reasoning_effort": _EFFORTS[effort], "enable_thinking": effort != "none"}
@@ -216,6 +224,9 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
         return prompt
     param = f"messages[{last}].generation_token_ids"
     earlier = [*(messages[last].prompt_token_ids or ()), *(messages[last].generation_token_ids or ())]
+    if request.continue_final_message and last == len(messages) - 1:
+        service.prompts.checked(earlier, param=param)
+        return earlier[:-1] if earlier[-1] in eos_ids else earlier
     variables = {**_template_variables(service, request), "add_generation_prompt": False}
     upto = await service.prompts.encode_chat(
         messages[: last + 1], lease=lease, tools=request.offered_tools, variables=variables
@@ -242,10 +253,10 @@ class AnswerReader:
     def __init__(self, parser: AnswerParser | None, *, parallel_calls: bool) -> None:
         self.calls = 0
         self._parser = parser
-        self._parallel_calls = parallel_calls
+        self._max_calls = MAX_CALLS if parallel_calls else 1
 
     def read(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of a piece, those of further calls only if the request allows parallel calls."""
+        """Yield the events of a piece. Calls beyond the number that an answer may have are left out."""
         if self._parser is None:
             events: list[Event] = [Text(piece.text)] if piece.text else []
         else:
@@ -254,7 +265,7 @@ class AnswerReader:
                 events += self._parser.finish()
         for event in events:
             self.calls += isinstance(event, CallBegin)
-            if isinstance(event, Text | Reasoning) or self.calls == 1 or self._parallel_calls:
+            if isinstance(event, Text | Reasoning) or self.calls <= self._max_calls:
                 yield event
 
 
@@ -303,7 +314,7 @@ class _ChatChoice:
             **self._token_fields(piece),
         }
         if reasoning:
-            message["reasoning_content"] = reasoning
+            message |= _reasoning(reasoning)
         if calls:
             message["tool_calls"] = calls
         choice = {
@@ -329,7 +340,7 @@ class _ChatChoice:
         if isinstance(event, Text):
             return {"content": event.text}
         if isinstance(event, Reasoning):
-            return {"reasoning_content": event.text}
+            return _reasoning(event.text)
         part = _new_call(event.name) if isinstance(event, CallBegin) else {"function": {"arguments": event.text}}
         return {"tool_calls": [{"index": self._reader.calls - 1, **part}]}
 
@@ -351,6 +362,11 @@ class _ChatChoice:
         if body.return_raw_text:
             fields["raw_text"] = self._tokenizer.decode([*self._prompt, *piece.generated], skip_special=False)
         return fields
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return the reasoning of a message, under both names in use."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _new_call(name: str) -> dict[str, Any]:

@@ -76,7 +76,8 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
         tokens = prompts.checked(tokens, param=param, add_bos=body.add_BOS)
         echoed = None
         if body.echo:
-            echoed = item if isinstance(item, str) else await prompts.decode(item, lease=lease)
+            is_whole = body.max_tokens == 0  # a character that begins in the prompt is part of the answer
+            echoed = item if isinstance(item, str) else await prompts.decode(item, lease=lease, is_whole=is_whole)
         found.append(Prompt(tokens, param=param, echoed=echoed))
     return found
 
@@ -94,7 +95,10 @@ async def tokenize(service: Service, request: Request) -> Response:
         if body.add_generation_prompt is not None:
             variables["add_generation_prompt"] = body.add_generation_prompt
         characters = sum(len(message.content) for message in messages)
-        work = prompts.encode_chat(messages, lease=lease, tools=body.tools or (), variables=variables)
+        continues = bool(body.continue_final_message)
+        work = prompts.encode_chat(
+            messages, lease=lease, tools=body.tools or (), variables=variables, continues=continues
+        )
     tokens = await service.while_connected(request, work, characters=characters)
     fields = {"count": len(tokens), "max_model_len": prompts.sequence_limit}
     ids = await _json_list(tokens, lambda token: token, lease)

@@ -259,9 +259,10 @@ def _sampling_params(request: GenerationRequest, tokenizer: Tokenizer, **others:
 
 def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:
     """Raise ApiError 400 with the first token id outside the vocabulary."""
-    if tokens and not (min(tokens) >= 0 and max(tokens) < tokenizer.vocab_size):
-        outside = next(token for token in tokens if not 0 <= token < tokenizer.vocab_size)
-        raise invalid_value(param, f"token id {outside} is not in 0..{tokenizer.vocab_size - 1}")
+    limit = tokenizer.id_limit
+    if tokens and not (min(tokens) >= 0 and max(tokens) < limit):
+        outside = next(token for token in tokens if not 0 <= token < limit)
+        raise invalid_value(param, f"token id {outside} is not in 0..{limit - 1}")
 
 
 def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | None:

@@ -6,26 +6,30 @@ those of https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     PrivateAttr,
     StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
 )
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.errors import CONTEXT_LENGTH_PHRASE, ApiError, from_validation
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
@@ -39,6 +43,7 @@ from megatron_runtime.server.openai.schema import (
     ChatRequest,
     Discarded,
     JsonObject,
+    JsonValue,
     MaxTokens,
     ModelRequest,
     Name,
@@ -53,9 +58,16 @@ from megatron_runtime.server.streaming import EventStream, until_disconnect
 from megatron_runtime.server.tools import CallArguments, CallBegin, Event, Reasoning
 
 _MAX_BLOCKS = 4096
+_CONTEXT_LENGTH = re.compile(
+    rf"{CONTEXT_LENGTH_PHRASE} (?P<limit>\d+) tokens .* the prompt has (?:at least )?(?P<prompt>\d+)"
+)
+_BLOCK_DEPTH = 8
+"""Depth of the arguments of a call in a request, at most."""
 
 
-class _Block(Body):
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
     cache_control: Discarded = None
 
 
@@ -75,8 +87,15 @@ class ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: JsonObject
+    input: JsonValue
+    """What a client read from a stream of arguments: not an object if the model wrote another value."""
     caller: Discarded = None
+
+
+class RedactedThinkingBlock(_Block):
+    """Reasoning of another server that no one can read. It is left out."""
+
+    type: Literal["redacted_thinking"]
 
 
 def _as_blocks(value: Any) -> Any:
@@ -97,14 +116,25 @@ class ToolResultBlock(_Block):
     is_error: StrictBool | None = None
 
 
-_Content: TypeAlias = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+_Content: TypeAlias = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
 
 
-class AnthropicMessage(Body):
-    """One turn of a conversation. A text is a block of type text."""
+def _as_content(value: Any, info: ValidationInfo) -> Any:
+    is_empty_answer = value is None and info.data.get("role") == "assistant"
+    return [] if is_empty_answer else _as_blocks(value)
+
+
+class AnthropicMessage(BaseModel):
+    """One turn of a conversation. A text is a block of type text. The content of an answer may be missing or empty."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     role: Literal["user", "assistant"]
-    content: Annotated[list[_Content], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_blocks)]
+    content: Annotated[list[_Content], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_content)] = (
+        Field(default=None, validate_default=True)
+    )
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat. Results of calls are messages of their own, before the text of the turn."""
@@ -115,16 +145,21 @@ class AnthropicMessage(Body):
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         calls = [block for block in self.content if isinstance(block, ToolUseBlock)]
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
-        if not (texts or calls or thoughts) and self.content:
+        if self.content and all(isinstance(block, ToolResultBlock) for block in self.content):
             return
         message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
             message["tool_calls"] = [
-                {"id": call.id, "function": {"name": call.name, "arguments": json.dumps(call.input)}} for call in calls
+                {"id": call.id, "function": {"name": call.name, "arguments": _as_arguments(call.input)}}
+                for call in calls
             ]
         yield message
+
+
+def _as_arguments(value: Any) -> Any:
+    return value if isinstance(value, dict | str) else json.dumps(value)
 
 
 class AnthropicTool(_Block):
@@ -214,12 +249,14 @@ class CountTokensRequest(ModelRequest):
         if self.system:
             system = "\n".join(block.text for block in self.system)
             messages.insert(0, {"role": "system", "content": system})
-        choice, output = self.tool_choice, self.output_config or OutputConfig()
+        last, choice, output = messages[-1], self.tool_choice, self.output_config or OutputConfig()
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
             "reasoning_effort": "xhigh" if output.effort == "max" else output.effort,
         }
+        if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
+            fields["continue_final_message"] = True
         if self.tools:
             fields["tools"] = [
                 {
@@ -411,7 +448,8 @@ def _kind(event: Event) -> str:
 def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call. A text that is no JSON object, which a model may write, is in `arguments`."""
     try:
-        value = load_json(text or "{}")
+        value = load_json(text or "{}", depth=_BLOCK_DEPTH)
+        json.dumps(value, allow_nan=False)  # 1e999 is no number
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
@@ -420,7 +458,10 @@ def _arguments(text: str) -> dict[str, Any]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return an error in the format of Anthropic's API."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if (sizes := _CONTEXT_LENGTH.search(message)) is not None:  # in the words by which Claude Code shortens a prompt
+        message = f"prompt is too long: {sizes['prompt']} tokens > {sizes['limit']} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 _ERROR_TYPES = {

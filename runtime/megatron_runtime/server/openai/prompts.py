@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from megatron_runtime.process.fair_lanes import BudgetExceededError, FairLanes
-from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
 from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
+from megatron_runtime.server.openai.conversation import Conversation
 from megatron_runtime.server.openai.jobs import check_vocabulary
 from megatron_runtime.server.openai.schema import ChatMessage, Tool
-from megatron_runtime.server.tools import HermesParser
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
 from megatron_runtime.tokenization.chat_template import RENDERERS
 
@@ -32,13 +31,6 @@ TEXT_SECONDS_PER_MINUTE = 60.0
 """
 _DECODED_AT_ONCE = 256
 """Tokens that are decoded before other requests run."""
-_TOOL_INSTRUCTIONS = (
-    "You can call these functions, given as JSON between <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
-    f"To call one, write its name and its arguments as one JSON object between {HermesParser.OPEN}{HermesParser.CLOSE}:"
-    f'\n{HermesParser.OPEN}\n{{{{"name": "function-name", "arguments": {{{{"argument": "value"}}}}}}}}\n'
-    f"{HermesParser.CLOSE}"
-)
-"""A description of tools in the format of Hermes, for chat templates without support for them."""
 
 _T = TypeVar("_T")
 
@@ -114,17 +106,20 @@ class Prompts:
         lease: Lease,
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """Return the tokens of a conversation, with the tools described in it.
 
+        continues: the prompt ends within the last message, which the answer continues.
         Raises ApiError 400, and what encode() raises; 500 for a chat template that renders no conversation.
         """
-        rendered = [message.for_template() for message in messages]
-        described = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        template = self.tokenizer.chat_template
-        if template is not None and "tools" not in template.variables:
-            rendered, described = without_tool_roles(rendered, described), None
-        render = partial(self.tokenizer.render_chat, rendered, tools=described, variables=variables)
+        conversation = Conversation(
+            [message.for_template() for message in messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in tools],
+            variables=variables or {},
+            continues=continues,
+        )
+        render = partial(conversation.render, self.tokenizer)
         try:
             text = await self.lanes.run("render", lease, render)
         except ChatTemplateUnusableError as error:
@@ -137,9 +132,13 @@ class Prompts:
         lease.add(-size)
         return tokens
 
-    async def decode(self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True) -> str:
+    async def decode(
+        self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True, is_whole: bool = True
+    ) -> str:
         """Return the text of tokens, which the request then holds. Other requests run in between, however many tokens
         there are. Raises ApiError 429 if the server holds too much.
+
+        is_whole: nothing follows, so that an incomplete character at the end is written too.
         """
         detokenizer = self.tokenizer.detokenizer(skip_special=skip_special)
         parts = []
@@ -147,7 +146,7 @@ class Prompts:
             parts.append(detokenizer.feed(tokens[start : start + _DECODED_AT_ONCE]))
             lease.add(_bytes_at_most(parts[-1]))
             await asyncio.sleep(0)
-        return "".join([*parts, detokenizer.finish()])
+        return "".join([*parts, detokenizer.finish() if is_whole else ""])
 
     def checked(self, tokens: list[int], *, param: str, add_bos: bool | None = False) -> list[int]:
         """Return the tokens of a prompt. Raises ApiError 400 if there are none or one is outside the vocabulary.
@@ -179,32 +178,3 @@ class Prompts:
 
 def _bytes_at_most(text: str) -> int:
     return len(text) if text.isascii() else 4 * len(text)
-
-
-def without_tool_roles(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """Return a conversation for a chat template without support for tools: the Hermes format, written as text.
-
-    The system message describes the tools; calls and results become text. Only the roles system, user and assistant
-    remain.
-    """
-    plain = [_plain_message(message) for message in messages]
-    if not tools:
-        return plain
-    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instructions = _TOOL_INSTRUCTIONS.format(tools=described)
-    if plain and plain[0]["role"] == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
-    return [{"role": "system", "content": instructions}, *plain]
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    kept = {key: value for key, value in message.items() if key != "tool_calls"}
-    calls = [
-        f"{HermesParser.OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{HermesParser.CLOSE}"
-        for call in message.get("tool_calls", ())
-    ]
-    return {**kept, "content": "\n".join([kept["content"], *calls] if kept["content"] else calls or [""])}

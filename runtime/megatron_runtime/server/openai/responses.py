@@ -173,6 +173,7 @@ class ResponsesRequest(ModelRequest):
             "response_format": None if text is None or text.format is None else text.format.as_response_format(),
             "tools": tools and [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in tools],
             "tool_choice": choice,
+            "continue_final_message": _is_unfinished(self.input) or None,
         }
         if isinstance(choice, NamedFunctionTool):
             fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -205,14 +206,30 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant"})
             answer = messages[-1]
             if kind == "reasoning":
-                answer["reasoning_content"] = _text_of(item.get("content") or item.get("summary") or "")
+                thought = [answer.get("reasoning_content"), _thought_of(item)]
+                answer["reasoning_content"] = "\n".join(text for text in thought if text)
             elif kind == "message":
-                answer["content"] = answer.get("content", "") + _text_of(item.get("content"))
+                text = _text_of(item.get("content") or "")
+                answer["content"] = answer.get("content", "") + text if isinstance(text, str) else text
             else:
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 answer.setdefault("tool_calls", []).append(call)
     return messages
+
+
+def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
+    """Return whether the input ends with a message of the assistant that was cut, which the answer continues."""
+    last = items[-1] if isinstance(items, list) else {}
+    is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
+    return is_answer and last.get("status") in ("in_progress", "incomplete")
+
+
+def _thought_of(item: dict[str, Any]) -> str:
+    """Return the text of a reasoning item; an encrypted one of another server has none."""
+    parts = item.get("content") or item.get("summary") or ()
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _text_of(content: Any) -> Any:

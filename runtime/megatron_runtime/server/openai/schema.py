@@ -36,9 +36,9 @@ from megatron_runtime.requests.sampling_params import (
 )
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.errors import shown
-from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
+from megatron_runtime.server.guards import JsonScan, load_json
+from megatron_runtime.server.tools import MAX_NAME_CHARACTERS
 
-MAX_NAME_CHARACTERS = 256
 MAX_TOKEN_IDS = 1 << 20
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STOP_STRINGS = 64
@@ -48,7 +48,8 @@ MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_TEMPERATURE = 2
 MAX_MESSAGES = 4096
-MAX_CALLS = 128
+MAX_CALLS = 1024
+"""Of one message, of a client or of an answer."""
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 256 * 1024
 MAX_TEMPLATE_VARIABLES = 64
@@ -56,6 +57,9 @@ MAX_SCHEMA_KEYS = 4096
 
 FREE_JSON = "bounded by JsonScan"
 """Marks JSON of any structure: JsonScan limits its depth and size before the body is parsed."""
+
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which chat templates read the reasoning of a message: Qwen and DeepSeek, gpt-oss, Gemma."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -96,6 +100,8 @@ JsonObject = Annotated[dict[str, JsonValue], Field(max_length=MAX_SCHEMA_KEYS)]
 JsonSchema = JsonObject | StrictBool
 TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
+OptionalText = Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)]
+"""A text; a value of another type, which another server may have written, is dropped."""
 Discarded = Annotated[Any, BeforeValidator(lambda _: None)]
 """A field that is accepted without effect: its value, of any type, is dropped."""
 
@@ -346,42 +352,50 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any]:
-    """Return the object that a string of the body contains."""
+def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
+    """Return the object that a string of the body contains, or the string: a model may write any text."""
+    if value is None or isinstance(value, dict):
+        return value or {}
+    if not isinstance(value, str):
+        raise ValueError("expected a JSON object as a string")
     scan = info.context if isinstance(info.context, JsonScan) else None
     try:
-        found = load_json(value or "{}", scan=scan) if isinstance(value, str) else None
-    except JsonLimitError:
-        raise
+        found = load_json(value or "{}", scan=scan)
+        json.dumps(found, allow_nan=False)  # 1e999 is no number
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("expected a JSON object as a string")
-    return found
+        return value
+    return found if isinstance(found, dict) else value
 
 
 class CalledFunction(BaseModel):
-    """The function of a call in a conversation. Chat templates format the arguments themselves, as an object."""
+    """The function of a call in a conversation. Chat templates format arguments themselves, as an object."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: Name
-    arguments: Annotated[Any, FREE_JSON, WithJsonSchema({"type": "string"}), BeforeValidator(_arguments)]
+    arguments: Annotated[Any, FREE_JSON, WithJsonSchema({"type": "string"}), BeforeValidator(_arguments)] = Field(
+        default_factory=dict
+    )
 
 
 class ToolCall(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     id: Name
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 
 _ABSENT = object()
 
 
-class ChatMessage(Body):
-    """One message of a conversation. Fields that SDKs copy from an answer (`refusal`, …) are dropped."""
+class ChatMessage(BaseModel):
+    """One message of a conversation. What an answer has is accepted back, and fields without effect are dropped.
+
+    The content of an answer may be missing or empty.
+    """
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Name | None = None
@@ -390,6 +404,7 @@ class ChatMessage(Body):
         only_with("role", "assistant", "only messages of role 'assistant' have tool_calls: leave it out"),
     ] = None
     tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
+    refusal: OptionalText = None
     content: Annotated[str, Field(default_factory=lambda: _ABSENT, validate_default=True)]
     function_call: Annotated[Any, FREE_JSON, only()] = None
     audio: Annotated[Any, FREE_JSON, only()] = None
@@ -398,9 +413,8 @@ class ChatMessage(Body):
 
     generation_log_probs: Discarded = None
     raw_text: Discarded = None
-    refusal: Discarded = None
     annotations: Discarded = None
-    reasoning: Discarded = None
+    reasoning: OptionalText = None
     reasoning_content: Annotated[
         str | None,
         only_with("role", "assistant", "only messages of role 'assistant' have reasoning_content: leave it out"),
@@ -409,9 +423,12 @@ class ChatMessage(Body):
     @field_validator("content", mode="before")
     @classmethod
     def _text(cls, value: Any, info: ValidationInfo) -> str:
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             return value
-        if (value is _ABSENT or value is None) and info.data.get("tool_calls"):
+        role = info.data.get("role")
+        if role == "assistant" and (value is _ABSENT or not value):
+            return info.data.get("refusal") or ""
+        if isinstance(value, str) or (role == "tool" and value in (None, [])):
             return ""
         if value is _ABSENT:
             raise PydanticCustomError("missing", "Field required")
@@ -428,16 +445,20 @@ class ChatMessage(Body):
             raise ValueError("only messages of role 'tool' have a tool_call_id: leave it out")
         return value
 
+    @property
+    def thought(self) -> str:
+        """Return the reasoning of an answer."""
+        return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
+
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it; `developer` is the newer name of `system`."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
         if self.name is not None:
             message["name"] = self.name
-        if self.reasoning_content:
-            # Chat templates read it under these names: Qwen and DeepSeek, gpt-oss, Gemma.
-            message |= dict.fromkeys(("reasoning_content", "thinking", "reasoning"), self.reasoning_content)
+        if self.thought:
+            message |= dict.fromkeys(THOUGHT_FIELDS, self.thought)
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            message["tool_calls"] = [{**call.model_dump(), "type": "function"} for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
@@ -451,8 +472,18 @@ def _text_of_part(part: Any) -> str:
     return text
 
 
+def _continues(value: bool | None, info: ValidationInfo) -> bool | None:
+    if value and info.data.get("add_generation_prompt"):
+        raise ValueError("add_generation_prompt begins a new message: leave one of the two out")
+    return value
+
+
+ContinueFinalMessage = Annotated[StrictBool | None, AfterValidator(_continues)]
+"""The answer continues the last message, so the prompt ends within it."""
+
+
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. add_generation_prompt: begin the answer's message, which is the default."""
 
     answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -471,6 +502,8 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: ContinueFinalMessage = None
 
     functions: Annotated[Any, FREE_JSON, only([])] = None
     function_call: Annotated[Any, FREE_JSON, only("none", "auto")] = None
@@ -523,6 +556,7 @@ class TokenizeRequest(ModelRequest):
     chat_template_kwargs: TemplateVariables | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
+    continue_final_message: ContinueFinalMessage = None
     return_token_strs: StrictBool | None = None
 
     @field_validator("messages")

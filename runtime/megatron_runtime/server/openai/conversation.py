@@ -1,0 +1,182 @@
+"""Conversations as text, in a form that the model's chat template accepts.
+
+Templates differ. Some know no tools, demand that user and assistant alternate, or reject system messages. Some read the
+arguments of a call as an object, or accept only ids of nine characters. A conversation that a client may send is
+rendered in the first of these forms that the template accepts.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.openai.schema import THOUGHT_FIELDS
+from megatron_runtime.server.tools import HermesParser
+from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateRejectedError, Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+
+_ID_CHARACTERS = 9
+"""Templates of Mistral accept only ids of nine letters and digits."""
+_TOOL_INSTRUCTIONS = (
+    "You can call these functions, given as JSON between <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
+    f"To call one, write its name and its arguments as one JSON object between {HermesParser.OPEN}{HermesParser.CLOSE}:"
+    f'\n{HermesParser.OPEN}\n{{{{"name": "function-name", "arguments": {{{{"argument": "value"}}}}}}}}\n'
+    f"{HermesParser.CLOSE}"
+)
+"""A description of tools in the format of Hermes, for chat templates without support for them."""
+_TRIMMED = "\n\t\n"
+"""White space after the mark of an end: a template that trims messages removes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """One form of a conversation.
+
+    has_all_system_text: whether the prompt must have the text of each system message, which a template may drop.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None
+    has_all_system_text: bool = False
+
+    def is_complete(self, text: str) -> bool:
+        """Return whether a prompt has what it must have."""
+        system = (message["content"] for message in self.messages if message["role"] == "system")
+        return not self.has_all_system_text or all(content.strip() in text for content in system)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a request, as chat templates read them, and what else the request says about its prompt.
+
+    tools:     functions that the model may call, as JSON.
+    variables: of the template.
+    continues: the answer continues the last message, so the prompt ends within it.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    continues: bool = False
+
+    def render(self, tokenizer: Tokenizer) -> str:
+        """Return the text of the prompt.
+
+        Raises ChatTemplateError for messages that the template rejects in every form, or that cannot be continued.
+        """
+        if self.continues:
+            return self._unfinished(tokenizer)
+        rejection: ChatTemplateRejectedError | None = None
+        accepted: str | None = None
+        for form in self._forms(tokenizer):
+            try:
+                text = tokenizer.render_chat(form.messages, tools=form.tools, variables=self.variables)
+            except ChatTemplateRejectedError as error:
+                rejection = rejection or error
+            else:
+                if form.is_complete(text):
+                    return text
+                accepted = accepted or text  # a template may write the messages as JSON
+        if accepted is None:
+            assert rejection is not None
+            raise rejection
+        return accepted
+
+    def _unfinished(self, tokenizer: Tokenizer) -> str:
+        """Return the prompt up to the end of the last message, where the template itself would end the message.
+
+        The end is found by a mark after the message's text, or after its reasoning if it has no text yet.
+        """
+        *earlier, last = self.messages
+        if last.get("tool_calls"):
+            raise ChatTemplateError("the last message has tool_calls: a message with calls cannot be continued")
+        mark = f"end-{secrets.token_hex(8)}"
+        is_thought = not last["content"] and THOUGHT_FIELDS[0] in last
+        fields = {name: last[name] + mark + _TRIMMED for name in (THOUGHT_FIELDS if is_thought else ("content",))}
+        variables = {**self.variables, "add_generation_prompt": False}
+        marked = replace(self, messages=[*earlier, {**last, **fields}], variables=variables, continues=False)
+        before, found, after = marked.render(tokenizer).rpartition(mark)
+        if not found:
+            raise ChatTemplateError(
+                "the model's chat template leaves the text of the last message out: it cannot be continued"
+            )
+        return before if after.startswith(_TRIMMED) else before.rstrip()
+
+    def _forms(self, tokenizer: Tokenizer) -> Iterator[_Form]:
+        template = tokenizer.template_for(self.tools)
+        if template is None or "tools" in template.variables:
+            yield _Form(messages=self.messages, tools=self.tools or None)
+            if any(message.get("tool_calls") for message in self.messages):
+                yield _Form(messages=[_strict(message) for message in self.messages], tools=self.tools or None)
+            return
+        plain = [_without_calls(message) for message in self.messages]
+        if not self.tools and plain == self.messages:
+            yield _Form(messages=plain, tools=None)  # the client gets the rejection of the template
+            return
+        if self.tools:
+            described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.tools)
+            instructions = _TOOL_INSTRUCTIONS.format(tools=described)
+            at = 1 if plain and plain[0]["role"] == "system" else 0
+            plain.insert(at, {"role": "system", "content": instructions})
+        yield _Form(messages=_merged(plain), tools=None, has_all_system_text=True)
+        yield _Form(messages=_merged(_without_system(plain)), tools=None)
+
+
+def _strict(message: Message) -> Message:
+    """Return a message with objects as arguments, and ids of nine letters and digits."""
+    strict = dict(message)
+    if "tool_call_id" in strict:
+        strict["tool_call_id"] = _short_id(strict["tool_call_id"])
+    if "tool_calls" in strict:
+        strict["tool_calls"] = [
+            {**call, "id": _short_id(call["id"]), "function": _with_object(call["function"])}
+            for call in strict["tool_calls"]
+        ]
+    return strict
+
+
+def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = function["arguments"]
+    return function if isinstance(arguments, dict) else {**function, "arguments": {"arguments": arguments}}
+
+
+def _short_id(id_: str) -> str:
+    characters = [character for character in id_ if character.isascii() and character.isalnum()]
+    return "".join(characters[-_ID_CHARACTERS:]).rjust(_ID_CHARACTERS, "0")
+
+
+def _without_calls(message: Message) -> dict[str, Any]:
+    """Return a message with calls and results as text. Only the roles system, user and assistant remain."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    calls = [
+        f"{HermesParser.OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{HermesParser.CLOSE}"
+        for call in message.get("tool_calls", ())
+    ]
+    return {**kept, "content": "\n".join([kept["content"], *calls] if kept["content"] else calls or [""])}
+
+
+def _without_system(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield messages whose roles are user and assistant: system text becomes text of the user."""
+    for message in messages:
+        yield {**message, "role": "user"} if message["role"] == "system" else message
+
+
+def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return the messages with neighbours of one role joined, so that user and assistant alternate."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        if not merged or merged[-1]["role"] != message["role"]:
+            merged.append(dict(message))
+            continue
+        last = merged[-1]
+        for name in ("content", *THOUGHT_FIELDS):
+            texts = [each[name] for each in (last, message) if each.get(name)]
+            if texts:
+                last[name] = "\n\n".join(texts)
+    return merged
