@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import vllm
@@ -10,27 +12,36 @@ from vllm.config import KVEventsConfig, StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from megatron_runtime.backends.vllm.logits_processor import AnswerTokens
+from megatron_runtime.backends.vllm.models import model_directory
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.protocol.vllm_arguments import problem_of
+from megatron_runtime.protocol.vllm_arguments import loads_code, problem_of
 from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
 
-SUPPORTED = ((0, 32), (0, 33))
+logger = logging.getLogger(__name__)
+
+SUPPORTED = ((0, 26), (0, 34))
 """Versions of vLLM: from the first, below the second. Its interface changes between minor versions."""
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
-def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events: str) -> AsyncEngineArgs:
-    """Return vLLM's engine arguments.
+def engine_arguments(
+    settings: EngineSettings,
+    directory: Path,
+    *,
+    cache_events: str,
+    draft_directory: Callable[[str], Path] = model_directory,
+) -> AsyncEngineArgs:
+    """Return vLLM's engine arguments, without a logits processor.
 
-    directory:    of the model.
-    cache_events: endpoint at which vLLM publishes changes of its prefix cache.
+    directory:       of the model.
+    cache_events:    endpoint at which vLLM publishes changes of its prefix cache.
+    draft_directory: returns the directory of the draft model of speculation, which is named like a model.
 
     Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
     """
-    require_version(vllm.__version__)
+    check_version(vllm.__version__)
     sizes, node = settings.parallel, node_identity(settings.parallel)
     if settings.dtype not in _DTYPES:
         raise ValueError(
@@ -67,15 +78,18 @@ def engine_arguments(settings: EngineSettings, directory: Path, *, cache_events:
         "scheduling_policy": "priority",
         "generation_config": "vllm",
         "max_logprobs": MAX_TOP_LOGPROBS,
-        "logits_processors": [AnswerTokens],
         "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=settings.prefix_caching, endpoint=cache_events),
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "enable_log_requests": False,
     }
     known = {name: value for name, value in fixed.items() if value is not None}
+    chosen = dict(settings.vllm_arguments)
+    speculation = chosen.get("speculative_config")
+    if speculation and "model" in speculation and not loads_code(settings.vllm_arguments, "speculative_config"):
+        chosen["speculative_config"] = {**speculation, "model": str(draft_directory(speculation["model"]))}
     try:
-        return AsyncEngineArgs(**{**known, **settings.vllm_arguments})
+        return AsyncEngineArgs(**{**known, **chosen})
     except TypeError as error:
         raise ValueError(f"vLLM {vllm.__version__} rejects its arguments: {error}") from error
 
@@ -90,12 +104,16 @@ def _cpu_shares(ranks: int) -> str:
     return "|".join(",".join(map(str, share)) for share in shares)
 
 
-def require_version(version: str) -> None:
-    """Raise ValueError if this version of vLLM is not supported."""
+def check_version(version: str) -> None:
+    """Log a warning if this version of vLLM is newer than the supported ones.
+
+    Raises ValueError if it is older.
+    """
     found = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    least, below = SUPPORTED
-    if not least <= found < below:
+    lowest, below = (".".join(map(str, part)) for part in SUPPORTED)
+    if found < SUPPORTED[0]:
         raise ValueError(
-            f"vLLM {version} is not supported: install vLLM >={least[0]}.{least[1]},<{below[0]}.{below[1]}, or use the "
-            "native backend"
+            f"vLLM {version} is not supported: install vLLM >={lowest},<{below}, or use the native backend"
         )
+    if found >= SUPPORTED[1]:
+        logger.warning("vLLM %s is newer than this release was written for: >=%s,<%s", version, lowest, below)

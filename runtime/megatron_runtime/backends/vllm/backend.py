@@ -60,6 +60,10 @@ CAPABILITIES = frozenset(Capability) - {
     Capability.HIGH_TEMPERATURE,
     Capability.STRUCTURE_AFTER_REASONING,
 }
+WITHOUT_FORCED_TOKENS = frozenset({Capability.PENALTIES, Capability.BAD_WORDS, Capability.STRUCTURED_OUTPUT})
+"""What an engine lacks that cannot force the tokens of an interrupted answer: Model Runner V1 with speculation."""
+WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
+"""What vLLM rejects beside speculation, with both model runners."""
 REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
 }
@@ -145,7 +149,7 @@ class VllmBackend(EngineBackend):
             max_sequence_length=started["max_sequence_length"],
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
-            capabilities=CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else set()),
+            capabilities=_capabilities(started),
             remedies=REMEDIES,
         )
         node = node_identity(settings.parallel)
@@ -538,6 +542,14 @@ class VllmBackend(EngineBackend):
             logger.exception("a verb failed")
             return RankResults.of_failure(error, ranks=self.info.ranks)
         return RankResults(self.info.ranks)
+
+
+def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
+    """Return the capabilities of a started vLLM, as service.py describes it."""
+    lacks = frozenset() if started["forces_tokens"] else WITHOUT_FORCED_TOKENS
+    if started["speculates"]:
+        lacks |= WITH_SPECULATION_LACKS
+    return (CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else frozenset())) - lacks
 
 
 def _pairs(top: list[list[list[Any]]] | None) -> Any:

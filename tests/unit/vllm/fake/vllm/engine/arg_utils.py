@@ -32,6 +32,7 @@ class AsyncEngineArgs:
     enforce_eager: bool = False
     quantization: str | None = None
     enable_lora: bool = False
+    speculative_config: dict[str, Any] | None = None
     distributed_executor_backend: str | None = None
     nnodes: int = 1
     node_rank: int = 0

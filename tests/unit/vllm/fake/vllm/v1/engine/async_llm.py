@@ -18,6 +18,8 @@ from prometheus_client import Gauge
 from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 TICK_SECONDS = 0.005
 FORCED, BAD_WORDS = "megatron_forced_tokens", "megatron_bad_words"
@@ -53,6 +55,12 @@ class AsyncLLM:
 
     @classmethod
     def from_vllm_config(cls, config: VllmConfig) -> AsyncLLM:
+        interface = LogitsProcessor if config.use_v2_model_runner else AdapterLogitsProcessor
+        for processor in config.model_config.logits_processors:
+            if not issubclass(processor, interface):
+                raise ValueError(f"{processor.__name__} is not a subclass of {interface.__module__}.LogitsProcessor")
+            if config.speculative_config and not config.use_v2_model_runner:
+                raise ValueError("Custom logits processors are not supported when speculative decoding is enabled.")
         return cls(config)
 
     async def generate(
@@ -62,6 +70,9 @@ class AsyncLLM:
             self._task = asyncio.create_task(self._run())
         if any(not 0 <= token < self.config.model_config.get_vocab_size() for token in params.stop_token_ids):
             raise ValueError("stop_token_ids contain out-of-vocab token ids")
+        if self.config.speculative_config and (params.min_p or params.logit_bias):
+            raise ValueError("min_p and logit_bias are not yet supported with speculative decoding.")
+        assert not params.extra_args or self.config.model_config.logits_processors, "nothing reads extra_args"
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
         log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
         request.shift = self._adapters[lora_request.lora_int_id] if lora_request is not None else 0
