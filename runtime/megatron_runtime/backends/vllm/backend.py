@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_runtime.backends.open_request import BackendRequest, limits_of
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
@@ -29,19 +30,11 @@ from megatron_runtime.engine.backend import (
     EngineBackend,
     RankResults,
 )
-from megatron_runtime.engine.engine_request import (
-    BackendStats,
-    EngineRequest,
-    EpochSpans,
-    RequestOutput,
-    RequestSummary,
-    with_epoch,
-)
+from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
 if TYPE_CHECKING:
@@ -69,61 +62,23 @@ REMEDIES = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class VllmRequest:
-    """A request of this engine.
+@dataclass(slots=True, eq=False, kw_only=True)
+class VllmRequest(BackendRequest):
+    """A request of this engine. Its queue time is 0: vLLM does not report it, it is a part of the prefill.
 
-    tokens:     generated so far, by this or another engine.
-    max_tokens: length of the answer at which the request ends.
-    arrived, first_token: on time.monotonic().
-    is_running: whether vLLM has it.
-    deadline, grammar: its timer, and the check of its grammar while that is in progress.
+    tokens:         generated so far, by this or another engine.
+    is_running:     whether vLLM has it.
+    timer, grammar: of its deadline, and the check of its grammar while that is in progress.
     """
 
-    request: EngineRequest
     tokens: list[int]
-    max_tokens: int
-    arrived: float
-    policy_epoch: EpochSpans
-    kv_cache_epoch: EpochSpans
-    first_token: float | None = None
-    num_cached_tokens: int = 0
     is_running: bool = False
-    deadline: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None
     grammar: asyncio.Task[None] | None = None
-    events: list[DynamicInferenceEvent] = field(default_factory=list)
 
     @property
-    def request_id(self) -> int:
-        return self.request.request_id
-
-    def note(self, kind: Event) -> None:
-        self.events.append(DynamicInferenceEvent(kind))
-
-    def output(self, tokens: list[int]) -> RequestOutput:
-        return RequestOutput(
-            self.request_id, tokens, len(self.request.prompt_tokens), num_cached_tokens=self.num_cached_tokens
-        )
-
-    def end(self, output: RequestOutput) -> None:
-        """Complete the last output."""
-        now = time.monotonic()
-        first_token = now if self.first_token is None else self.first_token
-        self.note(Event.FAIL if output.finish_reason == "error" else Event.FINISH)
-        output.summary = RequestSummary(
-            queue_seconds=0.0,  # vLLM does not report it; it is a part of the prefill
-            prefill_seconds=first_token - self.arrived,
-            decode_seconds=now - first_token,
-            policy_epoch=self.policy_epoch,
-            kv_cache_epoch=self.kv_cache_epoch,
-            events=self.events,
-        )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Later tokens are sampled with the weights of `epoch`, and all KV is computed again with them."""
-        start = len(self.request.prompt_tokens) + len(self.tokens) - 1 if self.tokens else 0
-        self.policy_epoch = with_epoch(self.policy_epoch, start, epoch)
-        self.kv_cache_epoch = [(0, epoch)]
+    def total_tokens(self) -> int:
+        return self.prompt_length + len(self.tokens)
 
 
 class VllmBackend(EngineBackend):
@@ -267,26 +222,27 @@ class VllmBackend(EngineBackend):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
+        now = time.monotonic()
         try:
-            total = request.max_total_tokens(self.info.max_sequence_length)
+            limits = limits_of(
+                request,
+                longest=self.info.max_sequence_length,
+                eos_ids=self.info.eos_ids,
+                vocab_size=self.info.vocab_size,
+                now=now,
+                epoch=self._epoch,
+            )
         except ValueError as error:
             output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error")
             output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
             self._listener.on_outputs([output])
             return
-        opened = VllmRequest(
-            request,
-            tokens=request.generated_tokens.tolist(),
-            max_tokens=total - len(request.prompt_tokens),
-            arrived=time.monotonic(),
-            policy_epoch=[(0, self._epoch)],
-            kv_cache_epoch=[(0, self._epoch)],
-        )
+        opened = VllmRequest(**limits, tokens=request.generated_tokens.tolist(), admitted=now)
         opened.note(Event.ADD_ENGINE)
         self._open[request.request_id] = opened
         if request.deadline_seconds is not None:
-            opened.deadline = self._loop.call_later(request.deadline_seconds, self._on_deadline, opened)
-        reason = self._end_reason(opened)
+            opened.timer = self._loop.call_later(request.deadline_seconds, self._on_deadline, opened)
+        reason = opened.finish_reason(opened.tokens[-1], opened.total_tokens) if opened.tokens else None
         if reason is not None:
             self._deliver([self._ended(opened, opened.output([]), reason)])
         elif request.sampling_params.structured_output is not None:
@@ -294,19 +250,10 @@ class VllmBackend(EngineBackend):
         elif self._running:
             self._attach(opened)
 
-    def _end_reason(self, opened: VllmRequest) -> Literal["stop", "length"] | None:
-        """Return why a request that came with generated tokens is complete; None if it is not."""
-        if not opened.tokens:
-            return None
-        ends = opened.request.stop_ids(self.info.eos_ids)
-        if opened.tokens[-1] in ends and len(opened.tokens) >= opened.request.sampling_params.min_tokens:
-            return "stop"
-        return "length" if len(opened.tokens) >= opened.max_tokens else None
-
     async def _check_grammar(self, opened: VllmRequest) -> None:
         """Reject a grammar that is not valid or too expensive, by a process that may crash; else run the request."""
         try:
-            await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.deadline is its timer
+            await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.timer ends it
         except BudgetExceededError as error:
             self._deliver([self._failed_output(opened, ErrorCode.QUEUE_FULL, error)])
             return
@@ -335,9 +282,6 @@ class VllmBackend(EngineBackend):
     def _attach(self, opened: VllmRequest) -> None:
         """Run a request in vLLM, or continue it there after the tokens that it has."""
         request = opened.request
-        # vLLM rejects ids outside the vocabulary. The model never generates them.
-        ends, size = request.stop_ids(self.info.eos_ids), self.info.vocab_size
-        stop_ids = [token for token in sorted(ends) if 0 <= token < size]
         assert self._process is not None
         opened.is_running = True
         self._process.send(
@@ -348,16 +292,16 @@ class VllmBackend(EngineBackend):
             request.adapter,
             request.prompt_tokens.tolist(),
             opened.tokens,
-            stop_ids,
-            opened.max_tokens,
+            sorted(opened.stop_ids),
+            opened.max_total_tokens - opened.prompt_length,
         )
 
     def _on_deadline(self, opened: VllmRequest) -> None:
         if self._open.get(opened.request_id) is opened:
-            text = f"the deadline of {opened.request.deadline_seconds:g} s passed"
             if opened.is_running and self._process is not None:
                 self._process.send("abort", opened.request_id)
-            self._deliver([self._failed_output(opened, ErrorCode.DEADLINE, text)])
+            self._forget(opened)
+            self._deliver([opened.expire(now=time.monotonic())])
 
     # --- reports of vLLM's process ------------------------------------------------------------------------------
 
@@ -395,21 +339,21 @@ class VllmBackend(EngineBackend):
             return self._ended(opened, output, reason)
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
 
-    def _ended(self, opened: VllmRequest, output: RequestOutput, reason: Any) -> RequestOutput:
-        del self._open[opened.request_id]
-        self._close(opened)
-        output.finish_reason = reason
-        opened.end(output)
-        return output
+    def _ended(self, opened: VllmRequest, output: RequestOutput, reason: FinishReason) -> RequestOutput:
+        self._forget(opened)
+        return opened.end(output, reason, now=time.monotonic())
 
     def _failed_output(self, opened: VllmRequest, code: ErrorCode, error: Exception | str) -> RequestOutput:
-        output = opened.output([])
-        output.error, output.error_code = error, code
-        return self._ended(opened, output, "error")
+        self._forget(opened)
+        return opened.fail(error, code, now=time.monotonic())
+
+    def _forget(self, opened: VllmRequest) -> None:
+        del self._open[opened.request_id]
+        self._close(opened)
 
     def _close(self, opened: VllmRequest) -> None:
-        if opened.deadline is not None:
-            opened.deadline.cancel()
+        if opened.timer is not None:
+            opened.timer.cancel()
         if opened.grammar is not None and opened.grammar is not asyncio.current_task():
             opened.grammar.cancel()
 
@@ -516,7 +460,7 @@ class VllmBackend(EngineBackend):
     def _set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         for opened in self._open.values():
-            opened.set_epoch(epoch)
+            opened.stamp_epoch(epoch, total_tokens=opened.total_tokens, num_computed=0)
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
         return await self._perform(self._load_adapter(name, source))
