@@ -30,3 +30,16 @@ class LogitsContext:
 
 class LogitsProcessor:
     """The interface of Model Runner V2."""
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        raise NotImplementedError
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        raise NotImplementedError
+
+    def apply(self, logits: Any, ctx: LogitsContext) -> Any:
+        raise NotImplementedError
