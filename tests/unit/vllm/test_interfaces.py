@@ -6,6 +6,7 @@ The backend's tests run on `fake`, so it has each name. It has nothing else that
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,9 @@ from .conftest import FAKE
 from .interfaces import RECORDED, interface_of, name_of, names_used, parameters_of
 
 VERSIONS = json.loads(RECORDED.read_text())
+
+
+ROOT = Path(__file__).parents[3]
 
 
 def minor(version: str) -> tuple[int, ...]:
@@ -30,7 +34,7 @@ def test_each_supported_minor_version_is_recorded() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_name_that_the_backend_uses_is_in_this_version(version: str) -> None:
-    from megatron_runtime.backends.vllm.forced_tokens import V2_INTERFACE
+    from megatron_runtime.backends.vllm.arguments import V2_INTERFACE
     from megatron_runtime.backends.vllm.service import STATS
 
     recorded, used = VERSIONS[version], interface_of(FAKE)
@@ -62,3 +66,13 @@ def check_parameters(method: str, ours: list[str], theirs: list[str]) -> None:
 def test_the_arguments_that_a_resource_may_set_are_in_this_version(version: str) -> None:
     theirs = VERSIONS[version]["vllm.engine.arg_utils.AsyncEngineArgs"]
     assert {*ALLOWED, *LOADS_CODE, *FIELDS} <= {*theirs}
+
+
+def test_each_difference_of_a_gpu_names_its_tests_or_says_that_it_was_not_run() -> None:
+    from megatron_runtime.backends.vllm.arguments import NOT_RUN, ON_A_GPU
+
+    for difference, shown in ON_A_GPU.items():
+        assert shown, difference
+        for test in shown:
+            path, _, name = test.partition("::")
+            assert test == NOT_RUN or f"def {name}(" in (ROOT / path).read_text(), f"{difference}: {test}"

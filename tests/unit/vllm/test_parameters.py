@@ -120,9 +120,9 @@ def allowed_by_v2(rows: Sequence[Row], *requests: dict[str, Any]) -> list[list[i
     prompt_len = torch.zeros(slots, dtype=torch.int32)
     state = SimpleNamespace(device=torch.device("cpu"), max_num_reqs=slots)
     state.prompt_len, state.all_token_ids = SimpleNamespace(gpu=prompt_len), SimpleNamespace(gpu=tokens)
-    processor = AnswerRows(SimpleNamespace(), state)
+    rows_of_v2 = AnswerRows(SimpleNamespace(), state)
     changes = [
-        processor.add_request(slot % slots, SimpleNamespace(extra_args=extra)) for slot, extra in enumerate(requests)
+        rows_of_v2.add_request(slot % slots, SimpleNamespace(extra_args=extra)) for slot, extra in enumerate(requests)
     ]
     assert changes == [bool(extra) for extra in requests]
     logits = torch.full((len(rows), 4), -math.inf)
@@ -140,7 +140,7 @@ def allowed_by_v2(rows: Sequence[Row], *requests: dict[str, Any]) -> list[list[i
     context = LogitsContext(
         mapping, batch, batch.numpy(), local, torch.tensor(inputs), torch.tensor(places), batch.numpy()
     )
-    found = processor.apply(logits, context)
+    found = rows_of_v2.apply(logits, context)
     return [[token for token, value in enumerate(row.tolist()) if value > -math.inf] for row in found]
 
 

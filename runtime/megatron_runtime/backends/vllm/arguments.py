@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import vllm
-from vllm.config import KVEventsConfig, StructuredOutputsConfig
+from vllm.config import KVEventsConfig, StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
+from megatron_runtime.backends.vllm.logits_processor import AnswerTokens
 from megatron_runtime.backends.vllm.models import model_directory
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.settings import EngineSettings
@@ -22,6 +24,30 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 26), (0, 34))
 """Versions of vLLM: from the first, below the second. Its interface changes between minor versions."""
+
+V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
+"""Since vLLM 0.31. Before, V2 has no logits processors of others, and vLLM chooses V1 where there is one."""
+
+NOT_RUN = "not run"
+ON_A_GPU: Mapping[str, tuple[str, ...]] = {
+    "Model Runner V2 instead of V1, with vLLM 0.31 or newer": (
+        "tests/vllm/test_model_runner_v2.py::test_ngram_on_v2_continues_every_answer_of_a_killed_engine",
+        "tests/vllm/test_model_runner_v2.py::test_vllm_accepts_the_configuration_of_a_gpu",
+        "tests/unit/vllm/test_backend.py"
+        "::test_the_logits_processor_is_that_of_the_model_runner_and_what_is_missing_is_announced",
+        "tests/unit/vllm/test_parameters.py::test_v2_bans_what_v1_bans",
+    ),
+    "Triton's kernels are compiled instead of interpreted": (NOT_RUN,),
+    "asynchronous scheduling: a step is prepared before the tokens of the last one are known": (NOT_RUN,),
+    "CUDA graphs, unless enforce_eager is set": (NOT_RUN,),
+    "sleep mode: SUSPEND keeps vLLM's process, and RESUME wakes it": (
+        "tests/unit/vllm/test_backend.py::test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes",
+        NOT_RUN,
+    ),
+    "an update writes new weights to the memory of the GPU": (NOT_RUN,),
+    "ranks exchange tensors by NCCL": (NOT_RUN,),
+}
+"""What differs on a GPU from the CPUs of `make test-vllm`: the tests that cover it there, and whether no GPU ran it."""
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -92,6 +118,22 @@ def engine_arguments(
         return AsyncEngineArgs(**{**known, **chosen})
     except TypeError as error:
         raise ValueError(f"vLLM {vllm.__version__} rejects its arguments: {error}") from error
+
+
+def logits_processor_of(config: VllmConfig) -> type | None:
+    """Return the class of logits processors for the model runner of `config`, which was built without one.
+
+    A logits processor of the wrong interface is an error at vLLM's start. None: vLLM accepts no logits processor,
+    because it speculates with V1, or with a V2 that has no interface for them.
+    """
+    if config.use_v2_model_runner and find_spec(V2_INTERFACE) is not None:
+        # Older versions of vLLM do not have the module that it imports.
+        from megatron_runtime.backends.vllm.logits_processor_v2 import AnswerRows
+
+        return AnswerRows
+    if config.speculative_config is not None:
+        return None
+    return AnswerTokens
 
 
 def _cpu_shares(ranks: int) -> str:

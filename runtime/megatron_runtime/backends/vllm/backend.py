@@ -57,6 +57,8 @@ WITHOUT_FORCED_TOKENS = frozenset({Capability.PENALTIES, Capability.BAD_WORDS, C
 """What an engine lacks that cannot force the tokens of an interrupted answer: Model Runner V1 with speculation."""
 WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
 """What vLLM rejects beside speculation, with both model runners."""
+FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""vLLM's reasons of a complete answer."""
 REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
 }
@@ -79,6 +81,14 @@ class VllmRequest(BackendRequest):
     @property
     def total_tokens(self) -> int:
         return self.prompt_length + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """Weights in whose place others are loaded, and whether requests ran."""
+
+    directory: str
+    was_running: bool
 
 
 class VllmBackend(EngineBackend):
@@ -105,6 +115,7 @@ class VllmBackend(EngineBackend):
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
             capabilities=_capabilities(started),
+            loads_under_pause=True,
             remedies=REMEDIES,
         )
         node = node_identity(settings.parallel)
@@ -123,6 +134,8 @@ class VllmBackend(EngineBackend):
         self._epoch = 0
         self._digest = ""
         self._staged: tuple[str, str, int] | None = None
+        self._replaced: _Replaced | None = None
+        """Set while the staged weights are loaded and not committed."""
         self._adapters: dict[str, str] = {}
         """Directory of each loaded LoRA adapter, by its key."""
         self._stats: Mapping[str, float] = {}
@@ -335,8 +348,8 @@ class VllmBackend(EngineBackend):
         output.prompt_log_probs, output.prompt_top_n_logprobs = prompt, _pairs(prompt_top)
         if reason is None:
             return output
-        if reason in ("stop", "length"):
-            return self._ended(opened, output, reason)
+        if reason in FINISHED:
+            return self._ended(opened, output, FINISHED[reason])
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
 
     def _ended(self, opened: VllmRequest, output: RequestOutput, reason: FinishReason) -> RequestOutput:
@@ -427,25 +440,41 @@ class VllmBackend(EngineBackend):
     async def commit_weights(self) -> RankResults:
         return await self._perform(self._commit())
 
+    async def load_staged_weights(self) -> RankResults:
+        return await self._perform(self._load_staged())
+
+    async def _load_staged(self) -> None:
+        if self._staged is None:
+            raise RuntimeError("load_staged_weights() without staged weights: stage_weights() first")
+        if self._is_loaded and not self._is_asleep:
+            directory, _, _ = self._staged
+            self._replaced = _Replaced(self._directory, was_running=self._running)
+            await self._pause()
+            await (await self._vllm()).call("use_weights", directory)
+
     async def _commit(self) -> None:
         if self._staged is None:
             raise RuntimeError("commit_weights() without staged weights: stage_weights() first")
+        if self._replaced is None:  # the engine joins, or its coordinator knows no second step
+            await self._load_staged()
         (directory, digest, epoch), self._staged = self._staged, None
-        if self._is_loaded and not self._is_asleep:
-            was_running = self._running
-            await self._pause()
-            await (await self._vllm()).call("use_weights", directory)
-            self._set_epoch(epoch)
-            if was_running:
-                await self._unpause()
-        else:
-            if self._is_asleep:
-                await self._end_process()  # with the old weights
-            self._set_epoch(epoch)
+        if self._is_asleep:
+            await self._end_process()  # with the old weights
+        self._set_epoch(epoch)
         self._directory, self._digest = directory, digest
+        await self._end_replacing()
 
     async def discard_weights(self) -> None:
         self._staged = None
+        if self._replaced is not None:
+            await (await self._vllm()).call("use_weights", self._replaced.directory)
+            await self._end_replacing()
+
+    async def _end_replacing(self) -> None:
+        """Run again as before load_staged_weights()."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None and replaced.was_running:
+            await self._unpause()
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
         await self._stage(source, epoch)

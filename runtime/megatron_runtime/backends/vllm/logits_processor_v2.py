@@ -1,8 +1,8 @@
 """The logits processor of logits_processor.py for vLLM's Model Runner V2, which vLLM has since 0.31.
 
-V2 gives a processor all rows of a step at once. Without speculation a request has one row. With speculation it has one
-more for each draft token: a row's logits are those of the token after its input token, and the rows before it hold the
-draft tokens that it assumes.
+V2 gives a logits processor all rows of a step at once. Without speculation a request has one row. With speculation it
+has one more for each draft token: a row's logits are those of the token after its input token, and the rows before it
+hold the draft tokens that it assumes.
 
 Tensor suffixes: N rows, V vocabulary, T forced tokens, W sequences, K tokens of a sequence before its last.
 """

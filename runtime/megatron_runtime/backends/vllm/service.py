@@ -36,10 +36,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from megatron_runtime.backends.vllm.arguments import engine_arguments
+from megatron_runtime.backends.vllm.arguments import engine_arguments, logits_processor_of
 from megatron_runtime.backends.vllm.cache_events import follow_cache_events
 from megatron_runtime.backends.vllm.channel import Channel, frame, receive
-from megatron_runtime.backends.vllm.forced_tokens import processor_of
 from megatron_runtime.backends.vllm.models import (
     eos_ids,
     model_directory,
@@ -123,7 +122,7 @@ class VllmService:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
-        config = _register_processor(self._arguments)
+        config = _register_logits_processor(self._arguments)
         model, cache = config.model_config, config.cache_config
         return {
             "directory": str(self._directory),
@@ -369,13 +368,13 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
     return arguments.create_engine_config(headless=arguments.node_rank > 0)
 
 
-def _register_processor(arguments: AsyncEngineArgs) -> VllmConfig:
+def _register_logits_processor(arguments: AsyncEngineArgs) -> VllmConfig:
     """Set the logits processor for the model runner that vLLM chooses, and return the configuration with it."""
     config = _config_of(arguments)
-    processor = processor_of(config)
-    if processor is None:
+    logits_processor = logits_processor_of(config)
+    if logits_processor is None:
         return config
-    arguments.logits_processors = [processor]
+    arguments.logits_processors = [logits_processor]
     return _config_of(arguments)
 
 
@@ -398,7 +397,7 @@ def check(settings: EngineSettings) -> None:
         if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
             arguments.create_model_config()
         else:
-            _register_processor(arguments)
+            _register_logits_processor(arguments)
 
 
 METHODS = (

@@ -57,9 +57,11 @@ class AsyncLLM:
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> AsyncLLM:
         interface = LogitsProcessor if vllm_config.use_v2_model_runner else AdapterLogitsProcessor
-        for processor in vllm_config.model_config.logits_processors:
-            if not issubclass(processor, interface):
-                raise ValueError(f"{processor.__name__} is not a subclass of {interface.__module__}.LogitsProcessor")
+        for logits_processor in vllm_config.model_config.logits_processors:
+            if not issubclass(logits_processor, interface):
+                raise ValueError(
+                    f"{logits_processor.__name__} is not a subclass of {interface.__module__}.LogitsProcessor"
+                )
             if vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
                 raise ValueError("Custom logits processors are not supported when speculative decoding is enabled.")
         return cls(vllm_config)
