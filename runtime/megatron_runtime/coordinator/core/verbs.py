@@ -343,7 +343,9 @@ class Verbs:
             return False
         if operation.waiting.get(engine.name) is not engine or operation.control.kind is Header.DRAIN:
             return False
-        if ack.ok and ack.must_load and not operation.is_loading:
+        if ack.ok and ack.must_load:
+            if operation.is_loading:  # a repeated answer to the first step
+                return False
             del operation.waiting[engine.name]
             operation.must_load.append(engine)
         elif ack.ok:
