@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from megatron_runtime.engine.engine_request import (
     EngineRequest,
@@ -42,6 +42,36 @@ class BackendRequest:
     policy_epoch: EpochSpans = field(default_factory=list)
     kv_cache_epoch: EpochSpans = field(default_factory=list)
     events: list[DynamicInferenceEvent] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls,
+        request: EngineRequest,
+        *,
+        longest: int,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        now: float,
+        epoch: int,
+        **fields: Any,
+    ) -> Self:
+        """Return the record of a request that arrives.
+
+        longest: limit of prompt and answer, in tokens. now: on the backend's clock. epoch: of its weights.
+        fields:  those of the subclass.
+
+        Raises the errors of EngineRequest.max_total_tokens().
+        """
+        return cls(
+            request=request,
+            max_total_tokens=request.max_total_tokens(longest),
+            stop_ids=frozenset(token for token in request.stop_ids(eos_ids) if 0 <= token < vocab_size),
+            arrived=now,
+            deadline=math.inf if request.deadline_seconds is None else now + request.deadline_seconds,
+            policy_epoch=[(0, epoch)],
+            kv_cache_epoch=[(0, epoch)],
+            **fields,
+        )
 
     @property
     def request_id(self) -> int:
@@ -106,23 +136,3 @@ class BackendRequest:
             kv_cache_epoch=self.kv_cache_epoch,
             events=list(self.events),
         )
-
-
-def limits_of(
-    request: EngineRequest, *, longest: int, eos_ids: Iterable[int], vocab_size: int, now: float, epoch: int
-) -> dict[str, Any]:
-    """Return the fields of a BackendRequest that follow from the request and its engine.
-
-    longest: limit of prompt and answer, in tokens. now: on the backend's clock. epoch: of its weights.
-
-    Raises the errors of EngineRequest.max_total_tokens().
-    """
-    return {
-        "request": request,
-        "max_total_tokens": request.max_total_tokens(longest),
-        "stop_ids": frozenset(token for token in request.stop_ids(eos_ids) if 0 <= token < vocab_size),
-        "arrived": now,
-        "deadline": math.inf if request.deadline_seconds is None else now + request.deadline_seconds,
-        "policy_epoch": [(0, epoch)],
-        "kv_cache_epoch": [(0, epoch)],
-    }

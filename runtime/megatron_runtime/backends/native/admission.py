@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.backends.open_request import BackendRequest, limits_of
+from megatron_runtime.backends.open_request import BackendRequest
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput, TopLogProbs, too_long
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.errors import BlockOverflowError, TokenOverflowError
@@ -104,16 +104,13 @@ class Admission:
         if config.enable_prefix_caching:
             salt = (params.cache_salt or "").encode()
             digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=request.adapter)
-        limits = limits_of(
+        return CoreRequest.open(
             request,
             longest=self.longest,
             eos_ids=self.executor.eos_ids,
             vocab_size=vocabulary,
             now=now,
             epoch=epoch,
-        )
-        return CoreRequest(
-            **limits,
             tokens=tokens,
             rank=(params.priority, 0, arrival),
             digests=digests,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from megatron_runtime.backends.open_request import BackendRequest, limits_of
+from megatron_runtime.backends.open_request import BackendRequest
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
@@ -237,20 +237,21 @@ class VllmBackend(EngineBackend):
     def submit(self, request: EngineRequest) -> None:
         now = time.monotonic()
         try:
-            limits = limits_of(
+            opened = VllmRequest.open(
                 request,
                 longest=self.info.max_sequence_length,
                 eos_ids=self.info.eos_ids,
                 vocab_size=self.info.vocab_size,
                 now=now,
                 epoch=self._epoch,
+                admitted=now,
+                tokens=request.generated_tokens.tolist(),
             )
         except ValueError as error:
             output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error")
             output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
             self._listener.on_outputs([output])
             return
-        opened = VllmRequest(**limits, tokens=request.generated_tokens.tolist(), admitted=now)
         opened.note(Event.ADD_ENGINE)
         self._open[request.request_id] = opened
         if request.deadline_seconds is not None:

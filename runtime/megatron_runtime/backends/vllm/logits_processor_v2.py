@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,7 @@ class AnswerRows(LogitsProcessor):
             self._forced_ST = torch.nn.functional.pad(self._forced_ST, (0, width))
         self._num_forced_S[slot] = len(tokens)
         if tokens:
-            self._forced_ST[slot, : len(tokens)] = torch.tensor(tokens, device=self._forced_ST.device)
+            self._forced_ST[slot, : len(tokens)] = _copied(tokens, self._forced_ST.device)
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         slots_N = ctx.expanded_idx_mapping.long()
@@ -120,6 +120,14 @@ class AnswerRows(LogitsProcessor):
         pairs = [(slot, sequence) for slot, sequences in self._words.items() for sequence in sequences]
         length = max(len(sequence) for _, sequence in pairs) - 1
         rows = [[ANY_TOKEN] * (length + 1 - len(sequence)) + list(sequence[:-1]) for _, sequence in pairs]
-        before_WK = torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(pairs), length)
-        slots = torch.tensor([slot for slot, _ in pairs], device=device)
-        return slots, before_WK, torch.tensor([sequence[-1] for _, sequence in pairs], device=device)
+        slots_W = _copied([slot for slot, _ in pairs], device)
+        last_W = _copied([sequence[-1] for _, sequence in pairs], device)
+        return slots_W, _copied(rows, device).reshape(len(pairs), length), last_W
+
+
+def _copied(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return int64 values on the device, without waiting for it."""
+    on_host = torch.tensor(values, dtype=torch.int64)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
