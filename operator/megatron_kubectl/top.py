@@ -25,7 +25,7 @@ from megatron_operator.resource.names import PORT_HEALTH
 METRICS_SECONDS = 5.0
 MAX_PAGE_BYTES = 4 << 20
 """Longest metrics page that is read."""
-HEADERS = ("ENGINE", "STATE", "QUEUE", "RUNNING", "KV USE", "PREFIX HITS", "TOKENS/S", "EPOCH", "RANKS")
+HEADERS = ("ENGINE", "STATE", "QUEUE", "RUNNING", "KV USE", "PREFIX HITS", "DRAFT HITS", "TOKENS/S", "EPOCH", "RANKS")
 
 
 class Sampler:
@@ -106,6 +106,7 @@ def _engine(sample: EngineSample, epoch: Any) -> Object:
         "running": sample.running,
         "kvUse": sample.kv_usage,
         "prefixHitRate": sample.prefix_hit_rate,
+        "draftHitRate": sample.draft_hit_rate,
         "tokensPerSecond": sample.tokens_per_second,
         "epoch": epoch if sample.epoch is None else sample.epoch,
     }
@@ -129,6 +130,7 @@ def lines(found: Object) -> list[str]:
             _number(engine["running"]),
             _share(engine["kvUse"]),
             _share(engine["prefixHitRate"]),
+            _share(engine["draftHitRate"]),
             _number(engine["tokensPerSecond"]),
             _number(engine["epoch"]),
             _number(engine["ranks"]),

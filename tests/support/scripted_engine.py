@@ -61,6 +61,8 @@ class ScriptedEngine:
 
     mute:    control messages that it does not answer.
     failing: control messages that it answers with an error.
+    must_load: it loads weights in a second step of UPDATE_WEIGHTS. fails_to_load, mute_load: that step goes
+        wrong, or has no answer.
     adapters: the list that it has; None: its release has no adapters.
     adapter_errors: why adapters of the list are not loaded.
     backend, lacks: its backend and the features that it lacks; None: its release announces neither.
@@ -94,6 +96,9 @@ class ScriptedEngine:
     follows_acks: bool = True
     mute: set[Header] = field(default_factory=set)
     failing: set[Header] = field(default_factory=set)
+    must_load: bool = False
+    fails_to_load: bool = False
+    mute_load: bool = False
     acted: Counter = field(default_factory=Counter)
     controls: list[Control] = field(default_factory=list)
     commits: list[ControlCommit] = field(default_factory=list)
@@ -256,9 +261,9 @@ class ScriptedEngine:
         kind = control.kind
         self.controls.append(control)
         self.fence = max(self.fence, control.fence or 0)
-        if kind in self.mute:
+        if kind in self.mute or (control.load and self.mute_load):
             return
-        ok = kind not in self.failing
+        ok = not self.fails_to_load if control.load else kind not in self.failing
         if ok:
             self.acted[kind] += 1
             self._staged = control.source
@@ -272,6 +277,7 @@ class ScriptedEngine:
                 state=self.state,
                 ranks=self.ranks,
                 error=None if ok else f"{kind.name} went wrong",
+                must_load=(self.must_load and kind is Header.UPDATE_WEIGHTS and not control.load) or None,
             )
         )
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_operator.resource.conditions import Reason
+from megatron_runtime.process.gpu_failures import GPU_FAILURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,8 @@ class Cause:
     def search(self, text: str) -> re.Match[str] | None:
         return re.search(self.pattern, text, re.IGNORECASE)
 
+
+_REASONS = {reason.value: reason for reason in Reason}
 
 VLLM_MESSAGE: tuple[Cause, ...] = (
     Cause(
@@ -75,20 +78,11 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
         "raise resources.limits.memory in podTemplate, or lower batching.kvCacheMemory",
     ),
 )
-"""Texts of vLLM 0.32 and of its backend. They come first, because they contain words of other patterns."""
+"""Texts of vLLM and of its backend. They come first, because they contain words of other patterns."""
 
 TERMINATION_MESSAGE: tuple[Cause, ...] = (
     *VLLM_MESSAGE,
-    Cause(
-        Reason.GPU_OUT_OF_MEMORY,
-        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
-        "lower batching.kvCacheMemory or maxSequenceLength, choose a smaller dtype, or raise parallelism.tensor",
-    ),
-    Cause(
-        Reason.NO_GPU,
-        r"no CUDA(-capable)? (device|GPU)|CUDA.*not available|found no NVIDIA|invalid device ordinal",
-        "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin offers them",
-    ),
+    *(Cause(_REASONS[failure.cause], failure.pattern.pattern, failure.remedy) for failure in GPU_FAILURES),
     Cause(
         Reason.ACCESS_DENIED,
         r"access to (s3|gs|az|https)://\S+ is denied \(40[13]",
@@ -185,6 +179,7 @@ EXIT_CODES: dict[int, str] = {
     126: "the command cannot be executed",
     127: "the image has no such command",
     134: "it aborted",
+    135: "it crashed with a bus error, most often because /dev/shm was full",
     137: "it was killed, most often for its memory",
     139: "it crashed with a segmentation fault",
     143: "it was terminated",

@@ -14,6 +14,7 @@ from megatron_operator.decision.causes import CREATION, EXIT_CODES, SCHEDULING, 
 from megatron_operator.decision.world import PodView
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.names import CHECK, COORDINATOR, ENGINE, FETCH, PREFLIGHT, STANDBY
+from megatron_runtime.process.gpu_failures import gpu_failure
 from megatron_runtime.protocol import strict_json as json
 
 References = Mapping[tuple[str, str], str]
@@ -206,6 +207,12 @@ def termination(pod: PodView) -> tuple[Reason, str]:
 def is_rank_lost(pod: PodView) -> bool:
     """Return whether its container ended because another rank of its engine was lost."""
     return pod.exit_code is not None and _termination_message(pod).reason == "RankLost"
+
+
+def is_device_failure(pod: PodView) -> bool:
+    """Return whether its container ended because a GPU or its node is faulty."""
+    failure = gpu_failure(_termination_message(pod).text) if pod.exit_code else None
+    return failure is not None and failure.is_of_device
 
 
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:

@@ -7,6 +7,8 @@ restart together, so the highest restart count of a pod is the number of its res
 windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Restarts from before the
 budget do not count, nor do those of pods of another revision than the spec's, so that a reverted change is not charged.
 
+A failure of a device exhausts the budget at once: a container that restarts keeps its devices, a new pod gets others.
+
 An engine with an exhausted budget has no pods. If the cause was in the infrastructure, the operator starts it again
 after a backoff. Otherwise it waits for other inputs of the engines or `kubectl megatron restart`, which begin new
 budgets (see `Engines.attempt`), as does desiredState Stopped.
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from megatron_operator.decision.diagnosis import diagnose, is_rank_lost, termination
+from megatron_operator.decision.diagnosis import diagnose, is_device_failure, is_rank_lost, termination
 from megatron_operator.decision.world import EmitEvent, PodView, World
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDBY
@@ -39,6 +41,9 @@ INFRASTRUCTURE = frozenset(
         Reason.VOLUME_MISSING,
         Reason.DISK_FULL,
         Reason.RENDEZVOUS_FAILED,
+        Reason.GPU_DRIVER,
+        Reason.GPU_FAILED,
+        Reason.GPU_COMMUNICATION,
     }
 )
 """Causes that may end without a change of the resource."""
@@ -112,15 +117,17 @@ def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineB
     begin = now if fresh or forgiven_at is None else forgiven_at
     forgiven_at = begin + incidents * _forgiving(limit)
     retries = 0 if fresh else budget.retries
-    if forgiven_at - now <= limit.restarts * _forgiving(limit):
+    failed = next((pod for pod in pods if is_device_failure(pod)), None)
+    if forgiven_at - now <= limit.restarts * _forgiving(limit) and failed is None:
         return EngineBudget(budget.restarts, stamp(forgiven_at), retries)
-    words, by_infrastructure = _cause(pods)
+    words, by_infrastructure = (termination(failed)[1], True) if failed is not None else _cause(pods)
+    why = f"more than {limit.restarts} restarts" if failed is None else "a GPU failed: the engine gets new pods"
     backoff = timedelta(seconds=min(FIRST_BACKOFF_SECONDS << min(retries, 8), MAX_BACKOFF_SECONDS))
     return EngineBudget(
         restarts=budget.restarts,
         forgiven_at=stamp(forgiven_at),
         retries=retries,
-        exhausted=f"more than {limit.restarts} restarts; {words or f'engine {name} ended'}",
+        exhausted=f"{why}; {words or f'engine {name} ended'}",
         retry_at=stamp(now + backoff) if by_infrastructure else None,
     )
 

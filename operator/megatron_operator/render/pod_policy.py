@@ -32,7 +32,7 @@ from megatron_operator.resource.source import CacheSpec
 from megatron_operator.resource.spec import Backend, EngineSpec
 from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.protocol.vllm_arguments import LOADS_CODE
+from megatron_runtime.protocol.vllm_arguments import code_arguments
 
 Path = tuple[str, ...]
 """Field names; an entry of a list is `[]`."""
@@ -205,7 +205,7 @@ def _engine(engine: EngineSpec, request: Request) -> Iterator[Violation]:
         return
     if engine.vllm.image is not None:
         yield from _image(engine.vllm.image, "spec.engine.vllm.image", request)
-    for name in sorted(engine.vllm.args.keys() & LOADS_CODE.keys()):
+    for name in code_arguments(engine.vllm.args):
         if not request.policy.vllm_code:
             allowed = "arguments of vLLM that can load code are not allowed"
             yield Violation(f"spec.engine.vllm.args.{name}", engine.vllm.args[name], allowed, Switch.VLLM_CODE)

@@ -9,7 +9,7 @@ from megatron_operator.render.options import Option
 from megatron_operator.resource.spec import Backend
 from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.protocol.vllm_arguments import LOADS_CODE, problem_of
+from megatron_runtime.protocol.vllm_arguments import code_arguments, problem_of
 
 MAX_CHARACTERS = 16_384
 """Limit of the arguments as JSON, which are a part of the command line."""
@@ -53,7 +53,7 @@ def _arguments(ctx: RenderContext, _name: str) -> str | None:
 
 
 def _loads_code(ctx: RenderContext, _name: str) -> bool:
-    return ctx.spec.engine.backend is not Backend.NATIVE and not vllm_arguments(ctx).keys().isdisjoint(LOADS_CODE)
+    return ctx.spec.engine.backend is not Backend.NATIVE and bool(code_arguments(vllm_arguments(ctx)))
 
 
 VLLM_OPTIONS = (

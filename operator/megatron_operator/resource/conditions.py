@@ -87,8 +87,12 @@ class Reason(Documented):
     NO_GPU = "NoGpu", "An engine sees fewer GPUs than it has ranks."
     GPU_KERNELS_MISSING = (
         "GpuKernelsMissing",
-        "The image of an engine on GPUs lacks triton or a C compiler, so its kernels cannot be compiled.",
+        "The image of an engine has no kernels for its GPUs, or lacks triton or a C compiler to compile them.",
     )
+    GPU_DRIVER = "GpuDriver", "The NVIDIA driver of a node is too old for the image, or was updated while it ran."
+    GPU_FAILED = "GpuFailed", "A GPU of an engine failed, or a kernel on it."
+    GPU_COMMUNICATION = "GpuCommunication", "The ranks of an engine cannot exchange data between their GPUs."
+    SHARED_MEMORY_FULL = "SharedMemoryFull", "The shared memory of an engine's pod, /dev/shm, is full."
     WEIGHTS_MISSING = "WeightsMissing", "An engine cannot find or read its weights."
     ACCESS_DENIED = "AccessDenied", "The source of the weights rejects the token, or needs one."
     RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine do not find each other."

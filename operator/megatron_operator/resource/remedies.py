@@ -57,6 +57,14 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "offers them.",
         Reason.GPU_KERNELS_MISSING: "Use a runtime image with triton, a C compiler and the headers of Python: "
         "spec.engine.image, or runtime.image of the chart.",
+        Reason.GPU_DRIVER: "Update the NVIDIA driver of the node to 580 or newer, which images for CUDA 13 need. After "
+        "an update of the driver restart the node.",
+        Reason.GPU_FAILED: "Drain the node, and reset or replace the GPU. The operator re-creates the engine on "
+        "another device. If the message names a kernel, such as an illegal memory access, report it.",
+        Reason.GPU_COMMUNICATION: "Start nvidia-fabricmanager on nodes with NVSwitch. Set NCCL_DEBUG=INFO in "
+        "podTemplate, and read the log of the rank that failed first.",
+        Reason.SHARED_MEMORY_FULL: "Raise resources.limits.memory of the engine in podTemplate: /dev/shm is a part of "
+        "it.",
         Reason.WEIGHTS_MISSING: "Correct spec.model.source or spec.weights.revision. For a volume, check that the "
         "path exists in it.",
         Reason.ACCESS_DENIED: "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the "

@@ -47,6 +47,7 @@ class BackendInfo:
     max_sequence_length: limit of prompt and answer of one request, in tokens.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
     ranks:               number of ranks that confirm each verb.
+    loads_under_pause:   new weights are loaded in the place of those in use, by load_staged_weights().
     remedies:            how the user enables a capability that is not declared, if the backend can have it.
     """
 
@@ -57,6 +58,7 @@ class BackendInfo:
     block_size_tokens: int = 0
     ranks: int = 1
     capabilities: frozenset[Capability] = frozenset()
+    loads_under_pause: bool = False
     remedies: Mapping[Capability, str] = field(default_factory=dict)
 
     def require(self, verb: str, capability: Capability | None) -> None:
@@ -235,12 +237,19 @@ class EngineBackend(Protocol):
         """Read and verify other weights of the same model while steps run (UPDATE_WEIGHTS, phase one)."""
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
+    async def load_staged_weights(self) -> RankResults:
+        """Pause, and load the staged weights in the place of those in use. Only of a backend that `loads_under_pause`.
+
+        commit_weights() or discard_weights() ends the pause. After a failure the weights in use are unknown.
+        """
+        raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
+
     async def commit_weights(self) -> RankResults:
         """Use the staged weights and their epoch from the next step on. Requests in flight keep their tokens."""
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def discard_weights(self) -> None:
-        """Drop staged weights, if there are any."""
+        """Drop staged weights, if there are any. If they were loaded, load those before again, and end the pause."""
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
         """Use the weights that the coordinator names to a joining engine: now if weights are loaded, else at the next

@@ -182,7 +182,9 @@ class Lifecycle:
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged: Control | None = None
         """The last operation, if it was acknowledged and not committed. Weights or adapters are staged while it is one
-        that sets them."""
+        that sets them. The weights are loaded if it has `load`."""
+        self.unknown_weights: str | None = None
+        """Why the weights in use are not known: the engine must end."""
 
     @property
     def state(self) -> EngineState:
@@ -198,12 +200,17 @@ class Lifecycle:
         Raises only if a failed phase one cannot be undone.
         """
         operation_id = control.operation_id or ""
-        known = self._answers.get(operation_id)
+        answered = f"{operation_id} load" if control.load else operation_id
+        known = self._answers.get(answered)
         if known is not None:
             return known
         self.fence = max(self.fence, control.fence or 0)
-        await self._end_uncommitted()
-        error = await self._act(control)
+        error: UnsupportedVerbError | str | None
+        if control.load:
+            error = await self._load_staged(control)
+        else:
+            await self._end_uncommitted()
+            error = await self._act(control)
         rejected = self.adapters.rejected if error is not None and control.kind is Header.SET_ADAPTERS else {}
         ack = ControlAck(
             operation_id=operation_id or "-",
@@ -213,13 +220,28 @@ class Lifecycle:
             code=int(ErrorCode.UNSUPPORTED) if isinstance(error, UnsupportedVerbError) else None,
             error=None if error is None else str(error),
             adapter_errors=rejected or None,
+            must_load=self._must_load(control) or None,
         )
         self._acknowledged = control if ack.ok else None
         if operation_id:
-            self._answers[operation_id] = ack
+            self._answers[answered] = ack
             if len(self._answers) > REMEMBERED_ANSWERS:
                 del self._answers[next(iter(self._answers))]
         return ack
+
+    def _must_load(self, control: Control) -> bool:
+        is_update = control.kind is Header.UPDATE_WEIGHTS and not control.load
+        return is_update and self.backend.info.loads_under_pause
+
+    async def _load_staged(self, control: Control) -> str | None:
+        """Load the staged weights of this operation under a pause. Return the error if that failed."""
+        acknowledged = self._acknowledged
+        if acknowledged is None or acknowledged.operation_id != control.operation_id:
+            return f"{control.kind.name} {control.operation_id}: its weights are not staged"
+        results = await self.backend.load_staged_weights()
+        if results.error is not None:
+            self.unknown_weights = f"{control.kind.name}: loading {control.source} failed: {results.error}"
+        return self.unknown_weights
 
     async def _act(self, control: Control) -> UnsupportedVerbError | str | None:
         """Check `control` and do phase one. Return the error if it failed; the state is then as before."""
@@ -325,6 +347,13 @@ class Lifecycle:
 
     async def adopt(self, source: str | None, epoch: int) -> None:
         """Use the weights and the epoch of the coordinator's HELLO_ACK."""
+        loaded = self._acknowledged
+        if loaded is not None and loaded.load and loaded.source == source:  # its commit was lost
+            self._acknowledged = None
+            await self._commit_work(Header.UPDATE_WEIGHTS)
+            self.source = source
+        elif loaded is not None and loaded.load:
+            await self._end_uncommitted()
         if source is not None and source != self.source:
             await self._end_uncommitted()
             await self.backend.adopt_weights(source, epoch)

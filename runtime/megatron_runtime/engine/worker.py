@@ -325,6 +325,8 @@ class EngineWorker:
             with self._reading_weights(message.kind in (Header.RESUME, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS)):
                 ack = await self.lifecycle.handle(message)
             self._link.send(ack.to_frames())
+            if self.lifecycle.unknown_weights is not None:
+                self.fail(RuntimeError(self.lifecycle.unknown_weights), goodbye="its weights could not be loaded")
         elif isinstance(message, HelloAck):
             await self._enter(message)
         else:

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from megatron_runtime.process.gpu_failures import gpu_failure
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import printable
 
@@ -88,13 +89,15 @@ def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
 def write_termination_message(failure: BaseException, path: Path = TERMINATION_LOG) -> None:
     """Write the cause of this process's end to the container's termination log, if it exists, as one line of JSON.
 
-    Its fields: `reason` is `failure.reason` or its type, `rank` is `failure.rank` or 0, `message`, `remedy`.
+    Its fields: `reason` is `failure.reason`, the cause in the table of GPU failures, or the type; `rank` is
+    `failure.rank` or 0; `message`; `remedy` is that of the table, or `failure.remedy`.
     """
+    known = gpu_failure(str(failure))
     message = {
-        "reason": getattr(failure, "reason", None) or type(failure).__name__,
+        "reason": getattr(failure, "reason", None) or (known.cause if known else type(failure).__name__),
         "rank": getattr(failure, "rank", 0),
         "message": str(failure)[:TERMINATION_CHARACTERS],
-        "remedy": getattr(failure, "remedy", ""),
+        "remedy": known.remedy if known else getattr(failure, "remedy", ""),
     }
     with contextlib.suppress(OSError):
         if path.exists():

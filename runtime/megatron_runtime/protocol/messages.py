@@ -197,6 +197,8 @@ class Control(ControlMessage):
     """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the absolute target."""
     source: Text | None = None
     """UPDATE_WEIGHTS: the source of the new weights."""
+    load: bool | None = None
+    """UPDATE_WEIGHTS, to an engine that acknowledged with `must_load`: pause, and load the weights that it verified."""
     adapters: AdapterList | None = None
     """SET_ADAPTERS: all adapters that the engines have afterwards. The coordinator assigns the generation."""
     tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
@@ -239,6 +241,9 @@ class ControlAck(ControlMessage):
     """With STALE_FENCE: the highest fence that the coordinator has received."""
     adapter_errors: AdapterErrors | None = None
     """SET_ADAPTERS failed: by name, why an adapter of the list could not be loaded."""
+    must_load: bool | None = None
+    """From an engine to UPDATE_WEIGHTS: the weights are verified, but replace those in use when they are loaded. The
+    coordinator sends the message again with `load` when every engine has acknowledged."""
 
 
 class ControlCommit(ControlMessage):
@@ -250,7 +255,7 @@ class ControlCommit(ControlMessage):
     state: EngineState | None = None
     epoch: Epoch | None = None
     discard: bool | None = None
-    """SET_ADAPTERS failed: unload what was loaded for it."""
+    """SET_ADAPTERS failed: unload what was loaded for it. UPDATE_WEIGHTS failed: use the old weights."""
 
 
 class Status(ControlMessage):

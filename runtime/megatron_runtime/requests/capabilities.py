@@ -28,6 +28,8 @@ class Capability(StrEnum):
     HIDDEN_STATES = "hidden states"
     HIGH_TEMPERATURE = "temperatures above 2"
     PRIORITY = "priorities"
+    PENALTIES = "presence and frequency penalties"
+    MIN_P = "min_p"
 
 
 class Need(NamedTuple):
@@ -53,6 +55,9 @@ NEEDS = (
     Need("return_hidden_state", Capability.HIDDEN_STATES, lambda params: params.return_hidden_state),
     Need("temperature", Capability.HIGH_TEMPERATURE, lambda params: params.temperature > 2),
     Need("priority", Capability.PRIORITY, lambda params: params.priority != 0),
+    Need("presence_penalty", Capability.PENALTIES, lambda params: params.presence_penalty != 0),
+    Need("frequency_penalty", Capability.PENALTIES, lambda params: params.frequency_penalty != 0),
+    Need("min_p", Capability.MIN_P, lambda params: params.min_p > 0 and not params.is_greedy),
 )
 """Every sampling parameter that some backend does not support."""
 

@@ -565,6 +565,48 @@ async def test_an_update_of_weights_evicts_the_engines_that_fail_and_changes_not
     assert bad.commits == []
 
 
+async def test_weights_are_loaded_in_a_second_step_when_every_engine_has_verified_them(stage, control) -> None:
+    coordinator = stage.coordinator()
+    slow = await stage.engine("slow", must_load=True, mute={H.UPDATE_WEIGHTS})
+    fast = await stage.engine("fast", must_load=True)
+    beside = await stage.engine("beside")
+    link = await stage.admin()
+    update = asyncio.ensure_future(control(link, H.UPDATE_WEIGHTS, epoch=3))
+    await stage.until(lambda: slow.controls and fast.controls and beside.controls)
+    assert not update.done()
+    assert [told.load for engine in (slow, fast, beside) for told in engine.controls] == [None] * 3
+    slow.mute.clear()
+    slow._control(slow.controls.pop())
+    ack = await update
+    assert (ack.evicted, set(ack.engines)) == ([], {"slow", "fast", "beside"})
+    assert [[told.load for told in engine.controls] for engine in (slow, fast, beside)] == [[None, True]] * 2 + [[None]]
+    for engine in (slow, fast, beside):
+        await engine.until(lambda engine=engine: (engine.epoch, engine.source) == (3, "/models/7"))
+    assert coordinator.core.verbs.source == "/models/7"
+
+
+@pytest.mark.parametrize("end", ["fails", "is lost", "does not answer"])
+async def test_if_one_engine_does_not_load_the_weights_all_use_the_old_ones(stage, control, end: str) -> None:
+    coordinator = stage.coordinator()
+    good = await stage.engine("good", must_load=True, adapters=AdapterList())
+    beside = await stage.engine("beside", adapters=AdapterList())
+    bad = await stage.engine("bad", must_load=True, adapters=AdapterList())
+    link = await stage.admin()
+    await control(link, H.UPDATE_WEIGHTS, epoch=2, source="/models/2")
+    bad.fails_to_load, bad.mute_load = end == "fails", end != "fails"
+    update = asyncio.ensure_future(control(link, H.UPDATE_WEIGHTS, epoch=3, timeout_seconds=1.0))
+    if end == "is lost":
+        await stage.until(lambda: any(told.load and told.epoch == 3 for told in bad.controls))
+        bad.leave()
+    with pytest.raises(ControlRejectedError, match="not every engine succeeded: bad: ") as rejected:
+        await update
+    assert rejected.value.code == ErrorCode.ENGINE_FAILED
+    for engine in (good, beside):
+        await engine.until(lambda engine=engine: engine.commits[-1].discard)
+        assert (engine.epoch, engine.source) == (2, "/models/2")
+    assert (coordinator.core.verbs.epoch, coordinator.core.verbs.source) == (2, "/models/2")
+
+
 async def test_an_engine_that_joins_after_an_update_gets_the_weights_of_its_revision(stage, control) -> None:
     stage.coordinator()
     await stage.engine("engine-0", revision="a")

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,13 +16,13 @@ from prometheus_client import CollectorRegistry
 
 from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.engine.backend import CacheEvents, Capability
+from megatron_runtime.engine.backend import BackendInfo, CacheEvents, Capability, EngineBackend, RankResults
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.protocol.headers import SIGNALS, Header
 from megatron_runtime.protocol.lifecycle import ENGINE_LEGAL_FROM, TRANSITIONS, CoordinatorState, EngineState
-from megatron_runtime.protocol.messages import Control, ControlCommit
+from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -415,3 +416,91 @@ async def test_metrics_have_steps_sleep_state_and_signal_durations(rig: Rig, mon
     assert value("vllm:engine_sleep_state", {"sleep_state": "discard_all"}) == 1
     assert value("megatron_engine_signal_seconds_total", {"signal": "SUSPEND"}) == 1.0, "from one read to the next"
     assert value("megatron_engine_signal_seconds_total", {"signal": "RESUME"}) == 0
+
+
+class ReplacedWeights:
+    """A backend whose new weights take the place of those in use. calls: of its methods, with the source in use."""
+
+    def __init__(self) -> None:
+        self.info = BackendInfo(
+            name="replacing",
+            vocab_size=9,
+            eos_ids=(),
+            max_sequence_length=9,
+            capabilities=frozenset({Capability.UPDATE_WEIGHTS}),
+            loads_under_pause=True,
+        )
+        self.calls: list[str] = []
+        self.fails = False
+
+    async def stage_weights(self, source: str, epoch: int) -> RankResults:
+        self.calls.append(f"stage {source}")
+        return RankResults(1)
+
+    async def load_staged_weights(self) -> RankResults:
+        self.calls.append("load")
+        return RankResults(1, {0: "the file is torn"} if self.fails else {})
+
+    async def commit_weights(self) -> RankResults:
+        self.calls.append("commit")
+        return RankResults(1)
+
+    async def discard_weights(self) -> None:
+        self.calls.append("discard")
+
+    async def adopt_weights(self, source: str, epoch: int) -> None:
+        self.calls.append(f"adopt {source}")
+
+    async def set_epoch(self, epoch: int) -> None:
+        self.calls.append(f"epoch {epoch}")
+
+    async def confirm(self, signal: Header) -> RankResults:
+        return RankResults(1)
+
+
+async def staged(lifecycle: Lifecycle, *, load: bool) -> ControlAck:
+    update = Control(kind=Header.UPDATE_WEIGHTS, operation_id="u", source="new", epoch=3)
+    ack = await lifecycle.handle(update)
+    assert (ack.ok, ack.must_load) == (True, True)
+    return await lifecycle.handle(update.model_copy(update={"load": True})) if load else ack
+
+
+async def test_the_second_step_of_an_update_loads_and_the_commit_or_the_discard_ends_it() -> None:
+    backend = ReplacedWeights()
+    lifecycle = Lifecycle(cast(EngineBackend, backend))
+    ack = await staged(lifecycle, load=True)
+    assert (ack.ok, ack.must_load) == (True, None)
+    again = Control(kind=Header.UPDATE_WEIGHTS, operation_id="u", source="new", epoch=3, load=True)
+    assert await lifecycle.handle(again) is ack
+    await lifecycle.commit(ControlCommit(operation_id="u", signal=Header.UPDATE_WEIGHTS, epoch=3))
+    assert backend.calls == ["stage new", "load", "commit"]
+    assert (lifecycle.source, lifecycle.epoch) == ("new", 3)
+
+    backend.calls.clear()
+    lifecycle = Lifecycle(cast(EngineBackend, backend))
+    await staged(lifecycle, load=True)
+    await lifecycle.commit(ControlCommit(operation_id="u", signal=Header.UPDATE_WEIGHTS, discard=True))
+    assert (backend.calls[-1], lifecycle.source, lifecycle.epoch) == ("discard", None, 0)
+
+
+async def test_a_second_step_without_the_first_is_rejected_and_one_that_fails_ends_the_engine() -> None:
+    backend = ReplacedWeights()
+    lifecycle = Lifecycle(cast(EngineBackend, backend))
+    ack = await lifecycle.handle(Control(kind=Header.UPDATE_WEIGHTS, operation_id="a", source="a", epoch=1, load=True))
+    assert (ack.ok, ack.error, backend.calls) == (False, "UPDATE_WEIGHTS a: its weights are not staged", [])
+    backend.fails = True
+    ack = await staged(lifecycle, load=True)
+    assert (ack.ok, ack.error) == (False, "UPDATE_WEIGHTS: loading new failed: the file is torn")
+    assert lifecycle.unknown_weights == ack.error
+
+
+@pytest.mark.parametrize(
+    ("source", "calls"),
+    [("new", ["commit", "epoch 3"]), (None, ["discard", "epoch 3"]), ("other", ["discard", "adopt other", "epoch 3"])],
+)
+async def test_hello_ack_ends_an_update_whose_commit_was_lost(source: str | None, calls: list[str]) -> None:
+    backend = ReplacedWeights()
+    lifecycle = Lifecycle(cast(EngineBackend, backend))
+    await staged(lifecycle, load=True)
+    await lifecycle.adopt(source, 3)
+    assert backend.calls == ["stage new", "load", *calls]

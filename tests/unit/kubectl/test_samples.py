@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from megatron_kubectl import top
 from megatron_kubectl.samples import (
     HISTOGRAMS,
     VALUES,
@@ -17,13 +19,28 @@ from megatron_kubectl.samples import (
     quantile,
 )
 
+VLLM = Path(__file__).parents[1] / "vllm" / "interfaces.json"
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 INF = float("inf")
 
 
 def test_every_metric_exists() -> None:
-    known = set(re.findall(r"`(megatron_\w+)`", REFERENCE.read_text()))
-    assert known >= VALUES | HISTOGRAMS
+    own = set(re.findall(r"`(megatron_\w+)`", REFERENCE.read_text()))
+    for interface in json.loads(VLLM.read_text()).values():
+        assert own | {f"{name}_total" for name in interface["metrics"]} >= VALUES | HISTOGRAMS
+
+
+def test_the_share_of_accepted_drafts_is_shown_for_engines_that_speculate() -> None:
+    counts = {"vllm:spec_decode_num_draft_tokens": 40, "vllm:spec_decode_num_accepted_tokens": 10}
+    lines = [f'# TYPE {name} counter\n{name}_total{{engine="0"}} {count}\n' for name, count in counts.items()]
+    shown = sample(None, parse_page("".join(lines)))
+    assert shown.engines["e"].draft_hit_rate == 0.25
+    assert sample(None, page(1, (1, 1, 1))).engines["e"].draft_hit_rate is None
+    status = {"engines": [{"name": "e", "state": "Running", "ranks": 1}]}
+    resource = {"metadata": {"name": "demo", "namespace": "default"}, "status": status}
+    _, header, row = top.lines(top.view(resource, shown, ""))
+    place = header.index("DRAFT HITS")
+    assert row[place : place + 3] == "25%"
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,24 @@ def test_an_engine_is_started_again_after_a_cause_in_the_infrastructure(
     assert cluster.state == ("Running" if retried else "Failed")
 
 
+def test_an_engine_whose_gpu_failed_gets_new_pods_at_its_first_incident(make_cluster: Any) -> None:
+    """A container that restarts keeps its device. A failed kernel is charged like any other crash."""
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.settle()
+    crash(cluster, 1, message="CUDA error: an illegal memory access was encountered")
+    assert "diagnosis" not in cluster.status["engines"][0]
+    crash(cluster, 2, message="CUDA error: uncorrectable ECC error encountered")
+    cluster.settle()
+    assert not [name for name in cluster.engine_pods() if name.startswith(ENGINE)]
+    engine = cluster.status["engines"][0]
+    assert engine["diagnosis"].startswith("a GPU failed: the engine gets new pods; ")
+    assert "uncorrectable ECC error" in engine["diagnosis"]
+    assert parse(engine["retryAt"]) - cluster.now <= timedelta(seconds=60)
+    cluster.now += timedelta(seconds=61)
+    cluster.settle()
+    assert cluster.state == "Running"
+
+
 def test_a_cause_in_one_pod_is_that_of_the_ranks_that_lost_it(make_cluster: Any) -> None:
     cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 1}}, parallelism={"pipeline": 2}).settled()
     for restarts in (1, 2):

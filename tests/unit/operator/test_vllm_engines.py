@@ -168,6 +168,18 @@ def test_caches_are_on_the_writable_volume_and_nothing_is_reported() -> None:
         ({"enforce_eager": 1}, "args.enforce_eager is 1: give true or false"),
         ({"quantization": None}, "args.quantization is null: give a string"),
         ({"quantization": ["fp8"]}, "args.quantization is .*: give a string"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": "3"}},
+            'args.speculative_config.num_speculative_tokens is "3": give an integer',
+        ),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "org/draft"}},
+            r'args.speculative_config.model is "org/draft": give hf:ORG/NAME\[@REVISION\], the URL',
+        ),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "/model/../etc"}},
+            r"args.speculative_config.model is .* without \.\.",
+        ),
         ({"quantization": "x" * 16_384}, r"has 16403 characters as JSON .*at most 16384 characters .*shorten it"),
         ({"seed\n\x1b": 1}, r"args.seed\\n\\x1b is not supported"),
     ],
@@ -195,6 +207,9 @@ def test_arguments_are_bounded_in_depth() -> None:
         {"worker_cls": "evil.Worker"},
         {"worker_extension_cls": "evil.Extension"},
         {"compilation_config": {"level": 3}},
+        {"speculative_config": {"model": "evil.Proposer"}},
+        {"speculative_config": {"method": "custom_class", "model": "evil.Proposer"}},
+        {"speculative_config": {"method": "eagle", "model": "hf:org/draft", "code_revision": "main"}},
         {"quantization": "fp8", "scheduler_cls": "evil.Scheduler"},
     ],
     ids=str,
@@ -206,6 +221,23 @@ def test_an_argument_that_can_load_code_needs_the_switch_of_the_chart(args: dict
     allowed = engine(with_args(args, settings=CODE))["args"]
     assert "--vllm-allow-code" in allowed
     assert json.loads(option(allowed, "--vllm-arguments")) == args
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+        {"method": "mtp", "num_speculative_tokens": 1},
+        {"method": "eagle3", "num_speculative_tokens": 3, "model": "hf:org/draft@main"},
+        {"method": "draft_model", "num_speculative_tokens": 3, "model": "/model/draft"},
+        {"method": "eagle", "num_speculative_tokens": 3, "model": "s3://bucket/draft"},
+    ],
+    ids=lambda config: config["method"],
+)
+def test_speculation_that_loads_no_code_needs_no_switch(config: dict[str, Any]) -> None:
+    args = engine(with_args({"speculative_config": config}))["args"]
+    assert json.loads(option(args, "--vllm-arguments")) == {"speculative_config": config}
+    assert "--vllm-allow-code" not in args
 
 
 def test_a_foreign_image_needs_its_repository_in_the_chart() -> None:

@@ -26,7 +26,10 @@ JSON = {"type": "json_object"}
     ("values", "needs"),
     [
         ({}, ""),
-        ({"temperature": 2.0, "top_k": 7, "seed": 3, "presence_penalty": 1.0, "stop_words": ["."]}, ""),
+        ({"temperature": 2.0, "top_k": 7, "seed": 3, "repetition_penalty": 1.5, "stop_words": ["."]}, ""),
+        ({"presence_penalty": 1.0, "frequency_penalty": 1.0}, "PENALTIES"),
+        ({"min_p": 0.5}, "MIN_P"),
+        ({"min_p": 0.5, "temperature": 0.0}, ""),
         ({"temperature": 2.5}, "HIGH_TEMPERATURE"),
         ({"structured_output": JSON}, "STRUCTURED_OUTPUT"),
         ({"structured_output": {**JSON, "after": [7]}}, "STRUCTURED_OUTPUT STRUCTURE_AFTER_REASONING"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -226,6 +228,42 @@ async def test_new_weights_are_used_from_the_next_token_and_stamped(
     assert last.summary.kv_cache_epoch == [(0, 7)]
     assert running.backend.stats().weights_digest != before
     assert lines(fake_vllm, "reset_prefix_cache") == 1
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+@pytest.mark.parametrize("was_running", [True, False], ids=["running", "paused"])
+async def test_weights_load_under_a_pause_before_the_commit_and_old_ones_return_if_it_is_discarded(
+    running: Running, model: Path, other_weights: Path, fake_vllm: Path, was_running: bool, is_committed: bool
+) -> None:
+    assert running.backend.info.loads_under_pause
+    running.submit(1, PROMPT, num_tokens_to_generate=60)
+    await running.until(5, 1)
+    if not was_running:
+        await running.backend.pause()
+    assert not (await running.backend.stage_weights(str(other_weights), 7)).failed
+    assert not (await running.backend.load_staged_weights()).failed
+    steps, held = lines(fake_vllm, "step"), running.listener.tokens(1)
+    await asyncio.sleep(0.05)
+    assert (lines(fake_vllm, "step"), running.listener.tokens(1)) == (steps, held)
+    if is_committed:
+        assert not (await running.backend.commit_weights()).failed
+    else:
+        await running.backend.discard_weights()
+    assert lines(fake_vllm, "reload_weights") == (1 if is_committed else 2)
+    if not was_running:
+        assert lines(fake_vllm, "step") == steps
+        await running.backend.unpause()
+    [last] = await running.listener.end_of(1)
+    after = weights_of(other_weights if is_committed else model)
+    assert running.listener.tokens(1) == held + answer(PROMPT + held, 60 - len(held), after)
+    assert [epoch for _, epoch in last.summary.policy_epoch] == ([0, 7] if is_committed else [0])
+
+
+async def test_a_load_that_fails_is_reported(running: Running, other_weights: Path, tmp_path: Path) -> None:
+    weights = Path(shutil.copytree(other_weights, tmp_path / "lost")) / "model.safetensors"
+    assert not (await running.backend.stage_weights(str(weights.parent), 7)).failed
+    weights.unlink()
+    assert "No such file" in ((await running.backend.load_staged_weights()).error or "")
 
 
 async def test_a_resume_after_an_update_loads_the_new_weights_and_rejects_changed_files(
@@ -537,10 +575,97 @@ def test_a_megatron_checkpoint_is_converted_once(model: Path, tmp_path: Path, mo
         model_directory(str(checkpoint), wanted_format="GGUF")
 
 
-async def test_another_version_of_vllm_is_rejected(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_VLLM_VERSION", "0.9.1")
-    with pytest.raises(ValueError, match=r"vLLM 0\.9\.1 is not supported: install vLLM >=0\.32,<0\.33"):
+async def test_an_older_version_of_vllm_is_rejected(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM_VERSION", "0.25.1")
+    with pytest.raises(ValueError, match=r"vLLM 0\.25\.1 is not supported: install vLLM >=0\.26,<0\.34"):
         await start()
+
+
+async def test_a_newer_version_of_vllm_starts_with_a_warning(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_VERSION", "0.34.0")
+    await start()
+    log = ""
+
+    async def is_logged() -> bool:
+        nonlocal log
+        log += capfd.readouterr().err
+        return "vLLM 0.34.0 is newer than this release was written for: >=0.26,<0.34" in log
+
+    await eventually(is_logged, what="the warning is logged")
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+FORCING = ("STRUCTURED_OUTPUT", "BAD_WORDS", "PENALTIES")
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "arguments", "missing"),
+    [
+        (False, {}, ()),
+        (True, {}, ()),
+        (True, {"speculative_config": NGRAM}, ("LOGIT_BIAS", "MIN_P")),
+        (True, {"speculative_config": {**NGRAM, "method": "suffix"}}, (*FORCING, "LOGIT_BIAS", "MIN_P")),
+        (False, {"speculative_config": NGRAM}, (*FORCING, "LOGIT_BIAS", "MIN_P")),
+    ],
+    ids=["V1", "V2", "V2 speculates", "V1 beside Triton", "V1 speculates"],
+)
+async def test_the_logits_processor_is_that_of_the_model_runner_and_what_is_missing_is_announced(
+    start: Start,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_triton: bool,
+    arguments: dict[str, Any],
+    missing: tuple[str, ...],
+) -> None:
+    """A logits processor of the wrong interface, or any beside speculation on V1, ends vLLM at its start."""
+    if has_triton:
+        monkeypatch.setenv("FAKE_VLLM_HAS_TRITON", "1")
+    running = await start(vllm_arguments=arguments)
+    announced = set(running.backend.info.lacks)
+    assert announced == {"STRUCTURE_AFTER_REASONING", "HIDDEN_STATES", "HIGH_TEMPERATURE", *missing}
+    await running.backend.load()
+    await running.backend.unpause()
+    whole = answer(PROMPT, 20, weights_of(model))
+    penalty = {} if "PENALTIES" in missing else {"presence_penalty": 0.5}
+    running.submit(1, PROMPT, generated=whole[:8], num_tokens_to_generate=20, **penalty)
+    await running.listener.end_of(1)
+    assert running.listener.tokens(1) == whole[8:]
+    for name, params in (
+        ("PENALTIES", {"frequency_penalty": 0.5}),
+        ("BAD_WORDS", {"bad_words": ["a"]}),
+        ("MIN_P", {"min_p": 0.5, "temperature": 1.0}),
+        ("LOGIT_BIAS", {"logit_bias": {7: 1.0}}),
+    ):
+        if name in missing:
+            with pytest.raises(InvalidSamplingParamsError):
+                running.backend.info.check_request(SamplingParams(**params))
+        else:
+            running.backend.info.check_request(SamplingParams(**params))
+
+
+def test_vllm_without_the_interface_of_v2_gets_the_logits_processor_of_v1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.26 to 0.30 have a V2 that takes none, and fall back to V1 if there is one."""
+    from megatron_runtime.backends.vllm import arguments
+
+    v2 = SimpleNamespace(use_v2_model_runner=True, speculative_config=None)
+    assert arguments.logits_processor_of(v2).__name__ == "AnswerRows"
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    assert arguments.logits_processor_of(v2).__name__ == "AnswerTokens"
+    v2.speculative_config = NGRAM
+    assert arguments.logits_processor_of(v2) is None
+
+
+async def test_a_draft_model_is_resolved_like_the_model(start: Start, model: Path) -> None:
+    drafts = {"method": "eagle3", "num_speculative_tokens": 2}
+    await start(vllm_arguments={"speculative_config": {**drafts, "model": str(model)}})
+    with pytest.raises(ValueError, match="'/lost' does not exist"):
+        await start(vllm_arguments={"speculative_config": {**drafts, "model": "/lost"}})
+    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", model=str(model), backend="vllm")
+    check_backend(replace(settings, vllm_arguments={"speculative_config": {**drafts, "model": str(model)}}))
+    with pytest.raises(ValueError, match="'/lost' does not exist"):
+        check_backend(replace(settings, vllm_arguments={"speculative_config": {**drafts, "model": "/lost"}}))
 
 
 def test_without_vllm_the_engine_names_the_remedy(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:

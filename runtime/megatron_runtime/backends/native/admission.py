@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.engine.engine_request import (
-    EngineRequest,
-    EpochSpans,
-    RequestOutput,
-    RequestSummary,
-    TopLogProbs,
-    too_long,
-    with_epoch,
-)
+from megatron_runtime.backends.open_request import BackendRequest
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput, TopLogProbs, too_long
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.errors import BlockOverflowError, TokenOverflowError
-from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.hashing import block_digests
-from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.sampler import LogProbs
 
 if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
@@ -34,8 +25,8 @@ _LONG_VARIANT = "\0long"
 """After the key of an adapter, which has no such character."""
 
 
-@dataclass(slots=True, eq=False)
-class CoreRequest:
+@dataclass(slots=True, eq=False, kw_only=True)
+class CoreRequest(BackendRequest):
     """A request that an engine works on.
 
     tokens:      int32; prompt and answer; kept here only while the request holds no slot.
@@ -45,34 +36,18 @@ class CoreRequest:
     digests:     keys of the complete blocks of its prompt.
     reads_cache: whether it may take these blocks from the prefix cache.
     grammar:     state of the answer's grammar after the generated tokens; None for an answer without a grammar.
-    deadline, arrived, admitted, first_token: on the engine's clock; the deadline is infinite if there is none.
     """
 
-    request: EngineRequest
     tokens: npt.NDArray[np.int32]
-    max_total_tokens: int
-    stop_ids: frozenset[int]
     is_long: bool
     rank: tuple[int, int, int]
     digests: list[bytes]
     reads_cache: bool
-    deadline: float
-    arrived: float
     grammar: GrammarState | None = None
-    admitted: float | None = None
-    first_token: float | None = None
     slot: int = -1
-    num_cached_tokens: int = 0
-    policy_epoch: EpochSpans = field(default_factory=list)
-    kv_cache_epoch: EpochSpans = field(default_factory=list)
-    events: list[DynamicInferenceEvent] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_top_n_logprobs: list[TopLogProbs] = field(default_factory=list)
     has_reported_prompt: bool = False
-
-    @property
-    def request_id(self) -> int:
-        return self.request.request_id
 
     @property
     def priority(self) -> int:
@@ -81,14 +56,6 @@ class CoreRequest:
     @property
     def tenant(self) -> str:
         return self.request.tenant
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_tokens)
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.request.sampling_params
 
     def prompt_targets(self, start: int, count: int) -> tuple[int, int] | None:
         """Return the positions (first, end) of the prompt tokens whose log-probabilities are known once `count` tokens
@@ -118,28 +85,6 @@ class CoreRequest:
             output.prompt_log_probs = self.prompt_log_probs
             output.prompt_top_n_logprobs = self.prompt_top_n_logprobs or None
 
-    def note(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
-        self.events.append(DynamicInferenceEvent(kind, payload=payload))
-
-    def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
-        """Note that later tokens are computed with weights of `epoch`. `num_computed` tokens are in the KV cache."""
-        self.policy_epoch = with_epoch(
-            self.policy_epoch, total_tokens - 1 if total_tokens > self.prompt_length else 0, epoch
-        )
-        self.kv_cache_epoch = with_epoch(self.kv_cache_epoch, num_computed, epoch)
-
-    def summary(self, now: float) -> RequestSummary:
-        admitted = self.admitted if self.admitted is not None else now
-        first_token = self.first_token if self.first_token is not None else now
-        return RequestSummary(
-            queue_seconds=admitted - self.arrived,
-            prefill_seconds=first_token - admitted,
-            decode_seconds=now - first_token,
-            policy_epoch=self.policy_epoch,
-            kv_cache_epoch=self.kv_cache_epoch,
-            events=list(self.events),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Admission:
@@ -161,28 +106,27 @@ class Admission:
         params, config, vocabulary = request.sampling_params, self.config, self.executor.vocab_size
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
         self._check(request, tokens, has_grammar=grammar is not None)
-        max_total_tokens, short_length = request.max_total_tokens(self.longest), self.executor.short_length
-        is_long = short_length is not None and max_total_tokens > short_length
+        short_length = self.executor.short_length
+        is_long = short_length is not None and request.max_total_tokens(self.longest) > short_length
         digests = []
         if config.enable_prefix_caching:
             salt = (params.cache_salt or "").encode()
             # The keys of a long sequence are rotated by other frequencies.
             variant = request.adapter + _LONG_VARIANT if is_long else request.adapter
             digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=variant)
-        return CoreRequest(
+        return CoreRequest.open(
             request,
+            longest=self.longest,
+            eos_ids=self.executor.eos_ids,
+            vocab_size=vocabulary,
+            now=now,
+            epoch=epoch,
             tokens=tokens,
-            max_total_tokens=max_total_tokens,
             is_long=is_long,
-            stop_ids=frozenset(token for token in request.stop_ids(self.executor.eos_ids) if 0 <= token < vocabulary),
             rank=(params.priority, 0, arrival),
             digests=digests,
             reads_cache=config.enable_prefix_caching and not params.wants_prompt_log_probs,
-            deadline=math.inf if request.deadline_seconds is None else now + request.deadline_seconds,
-            arrived=now,
             grammar=grammar,
-            policy_epoch=[(0, epoch)],
-            kv_cache_epoch=[(0, epoch)],
         )
 
     def _check(self, request: EngineRequest, tokens: npt.NDArray[np.int32], *, has_grammar: bool) -> None:

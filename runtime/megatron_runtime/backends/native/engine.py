@@ -169,30 +169,21 @@ class EngineCore:
         """Close `request` and return its last output. newest: the last token of prompt and answer."""
         routing = self._routing_of(request)
         self._scheduler.remove(request)
-        request.note(Event.FAIL if reason == "error" else Event.FINISH)
-        return RequestOutput(
-            request.request_id,
-            tokens,
-            request.prompt_length,
-            finish_reason=reason,
-            num_cached_tokens=request.num_cached_tokens,
-            stop_token=newest if reason == "stop" and newest in request.stop_ids else None,
-            summary=request.summary(self._clock()),
-            routing=routing,
-        )
+        output = request.end(request.output(tokens), reason, now=self._clock())
+        output.stop_token = newest if reason == "stop" and newest in request.stop_ids else None
+        output.routing = routing
+        return output
 
     def _routing_of(self, request: CoreRequest) -> npt.NDArray[Any] | None:
         """Return the experts of a request's tokens; None if they are not recorded, or if it holds no slot."""
         return self.context.routing_of(request.slot) if request.slot >= 0 else None
 
     def _end_overdue(self) -> list[RequestOutput]:
-        outputs = []
-        for request in self._scheduler.overdue(self._clock()):
-            output = self._end(request, "error", [])
-            output.error = f"the deadline of {request.request.deadline_seconds:g} s passed"
-            output.error_code = ErrorCode.DEADLINE
-            outputs.append(output)
-        return outputs
+        now = self._clock()
+        overdue = self._scheduler.overdue(now)
+        for request in overdue:
+            self._scheduler.remove(request)
+        return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
         """End the requests that were added with their last token: the longest answer allowed, or a stop token."""
@@ -285,9 +276,7 @@ class EngineCore:
                 request.note(Event.GENERATED_TOKEN, {"token_id": token})
             reason = self._finish_reason(request, token, totals[index])
             if reason is None:
-                output = RequestOutput(
-                    request.request_id, [token], request.prompt_length, num_cached_tokens=request.num_cached_tokens
-                )
+                output = request.output([token])
                 if request.params.stop_words:  # the output stage may find a stop text and end the request here
                     output.summary = request.summary(now)
                     output.routing = self._routing_of(request)
@@ -318,11 +307,8 @@ class EngineCore:
         """Return why a request with the newest token `token` ends; None if it continues."""
         if request.grammar is not None and request.grammar.failure is not None:
             return "error"
-        if token in request.stop_ids and total_tokens - request.prompt_length >= request.params.min_tokens:
-            return "stop"
-        if request.grammar is not None and request.grammar.is_complete:
-            return "stop"
-        return "length" if total_tokens >= request.max_total_tokens else None
+        reason = request.finish_reason(token, total_tokens)
+        return "stop" if request.grammar is not None and request.grammar.is_complete else reason
 
     # --- weights and memory -------------------------------------------------------------------------------------
 

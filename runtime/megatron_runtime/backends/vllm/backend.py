@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from megatron_runtime.backends.open_request import BackendRequest
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
@@ -29,19 +30,11 @@ from megatron_runtime.engine.backend import (
     EngineBackend,
     RankResults,
 )
-from megatron_runtime.engine.engine_request import (
-    BackendStats,
-    EngineRequest,
-    EpochSpans,
-    RequestOutput,
-    RequestSummary,
-    with_epoch,
-)
+from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
 if TYPE_CHECKING:
@@ -60,66 +53,42 @@ CAPABILITIES = frozenset(Capability) - {
     Capability.HIGH_TEMPERATURE,
     Capability.STRUCTURE_AFTER_REASONING,
 }
+WITHOUT_FORCED_TOKENS = frozenset({Capability.PENALTIES, Capability.BAD_WORDS, Capability.STRUCTURED_OUTPUT})
+"""What an engine lacks that cannot force the tokens of an interrupted answer: Model Runner V1 with speculation."""
+WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
+"""What vLLM rejects beside speculation, with both model runners."""
+FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+"""vLLM's reasons of a complete answer."""
 REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
 }
 
 
-@dataclass(slots=True, eq=False)
-class VllmRequest:
-    """A request of this engine.
+@dataclass(slots=True, eq=False, kw_only=True)
+class VllmRequest(BackendRequest):
+    """A request of this engine. Its queue time is 0: vLLM does not report it, it is a part of the prefill.
 
-    tokens:     generated so far, by this or another engine.
-    max_tokens: length of the answer at which the request ends.
-    arrived, first_token: on time.monotonic().
-    is_running: whether vLLM has it.
-    deadline, grammar: its timer, and the check of its grammar while that is in progress.
+    tokens:         generated so far, by this or another engine.
+    is_running:     whether vLLM has it.
+    timer, grammar: of its deadline, and the check of its grammar while that is in progress.
     """
 
-    request: EngineRequest
     tokens: list[int]
-    max_tokens: int
-    arrived: float
-    policy_epoch: EpochSpans
-    kv_cache_epoch: EpochSpans
-    first_token: float | None = None
-    num_cached_tokens: int = 0
     is_running: bool = False
-    deadline: asyncio.TimerHandle | None = None
+    timer: asyncio.TimerHandle | None = None
     grammar: asyncio.Task[None] | None = None
-    events: list[DynamicInferenceEvent] = field(default_factory=list)
 
     @property
-    def request_id(self) -> int:
-        return self.request.request_id
+    def total_tokens(self) -> int:
+        return self.prompt_length + len(self.tokens)
 
-    def note(self, kind: Event) -> None:
-        self.events.append(DynamicInferenceEvent(kind))
 
-    def output(self, tokens: list[int]) -> RequestOutput:
-        return RequestOutput(
-            self.request_id, tokens, len(self.request.prompt_tokens), num_cached_tokens=self.num_cached_tokens
-        )
+@dataclass(frozen=True, slots=True)
+class _Replaced:
+    """Weights in whose place others are loaded, and whether requests ran."""
 
-    def end(self, output: RequestOutput) -> None:
-        """Complete the last output."""
-        now = time.monotonic()
-        first_token = now if self.first_token is None else self.first_token
-        self.note(Event.FAIL if output.finish_reason == "error" else Event.FINISH)
-        output.summary = RequestSummary(
-            queue_seconds=0.0,  # vLLM does not report it; it is a part of the prefill
-            prefill_seconds=first_token - self.arrived,
-            decode_seconds=now - first_token,
-            policy_epoch=self.policy_epoch,
-            kv_cache_epoch=self.kv_cache_epoch,
-            events=self.events,
-        )
-
-    def set_epoch(self, epoch: int) -> None:
-        """Later tokens are sampled with the weights of `epoch`, and all KV is computed again with them."""
-        start = len(self.request.prompt_tokens) + len(self.tokens) - 1 if self.tokens else 0
-        self.policy_epoch = with_epoch(self.policy_epoch, start, epoch)
-        self.kv_cache_epoch = [(0, epoch)]
+    directory: str
+    was_running: bool
 
 
 class VllmBackend(EngineBackend):
@@ -145,7 +114,8 @@ class VllmBackend(EngineBackend):
             max_sequence_length=started["max_sequence_length"],
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
-            capabilities=CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else set()),
+            capabilities=_capabilities(started),
+            loads_under_pause=True,
             remedies=REMEDIES,
         )
         node = node_identity(settings.parallel)
@@ -164,6 +134,8 @@ class VllmBackend(EngineBackend):
         self._epoch = 0
         self._digest = ""
         self._staged: tuple[str, str, int] | None = None
+        self._replaced: _Replaced | None = None
+        """Set while the staged weights are loaded and not committed."""
         self._adapters: dict[str, str] = {}
         """Directory of each loaded LoRA adapter, by its key."""
         self._stats: Mapping[str, float] = {}
@@ -263,26 +235,28 @@ class VllmBackend(EngineBackend):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
+        now = time.monotonic()
         try:
-            total = request.max_total_tokens(self.info.max_sequence_length)
+            opened = VllmRequest.open(
+                request,
+                longest=self.info.max_sequence_length,
+                eos_ids=self.info.eos_ids,
+                vocab_size=self.info.vocab_size,
+                now=now,
+                epoch=self._epoch,
+                admitted=now,
+                tokens=request.generated_tokens.tolist(),
+            )
         except ValueError as error:
             output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error")
             output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
             self._listener.on_outputs([output])
             return
-        opened = VllmRequest(
-            request,
-            tokens=request.generated_tokens.tolist(),
-            max_tokens=total - len(request.prompt_tokens),
-            arrived=time.monotonic(),
-            policy_epoch=[(0, self._epoch)],
-            kv_cache_epoch=[(0, self._epoch)],
-        )
         opened.note(Event.ADD_ENGINE)
         self._open[request.request_id] = opened
         if request.deadline_seconds is not None:
-            opened.deadline = self._loop.call_later(request.deadline_seconds, self._on_deadline, opened)
-        reason = self._end_reason(opened)
+            opened.timer = self._loop.call_later(request.deadline_seconds, self._on_deadline, opened)
+        reason = opened.finish_reason(opened.tokens[-1], opened.total_tokens) if opened.tokens else None
         if reason is not None:
             self._deliver([self._ended(opened, opened.output([]), reason)])
         elif request.sampling_params.structured_output is not None:
@@ -290,19 +264,10 @@ class VllmBackend(EngineBackend):
         elif self._running:
             self._attach(opened)
 
-    def _end_reason(self, opened: VllmRequest) -> Literal["stop", "length"] | None:
-        """Return why a request that came with generated tokens is complete; None if it is not."""
-        if not opened.tokens:
-            return None
-        ends = opened.request.stop_ids(self.info.eos_ids)
-        if opened.tokens[-1] in ends and len(opened.tokens) >= opened.request.sampling_params.min_tokens:
-            return "stop"
-        return "length" if len(opened.tokens) >= opened.max_tokens else None
-
     async def _check_grammar(self, opened: VllmRequest) -> None:
         """Reject a grammar that is not valid or too expensive, by a process that may crash; else run the request."""
         try:
-            await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.deadline is its timer
+            await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.timer ends it
         except BudgetExceededError as error:
             self._deliver([self._failed_output(opened, ErrorCode.QUEUE_FULL, error)])
             return
@@ -331,9 +296,6 @@ class VllmBackend(EngineBackend):
     def _attach(self, opened: VllmRequest) -> None:
         """Run a request in vLLM, or continue it there after the tokens that it has."""
         request = opened.request
-        # vLLM rejects ids outside the vocabulary. The model never generates them.
-        ends, size = request.stop_ids(self.info.eos_ids), self.info.vocab_size
-        stop_ids = [token for token in sorted(ends) if 0 <= token < size]
         assert self._process is not None
         opened.is_running = True
         self._process.send(
@@ -344,16 +306,16 @@ class VllmBackend(EngineBackend):
             request.adapter,
             request.prompt_tokens.tolist(),
             opened.tokens,
-            stop_ids,
-            opened.max_tokens,
+            sorted(opened.stop_ids),
+            opened.max_total_tokens - opened.prompt_length,
         )
 
     def _on_deadline(self, opened: VllmRequest) -> None:
         if self._open.get(opened.request_id) is opened:
-            text = f"the deadline of {opened.request.deadline_seconds:g} s passed"
             if opened.is_running and self._process is not None:
                 self._process.send("abort", opened.request_id)
-            self._deliver([self._failed_output(opened, ErrorCode.DEADLINE, text)])
+            self._forget(opened)
+            self._deliver([opened.expire(now=time.monotonic())])
 
     # --- reports of vLLM's process ------------------------------------------------------------------------------
 
@@ -387,25 +349,25 @@ class VllmBackend(EngineBackend):
         output.prompt_log_probs, output.prompt_top_n_logprobs = prompt, _pairs(prompt_top)
         if reason is None:
             return output
-        if reason in ("stop", "length"):
-            return self._ended(opened, output, reason)
+        if reason in FINISHED:
+            return self._ended(opened, output, FINISHED[reason])
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
 
-    def _ended(self, opened: VllmRequest, output: RequestOutput, reason: Any) -> RequestOutput:
-        del self._open[opened.request_id]
-        self._close(opened)
-        output.finish_reason = reason
-        opened.end(output)
-        return output
+    def _ended(self, opened: VllmRequest, output: RequestOutput, reason: FinishReason) -> RequestOutput:
+        self._forget(opened)
+        return opened.end(output, reason, now=time.monotonic())
 
     def _failed_output(self, opened: VllmRequest, code: ErrorCode, error: Exception | str) -> RequestOutput:
-        output = opened.output([])
-        output.error, output.error_code = error, code
-        return self._ended(opened, output, "error")
+        self._forget(opened)
+        return opened.fail(error, code, now=time.monotonic())
+
+    def _forget(self, opened: VllmRequest) -> None:
+        del self._open[opened.request_id]
+        self._close(opened)
 
     def _close(self, opened: VllmRequest) -> None:
-        if opened.deadline is not None:
-            opened.deadline.cancel()
+        if opened.timer is not None:
+            opened.timer.cancel()
         if opened.grammar is not None and opened.grammar is not asyncio.current_task():
             opened.grammar.cancel()
 
@@ -479,25 +441,41 @@ class VllmBackend(EngineBackend):
     async def commit_weights(self) -> RankResults:
         return await self._perform(self._commit())
 
+    async def load_staged_weights(self) -> RankResults:
+        return await self._perform(self._load_staged())
+
+    async def _load_staged(self) -> None:
+        if self._staged is None:
+            raise RuntimeError("load_staged_weights() without staged weights: stage_weights() first")
+        if self._is_loaded and not self._is_asleep:
+            directory, _, _ = self._staged
+            self._replaced = _Replaced(self._directory, was_running=self._running)
+            await self._pause()
+            await (await self._vllm()).call("use_weights", directory)
+
     async def _commit(self) -> None:
         if self._staged is None:
             raise RuntimeError("commit_weights() without staged weights: stage_weights() first")
+        if self._replaced is None:  # the engine joins, or its coordinator knows no second step
+            await self._load_staged()
         (directory, digest, epoch), self._staged = self._staged, None
-        if self._is_loaded and not self._is_asleep:
-            was_running = self._running
-            await self._pause()
-            await (await self._vllm()).call("use_weights", directory)
-            self._set_epoch(epoch)
-            if was_running:
-                await self._unpause()
-        else:
-            if self._is_asleep:
-                await self._end_process()  # with the old weights
-            self._set_epoch(epoch)
+        if self._is_asleep:
+            await self._end_process()  # with the old weights
+        self._set_epoch(epoch)
         self._directory, self._digest = directory, digest
+        await self._end_replacing()
 
     async def discard_weights(self) -> None:
         self._staged = None
+        if self._replaced is not None:
+            await (await self._vllm()).call("use_weights", self._replaced.directory)
+            await self._end_replacing()
+
+    async def _end_replacing(self) -> None:
+        """Run again as before load_staged_weights()."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None and replaced.was_running:
+            await self._unpause()
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
         await self._stage(source, epoch)
@@ -512,7 +490,7 @@ class VllmBackend(EngineBackend):
     def _set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         for opened in self._open.values():
-            opened.set_epoch(epoch)
+            opened.stamp_epoch(epoch, total_tokens=opened.total_tokens, num_computed=0)
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
         return await self._perform(self._load_adapter(name, source))
@@ -538,6 +516,14 @@ class VllmBackend(EngineBackend):
             logger.exception("a verb failed")
             return RankResults.of_failure(error, ranks=self.info.ranks)
         return RankResults(self.info.ranks)
+
+
+def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
+    """Return the capabilities of a started vLLM, as service.py describes it."""
+    lacks = frozenset() if started["forces_tokens"] else WITHOUT_FORCED_TOKENS
+    if started["speculates"]:
+        lacks |= WITH_SPECULATION_LACKS
+    return (CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else frozenset())) - lacks
 
 
 def _pairs(top: list[list[list[Any]]] | None) -> Any:

@@ -1,4 +1,6 @@
-"""vLLM's logits processor for the tokens of an answer that are forced or not allowed. Runs in vLLM's engine process.
+"""The logits processor of vLLM's Model Runner V1 for tokens of an answer that are forced or not allowed.
+
+It runs in vLLM's engine process.
 
 A request that moves to this engine has tokens that its client already received. As part of the prompt they would not
 count for penalties on generated tokens, and the state of a grammar would not include them. Here vLLM generates exactly
@@ -16,14 +18,11 @@ from typing import TYPE_CHECKING
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
+from megatron_runtime.backends.vllm.forced_tokens import BAD_WORDS, FORCED, require_token_ids
 from megatron_runtime.sampling.bad_words import BadWords
 
 if TYPE_CHECKING:
     import torch
-
-FORCED = "megatron_forced_tokens"
-BAD_WORDS = "megatron_bad_words"
-"""Keys of `SamplingParams.extra_args`: the tokens to force, and the sequences that may not be in the answer."""
 
 
 class AnswerTokens(AdapterLogitsProcessor):
@@ -31,9 +30,7 @@ class AnswerTokens(AdapterLogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        forced = (sampling_params.extra_args or {}).get(FORCED, [])
-        if not isinstance(forced, list) or not all(isinstance(token, int) and token >= 0 for token in forced):
-            raise ValueError(f"{FORCED} must be a list of token ids")
+        require_token_ids(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:
         return False

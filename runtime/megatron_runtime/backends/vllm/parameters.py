@@ -9,7 +9,7 @@ from vllm import SamplingParams as VllmParams
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from megatron_runtime.backends.vllm.logits_processor import BAD_WORDS, FORCED
+from megatron_runtime.backends.vllm.forced_tokens import BAD_WORDS, FORCED
 from megatron_runtime.engine.engine_request import TopLogProbs
 from megatron_runtime.requests.sampling_params import SamplingParams
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from megatron_runtime.backends.vllm.arguments import engine_arguments
+from megatron_runtime.backends.vllm.arguments import engine_arguments, logits_processor_of
 from megatron_runtime.backends.vllm.cache_events import follow_cache_events
 from megatron_runtime.backends.vllm.channel import Channel, frame, receive
 from megatron_runtime.backends.vllm.models import (
@@ -46,6 +47,8 @@ from megatron_runtime.backends.vllm.models import (
 )
 from megatron_runtime.backends.vllm.parameters import log_probs, must_force, stop_token, to_vllm
 from megatron_runtime.backends.vllm.process import STARTED, settings_of
+from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
+from megatron_runtime.checkpoints.remote.metadata import metadata_directory
 from megatron_runtime.checkpoints.source import require_format, resolve
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
@@ -119,7 +122,7 @@ class VllmService:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
-        config = self._config()
+        config = _register_logits_processor(self._arguments)
         model, cache = config.model_config, config.cache_config
         return {
             "directory": str(self._directory),
@@ -130,6 +133,8 @@ class VllmService:
             "ranks": config.parallel_config.world_size,
             "can_sleep": model.enable_sleep_mode,
             "has_adapters": config.lora_config is not None,
+            "speculates": config.speculative_config is not None,
+            "forces_tokens": bool(self._arguments.logits_processors),
         }
 
     async def serve(self, end: socket.socket) -> None:
@@ -363,17 +368,36 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
     return arguments.create_engine_config(headless=arguments.node_rank > 0)
 
 
+def _register_logits_processor(arguments: AsyncEngineArgs) -> VllmConfig:
+    """Set the logits processor for the model runner that vLLM chooses, and return the configuration with it."""
+    config = _config_of(arguments)
+    logits_processor = logits_processor_of(config)
+    if logits_processor is None:
+        return config
+    arguments.logits_processors = [logits_processor]
+    return _config_of(arguments)
+
+
 def check(settings: EngineSettings) -> None:
     """Check arguments and model without the weights. Raises vLLM's errors, and those of engine_arguments()."""
     source = resolve(settings.model)
     require_format(source, settings.model_format, model=settings.model)
-    arguments = engine_arguments(settings, source.path, cache_events="ipc:///unused")
-    if source.format != "SafeTensors":
-        return  # the first engine converts it
-    if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
-        arguments.create_model_config()
-    else:
-        _config_of(arguments)
+    with ExitStack() as drafts:
+
+        def draft_directory(model: str) -> Path:
+            if model.startswith(REMOTE_PREFIXES):
+                return drafts.enter_context(metadata_directory(model))
+            return resolve(model).path
+
+        arguments = engine_arguments(
+            settings, source.path, cache_events="ipc:///unused", draft_directory=draft_directory
+        )
+        if source.format != "SafeTensors":
+            return  # the first engine converts it
+        if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
+            arguments.create_model_config()
+        else:
+            _register_logits_processor(arguments)
 
 
 METHODS = (

@@ -60,6 +60,8 @@ class PendingOperation:
     clients: clients that get the answer; a second sender of the same id joins.
     waiting: engines that have not answered.
     failed:  engines that did not carry it out and keep serving; the operation has then failed.
+    must_load: UPDATE_WEIGHTS: engines that have verified the weights and load them in a second step, under a pause.
+    is_loading: the second step has begun. From here on, one that fails makes the others use the old weights.
     unsupported: the backend of a failed engine lacks the feature.
     adapter_errors: SET_ADAPTERS: by name, why the first engine that failed could not load an adapter.
     """
@@ -73,6 +75,8 @@ class PendingOperation:
     outcomes: dict[str, EngineOutcome] = field(default_factory=dict)
     evicted: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    must_load: list[Engine] = field(default_factory=list)
+    is_loading: bool = False
     unsupported: bool = False
     adapter_errors: dict[str, str] = field(default_factory=dict)
     total_ranks: int = 0
@@ -339,7 +343,12 @@ class Verbs:
             return False
         if operation.waiting.get(engine.name) is not engine or operation.control.kind is Header.DRAIN:
             return False
-        if ack.ok:
+        if ack.ok and ack.must_load:
+            if operation.is_loading:  # a repeated answer to the first step
+                return False
+            del operation.waiting[engine.name]
+            operation.must_load.append(engine)
+        elif ack.ok:
             self._succeed(operation, engine, ranks=ack.ranks)
         else:
             for name, error in (ack.adapter_errors or {}).items():
@@ -354,6 +363,8 @@ class Verbs:
         if operation is not None and operation.waiting.get(engine.name) is engine:
             del operation.waiting[engine.name]
             operation.outcomes[engine.name] = EngineOutcome(ok=False, error=f"lost: {reason}")
+            if operation.is_loading:
+                operation.failed.append(engine.name)
             self._finish_if_complete(operation)
 
     def _succeed(self, operation: PendingOperation, engine: Engine, *, ranks: int) -> None:
@@ -370,6 +381,8 @@ class Verbs:
         if operation.control.kind in KEEPS_ENGINES:
             operation.failed.append(engine.name)
         else:
+            if operation.is_loading:
+                operation.failed.append(engine.name)
             operation.evicted.append(engine.name)
             self._evict(engine, reason)
 
@@ -390,18 +403,30 @@ class Verbs:
         self._finish_if_complete(operation)
 
     def _finish_if_complete(self, operation: PendingOperation) -> None:
-        if operation.waiting or self.current is not operation:
+        if operation.waiting or self.current is not operation or self._load(operation):
             return
         if operation.failed or (operation.signalled and not operation.succeeded):
             failures = {name: outcome.error for name, outcome in operation.outcomes.items() if not outcome.ok}
             details = "; ".join(f"{name}: {error}" for name, error in failures.items())
             which = "not every engine succeeded" if operation.succeeded else "no engine succeeded"
             code = ErrorCode.UNSUPPORTED if operation.unsupported else ErrorCode.ENGINE_FAILED
-            if operation.control.kind is Header.SET_ADAPTERS:
+            if operation.control.kind is Header.SET_ADAPTERS or operation.is_loading:
                 self._discard(operation)
             self._fail(operation, code, f"{which}: {details}")
         else:
             self._commit(operation)
+
+    def _load(self, operation: PendingOperation) -> bool:
+        """Have the engines that load weights under a pause do so. False if there are none, or if they have begun."""
+        loading = [engine for engine in operation.must_load if self._engines.is_registered(engine)]
+        if operation.is_loading or not loading:
+            return False
+        operation.is_loading = True
+        signal = operation.control.model_copy(update={"load": True}).to_frames()
+        for engine in loading:
+            operation.waiting[engine.name] = engine
+            self._context.send(engine.peer, signal)
+        return True
 
     def _discard(self, operation: PendingOperation) -> None:
         """Have the engines undo phase one. If this message is lost, they do so at the next control message."""

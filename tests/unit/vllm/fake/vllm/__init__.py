@@ -1,6 +1,7 @@
 """Stands for vLLM in tests; see README.md in the folder above."""
 
 import os
+from typing import NotRequired, TypedDict
 
 from vllm.sampling_params import SamplingParams
 
@@ -8,5 +9,6 @@ __version__ = os.environ.get("FAKE_VLLM_VERSION", "0.32.0")
 __all__ = ["SamplingParams", "TokensPrompt"]
 
 
-class TokensPrompt(dict):
-    """Keys: prompt_token_ids, cache_salt."""
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from copy import copy
 from dataclasses import dataclass
 
@@ -15,32 +16,54 @@ class StructuredOutputsConfig:
     backend: str = "auto"
 
 
-class VllmConfig:
-    """The part that `backends/vllm` reads."""
-
-    def __init__(self, args: object) -> None:
-        self.args = copy(args)  # later changes of the arguments have no effect
-        self.model_config = _ModelConfig(args)
-        self.cache_config = _CacheConfig(args)
-        self.parallel_config = _ParallelConfig(args)
-        self.lora_config = object() if args.enable_lora else None
-
-
-class _ModelConfig:
-    def __init__(self, args: object) -> None:
-        self.max_model_len = args.max_model_len or 2048
-        self.enable_sleep_mode = args.enable_sleep_mode
+@dataclass
+class ModelConfig:
+    max_model_len: int
+    enable_sleep_mode: bool
+    logits_processors: list[type]
 
     def get_vocab_size(self) -> int:
         return 49_152
 
 
-class _CacheConfig:
-    def __init__(self, args: object) -> None:
-        self.block_size = args.block_size or 16
-        self.enable_prefix_caching = args.enable_prefix_caching
+@dataclass
+class CacheConfig:
+    block_size: int
+    enable_prefix_caching: bool
 
 
-class _ParallelConfig:
-    def __init__(self, args: object) -> None:
-        self.world_size = args.tensor_parallel_size * args.pipeline_parallel_size
+@dataclass
+class ParallelConfig:
+    world_size: int
+
+
+@dataclass
+class VllmConfig:
+    """The part that `backends/vllm` reads."""
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    parallel_config: ParallelConfig
+    lora_config: object | None
+    speculative_config: dict[str, object] | None
+    use_v2_model_runner: bool
+    _args: object
+
+
+def _config_of(args: object) -> VllmConfig:
+    return VllmConfig(
+        ModelConfig(args.max_model_len or 2048, args.enable_sleep_mode, args.logits_processors),
+        CacheConfig(args.block_size or 16, args.enable_prefix_caching),
+        ParallelConfig(args.tensor_parallel_size * args.pipeline_parallel_size),
+        object() if args.enable_lora else None,
+        args.speculative_config,
+        _chosen_runner(args),
+        copy(args),  # later changes of the arguments have no effect
+    )
+
+
+def _chosen_runner(args: object) -> bool:
+    """Model Runner V2 where Triton works, except for suffix decoding, as vLLM chooses since 0.31."""
+    if "VLLM_USE_V2_MODEL_RUNNER" in os.environ:
+        return os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    return "FAKE_VLLM_HAS_TRITON" in os.environ and (args.speculative_config or {}).get("method") != "suffix"

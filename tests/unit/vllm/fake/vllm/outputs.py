@@ -3,11 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass
-class Logprob:
-    logprob: float
-    rank: int
+from vllm.logprobs import Logprob
 
 
 @dataclass

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, _config_of
 from vllm.platforms import current_platform
 
 
@@ -32,6 +32,7 @@ class AsyncEngineArgs:
     enforce_eager: bool = False
     quantization: str | None = None
     enable_lora: bool = False
+    speculative_config: dict[str, Any] | None = None
     distributed_executor_backend: str | None = None
     nnodes: int = 1
     node_rank: int = 0
@@ -42,7 +43,7 @@ class AsyncEngineArgs:
     def create_model_config(self) -> object:
         return self._checked().model_config
 
-    def create_engine_config(self, headless: bool = False) -> VllmConfig:
+    def create_engine_config(self, *, headless: bool = False) -> VllmConfig:
         if current_platform.is_unspecified():
             raise RuntimeError("Device string must not be empty")
         return self._checked()
@@ -50,4 +51,4 @@ class AsyncEngineArgs:
     def _checked(self) -> VllmConfig:
         if self.quantization not in (None, "fp8"):
             raise ValueError(f"quantization {self.quantization!r} is unknown")
-        return VllmConfig(self)
+        return _config_of(self)

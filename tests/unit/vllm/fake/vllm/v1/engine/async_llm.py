@@ -16,8 +16,11 @@ from typing import Any
 from prometheus_client import Gauge
 
 from vllm.config import VllmConfig
-from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 TICK_SECONDS = 0.005
 FORCED, BAD_WORDS = "megatron_forced_tokens", "megatron_bad_words"
@@ -37,11 +40,11 @@ def log(line: str) -> None:
 
 
 class AsyncLLM:
-    def __init__(self, config: VllmConfig) -> None:
-        self.config = config
-        self.is_paused_now = False
-        self.is_dead = False
-        self.weights = self._read_weights(config.args.model)
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._is_paused_now = False
+        self._is_dead = False
+        self._weights = self._read_weights(vllm_config._args.model)
         self._adapters: dict[int, int] = {}
         self._requests: dict[str, _Request] = {}
         self._task: asyncio.Task[None] | None = None
@@ -52,16 +55,34 @@ class AsyncLLM:
         return (Path(directory) / "model.safetensors").read_bytes()[-1]
 
     @classmethod
-    def from_vllm_config(cls, config: VllmConfig) -> AsyncLLM:
-        return cls(config)
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> AsyncLLM:
+        interface = LogitsProcessor if vllm_config.use_v2_model_runner else AdapterLogitsProcessor
+        for logits_processor in vllm_config.model_config.logits_processors:
+            if not issubclass(logits_processor, interface):
+                raise ValueError(
+                    f"{logits_processor.__name__} is not a subclass of {interface.__module__}.LogitsProcessor"
+                )
+            if vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
+                raise ValueError("Custom logits processors are not supported when speculative decoding is enabled.")
+        return cls(vllm_config)
 
     async def generate(
-        self, prompt: dict[str, Any], params: Any, request_id: str, *, lora_request: Any = None, priority: int = 0
+        self,
+        prompt: dict[str, Any],
+        sampling_params: Any,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
+        params = sampling_params
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        if any(not 0 <= token < self.config.model_config.get_vocab_size() for token in params.stop_token_ids):
+        if any(not 0 <= token < self._config.model_config.get_vocab_size() for token in params.stop_token_ids):
             raise ValueError("stop_token_ids contain out-of-vocab token ids")
+        if self._config.speculative_config and (params.min_p or params.logit_bias):
+            raise ValueError("min_p and logit_bias are not yet supported with speculative decoding.")
+        assert not params.extra_args or self._config.model_config.logits_processors, "nothing reads extra_args"
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
         log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
         request.shift = self._adapters[lora_request.lora_int_id] if lora_request is not None else 0
@@ -78,13 +99,13 @@ class AsyncLLM:
             log(f"end {request_id}")
 
     async def _run(self) -> None:
-        while not self.is_dead:
+        while not self._is_dead:
             await asyncio.sleep(TICK_SECONDS)
-            if self._requests and not self.is_paused_now:
+            if self._requests and not self._is_paused_now:
                 log("step")
                 for request in list(self._requests.values()):
-                    request.step(self.weights + request.shift)
-                    self.is_dead |= request.is_deadly
+                    request.step(self._weights + request.shift)
+                    self._is_dead |= request.is_deadly
         print("RuntimeError: the fake got the deadly token", flush=True)
         for request in self._requests.values():
             request.queue.put_nowait(None)
@@ -92,35 +113,35 @@ class AsyncLLM:
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert mode == "keep"
         log("pause")
-        self.is_paused_now = True
+        self._is_paused_now = True
         await asyncio.sleep(0.02)
 
     async def resume_generation(self) -> None:
         log("resume")
-        self.is_paused_now = False
+        self._is_paused_now = False
 
-    async def sleep(self, level: int, mode: str) -> None:
+    async def sleep(self, *, level: int, mode: str) -> None:
         assert not self._requests, "vLLM keeps no KV of a request while it sleeps"
-        assert (self.is_paused_now, mode) == (True, "keep")
+        assert (self._is_paused_now, mode) == (True, "keep")
         log(f"sleep {level}")
 
     async def wake_up(self) -> None:
         log("wake_up")
-        self.is_paused_now = False
+        self._is_paused_now = False
 
     async def check_health(self) -> None:
-        if self.is_dead:
+        if self._is_dead:
             raise EngineDeadError
 
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         log("reset_prefix_cache")
         return True
 
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> list[None]:
+    async def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> list[None]:
         assert method == "reload_weights"
-        assert self.is_paused_now, "weights are swapped under pause"
+        assert self._is_paused_now, "weights are swapped under pause"
         log(method)
-        self.weights = self._read_weights(kwargs["weights_path"])
+        self._weights = self._read_weights(kwargs["weights_path"])
         return [None]
 
     def shutdown(self) -> None:
@@ -131,9 +152,11 @@ class AsyncLLM:
             with contextlib.suppress(RuntimeError):
                 self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
-    async def add_lora(self, adapter: Any) -> bool:
-        log(f"add_lora {adapter.lora_name} {adapter.lora_int_id}")
-        self._adapters[adapter.lora_int_id] = (Path(adapter.lora_path) / "adapter_model.safetensors").stat().st_size
+    async def add_lora(self, lora_request: Any) -> bool:
+        log(f"add_lora {lora_request.lora_name} {lora_request.lora_int_id}")
+        self._adapters[lora_request.lora_int_id] = (
+            (Path(lora_request.lora_path) / "adapter_model.safetensors").stat().st_size
+        )
         return True
 
     async def remove_lora(self, lora_id: int) -> bool:

@@ -1,7 +1,7 @@
 import os
 
 
-class _Platform:
+class Platform:
     def is_sleep_mode_available(self) -> bool:
         return "FAKE_VLLM_CAN_SLEEP" in os.environ
 
@@ -11,6 +11,3 @@ class _Platform:
     def is_unspecified(self) -> bool:
         """Whether this is vLLM for GPUs on a machine without one."""
         return "FAKE_VLLM_WITHOUT_GPU" in os.environ
-
-
-current_platform = _Platform()

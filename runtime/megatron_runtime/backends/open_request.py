@@ -1,0 +1,138 @@
+"""What every backend keeps of a request that it works on: limits, deadline, times, weight epochs, events. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from megatron_runtime.engine.engine_request import (
+    EngineRequest,
+    EpochSpans,
+    FinishReason,
+    RequestOutput,
+    RequestSummary,
+    with_epoch,
+)
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class BackendRequest:
+    """A request that a backend works on. Times are on one clock of the backend.
+
+    max_total_tokens: tokens of prompt and answer at which the request ends.
+    stop_ids:    tokens of the vocabulary that end the answer.
+    deadline:    infinite if there is none.
+    admitted:    when it first had a slot; first_token: when it had its first token here.
+    policy_epoch, kv_cache_epoch: as of RequestSummary.
+    """
+
+    request: EngineRequest
+    max_total_tokens: int
+    stop_ids: frozenset[int]
+    arrived: float
+    deadline: float = math.inf
+    admitted: float | None = None
+    first_token: float | None = None
+    num_cached_tokens: int = 0
+    policy_epoch: EpochSpans = field(default_factory=list)
+    kv_cache_epoch: EpochSpans = field(default_factory=list)
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+
+    @classmethod
+    def open(
+        cls,
+        request: EngineRequest,
+        *,
+        longest: int,
+        eos_ids: Iterable[int],
+        vocab_size: int,
+        now: float,
+        epoch: int,
+        **fields: Any,
+    ) -> Self:
+        """Return the record of a request that arrives.
+
+        longest: limit of prompt and answer, in tokens. now: on the backend's clock. epoch: of its weights.
+        fields:  those of the subclass.
+
+        Raises the errors of EngineRequest.max_total_tokens().
+        """
+        return cls(
+            request=request,
+            max_total_tokens=request.max_total_tokens(longest),
+            stop_ids=frozenset(token for token in request.stop_ids(eos_ids) if 0 <= token < vocab_size),
+            arrived=now,
+            deadline=math.inf if request.deadline_seconds is None else now + request.deadline_seconds,
+            policy_epoch=[(0, epoch)],
+            kv_cache_epoch=[(0, epoch)],
+            **fields,
+        )
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling_params
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_tokens)
+
+    def note(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
+        self.events.append(DynamicInferenceEvent(kind, payload=payload))
+
+    def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
+        """Note that later tokens are computed with weights of `epoch`.
+
+        total_tokens: of prompt and answer so far, of which `num_computed` are in the KV cache.
+        """
+        start = total_tokens - 1 if total_tokens > self.prompt_length else 0
+        self.policy_epoch = with_epoch(self.policy_epoch, start, epoch)
+        self.kv_cache_epoch = with_epoch(self.kv_cache_epoch, num_computed, epoch)
+
+    def finish_reason(self, token: int, total_tokens: int) -> Literal["stop", "length"] | None:
+        """Return why a request with the newest token `token` is complete; None if it continues."""
+        if token in self.stop_ids and total_tokens - self.prompt_length >= self.params.min_tokens:
+            return "stop"
+        return "length" if total_tokens >= self.max_total_tokens else None
+
+    def output(self, tokens: list[int]) -> RequestOutput:
+        """Return an output with new tokens."""
+        return RequestOutput(self.request_id, tokens, self.prompt_length, num_cached_tokens=self.num_cached_tokens)
+
+    def end(self, output: RequestOutput, reason: FinishReason, *, now: float) -> RequestOutput:
+        """Make `output` the last one."""
+        self.note(DynamicInferenceEventType.FAIL if reason == "error" else DynamicInferenceEventType.FINISH)
+        output.finish_reason = reason
+        output.summary = self.summary(now)
+        return output
+
+    def fail(self, error: Exception | str, code: ErrorCode, *, now: float) -> RequestOutput:
+        """Return the last output of a request that ends with an error."""
+        output = self.output([])
+        output.error, output.error_code = error, code
+        return self.end(output, "error", now=now)
+
+    def expire(self, *, now: float) -> RequestOutput:
+        """Return the last output of a request whose deadline has passed."""
+        seconds = self.request.deadline_seconds
+        return self.fail(f"the deadline of {seconds:g} s passed", ErrorCode.DEADLINE, now=now)
+
+    def summary(self, now: float) -> RequestSummary:
+        admitted = self.admitted if self.admitted is not None else now
+        first_token = self.first_token if self.first_token is not None else now
+        return RequestSummary(
+            queue_seconds=admitted - self.arrived,
+            prefill_seconds=first_token - admitted,
+            decode_seconds=now - first_token,
+            policy_epoch=self.policy_epoch,
+            kv_cache_epoch=self.kv_cache_epoch,
+            events=list(self.events),
+        )

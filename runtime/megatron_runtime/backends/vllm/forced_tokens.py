@@ -1,0 +1,21 @@
+"""Keys of `SamplingParams.extra_args` by which vLLM forces and bans tokens of an answer.
+
+Its two model runners have a logits processor each that reads them: logits_processor.py for V1, logits_processor_v2.py
+for V2. arguments.py chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FORCED = "megatron_forced_tokens"
+BAD_WORDS = "megatron_bad_words"
+"""The tokens to force, and the sequences that may not be in the answer."""
+
+
+def require_token_ids(extra_args: Mapping[str, Any] | None) -> None:
+    """Raise ValueError if the tokens to force are not token ids."""
+    forced = (extra_args or {}).get(FORCED, [])
+    if not isinstance(forced, list) or not all(isinstance(token, int) and token >= 0 for token in forced):
+        raise ValueError(f"{FORCED} must be a list of token ids")
