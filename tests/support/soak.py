@@ -19,7 +19,7 @@ SOAK = os.environ.get("MEGATRON_SOAK", "0") not in ("", "0")
 FIRST_SEED = int(os.environ.get("MEGATRON_SEED", "1"))
 
 
-def size(test: int, *, soak: int) -> int:
+def size(test: T, *, soak: T) -> T:
     """Return `test` in `make test` and `soak` in `make soak`."""
     return soak if SOAK else test
 

@@ -21,7 +21,7 @@ from megatron_runtime.protocol.messages import Error, Hello, StatusReply, decode
 from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 BURST = 1000
-BURSTS = part(range(size(10, soak=1000)))
+BURSTS = part(range(size(4, soak=1000)))
 FRAMES = BURST * len(BURSTS)
 STREAMS_PER_BURST = 20
 OVERSIZED = {Role.CLIENT: (8 << 20) + 1, Role.ENGINE: (64 << 20) + 1}

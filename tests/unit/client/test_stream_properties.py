@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.client.coordinator_client import CoordinatorClient
@@ -80,7 +80,6 @@ def answer(text: str, stops: list[str]) -> str:
 
 @pytest.mark.slow
 @given(TEXTS.filter(bool), STOPS, st.integers(1, 5), st.data())
-@settings(max_examples=60)
 def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, stops, interval, data) -> None:
     async def play() -> None:
         params = SamplingParams(stop_words=stops, streaming_interval=interval, num_tokens_to_generate=200)
@@ -115,7 +114,6 @@ def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, sto
     st.lists(st.sampled_from(["take", "lose", "repeat", "bare"]), min_size=8, max_size=8),
     st.data(),
 )
-@settings(max_examples=60)
 def test_lost_and_repeated_messages_neither_lose_nor_duplicate_tokens(parts, fates, data) -> None:
     """After a loss the coordinator sends again from where the client is; after a failover the last engine knows only
     the log-probabilities of its own tokens.

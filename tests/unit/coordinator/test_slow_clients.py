@@ -319,7 +319,7 @@ async def test_three_hundred_unread_streams_delay_no_other_and_cost_no_engine(st
         return is_sent
 
     coordinator.transport.send = counted
-    steps, each = size(900, soak=3000), 3
+    steps, each = size(600, soak=3000), 3
     for step in range(steps):
         entries = [PartialEntry(d.uid, d.dispatch_id, step * each, each) for d in dispatches]
         tokens = tokens_to_bytes([*range(step * each, (step + 1) * each)] * STREAMS)

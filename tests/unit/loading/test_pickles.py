@@ -136,7 +136,7 @@ def test_every_truncated_index_is_rejected(release: Path) -> None:
             open_checkpoint(resolve(str(release)))
 
 
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_file_is_read_or_rejected_with_a_known_error(
     original: Path, release: Path, data: st.DataObject
