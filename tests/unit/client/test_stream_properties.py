@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_pool import read
 
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.engine.engine_request import RequestOutput
@@ -58,15 +59,6 @@ def client_with_request(params: SamplingParams, submits: list[Submit]) -> tuple[
     client = CoordinatorClient(1)
     client._link.send = lambda frames: submits.append(decode(frames))
     return client, client.add_request_streaming([1], params)
-
-
-async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
-    tokens: list[int] = []
-    async for item in stream:
-        if "final" in item:
-            return tokens, item["final"]
-        tokens += item["partial"]["new_tokens"]
-    raise AssertionError("the stream ended without a final reply")
 
 
 def answer(text: str, stops: list[str]) -> str:
