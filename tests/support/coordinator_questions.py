@@ -17,20 +17,12 @@ async def ask_coordinator(api: Any, namespace: str, port: int) -> StatusReply:
     """Return the status of the coordinator of resource `demo` on this machine."""
     admin = await api.get(SECRET, namespace, "megatron-operator-admin")
     keys = await api.get(SECRET, namespace, "demo-keys")
-    return await ask_at(port, admin=admin, keys=keys)
-
-
-async def ask_at(address: int | str, *, admin: Mapping[str, Any], keys: Mapping[str, Any]) -> StatusReply:
-    """Return the status of the coordinator at an admin port.
-
-    admin, keys: the Secrets of the operator and of the resource.
-    """
 
     def entry(secret: Mapping[str, Any], name: str) -> bytes:
         return base64.b64decode(secret["data"][name]).split()[0]
 
     own = KeyPair(entry(admin, "admin.pub"), entry(admin, "admin.key"))
-    link = ControlLink(address, keys=PeerKeys(own=own, server_public=entry(keys, "server.pub")), name="test")
+    link = ControlLink(port, keys=PeerKeys(own=own, server_public=entry(keys, "server.pub")), name="test")
     await link.start()
     try:
         return await link.status()

@@ -9,16 +9,16 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from threaded_server import serving
 
 LARGE = (".safetensors", ".gguf", ".distcp", ".bin")
 """Files with these suffixes are LFS files, which the hub lists with sha256, and others with git's blob id."""
@@ -94,15 +94,9 @@ class FakeHub:
         class Handler(_Handler):
             owner = hub
 
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        with serving(Handler) as server:
             self.url = f"http://127.0.0.1:{server.server_port}"
-            thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-            thread.start()
-            try:
-                yield self
-            finally:
-                server.shutdown()
-                thread.join()
+            yield self
 
     def listing(self) -> dict[str, object]:
         siblings = []

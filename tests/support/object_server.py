@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import obstore
 from moto.server import ThreadedMotoServer
 from obstore.store import AzureStore, S3Store
+from threaded_server import serving
 
 from megatron_runtime.cli.processes import free_ports
 
@@ -67,17 +68,10 @@ class FaultyProxy:
         class Handler(_Handler):
             owner = proxy
 
-        with ThreadingHTTPServer((self.host, 0), Handler) as server:
-            server.daemon_threads = True
+        with serving(Handler, host=self.host) as server:
             server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _PIECE_BYTES)  # `sent` is what left, nearly
             self.url = f"http://{self.host}:{server.server_port}"
-            thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-            thread.start()
-            try:
-                yield self
-            finally:
-                server.shutdown()
-                thread.join()
+            yield self
 
 
 class _Handler(BaseHTTPRequestHandler):

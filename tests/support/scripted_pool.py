@@ -43,16 +43,18 @@ def params() -> Callable[..., SamplingParams]:
     return lambda tokens=8, **values: SamplingParams(num_tokens_to_generate=tokens, **values)
 
 
+async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
+    """Read a stream to its end: its tokens and its final reply."""
+    tokens: list[int] = []
+    async for item in stream:
+        if "final" in item:
+            return tokens, item["final"]
+        tokens += item["partial"]["new_tokens"]
+    raise AssertionError("the stream ended without a final reply")
+
+
 @pytest.fixture
 def collect() -> Callable[[Any], Any]:
-    async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
-        tokens: list[int] = []
-        async for item in stream:
-            if "final" in item:
-                return tokens, item["final"]
-            tokens += item["partial"]["new_tokens"]
-        raise AssertionError("the stream ended without a final reply")
-
     return read
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import combinations, product
 from typing import Any, TypeVar
 
 import pytest
@@ -19,9 +20,26 @@ SOAK = os.environ.get("MEGATRON_SOAK", "0") not in ("", "0")
 FIRST_SEED = int(os.environ.get("MEGATRON_SEED", "1"))
 
 
-def size(test: int, *, soak: int) -> int:
+def size(test: T, *, soak: T) -> T:
     """Return `test` in `make test` and `soak` in `make soak`."""
     return soak if SOAK else test
+
+
+def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return all combinations in `make soak`. In `make test` return some, which contain every pair of two values."""
+    cases = [*product(*values)]
+    if SOAK:
+        return cases
+    missing = {pair for case in cases for pair in _pairs(case)}
+    chosen = []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(missing & _pairs(case))))
+        missing -= _pairs(chosen[-1])
+    return chosen
+
+
+def _pairs(case: tuple[Any, ...]) -> set[Any]:
+    return set(combinations(enumerate(case), 2))
 
 
 def part(everything: Sequence[T]) -> list[T]:

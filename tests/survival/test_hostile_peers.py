@@ -22,13 +22,15 @@ from megatron_runtime.protocol.messages import Error, Hello, StatusReply, decode
 from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 BURST = 1000
-BURSTS = part(range(size(10, soak=1000)))
+BURSTS = part(range(size(4, soak=1000)))
 FRAMES = BURST * len(BURSTS)
+BROKEN = FRAMES * 0.8
+"""More frames are rejected: most are broken, the others are requests."""
 STREAMS_PER_BURST = 20
 OVERSIZED = {Role.CLIENT: (8 << 20) + 1, Role.ENGINE: (64 << 20) + 1}
 MOST_GROWTH_BYTES = 256 << 20
 LOOKS = 10
-"""The coordinator has read all frames when the count stays the same for this many queries."""
+"""The coordinator has read all frames when it has rejected most, and the count stays the same for this many queries."""
 
 
 class Attackers:
@@ -105,10 +107,9 @@ async def test_a_flood_of_broken_frames_affects_no_other_client(
     def all_were_read(status: StatusReply) -> bool:
         attackers.read()
         counts.append(status.rejected_frames)
-        return len(counts) > LOOKS and counts[-1] == counts[-LOOKS]
+        return counts[-1] > BROKEN and len(counts) > LOOKS and counts[-1] == counts[-LOOKS]
 
     status = await until_status(link, all_were_read, seconds=3 * LONG_SECONDS, what="every frame was read")
-    assert status.rejected_frames > FRAMES * 0.8, "most frames are broken, the others are requests"
     most = max(most, memory().rss)
     assert (status.state, status.epoch, status.fence) == ("RUNNING", 0, 0)
     growth = most - start
@@ -169,7 +170,7 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(
     for _ in range(30):
         begun = time.perf_counter()
         decode([reference])
-        await link.status()
+        await link.status(timeout_seconds=LONG_SECONDS)
         undisturbed.append(time.perf_counter() - begun)
     longest_allowed = 1.0 + STALL_FACTOR * max(undisturbed)
     memory = psutil.Process(coordinator.pid).memory_info
@@ -187,7 +188,7 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(
         while not answered:
             answered = bool(attacker.poll(0))
             begun = time.perf_counter()
-            await link.status()
+            await link.status(timeout_seconds=LONG_SECONDS)
             stalls.append(time.perf_counter() - begun)
             peak = max(peak, memory().rss - idle)
         error = decode(attacker.recv_multipart())

@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from soak import size
 
 from megatron_runtime.cli.processes import free_ports
 
-# No deadline per example: the machine may stall for a second.
-settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Every property test has the same number of examples. No deadline per example: the machine may stall for a second.
+settings.register_profile(
+    "unit", max_examples=size(50, soak=5000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("unit")
 
 if "triton" not in sys.modules:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS
 from soak import SOAK
+from threaded_server import serving
 
 from megatron_runtime.process.environment import UnusableProxyError, http_client
 
@@ -29,7 +29,7 @@ CLOSED_PORT = "127.0.0.1:9"
 @pytest.fixture(scope="module")
 def api() -> Iterator[str]:
     """An OpenAI server on loopback that offers one model and answers `ok`. Returns its URL."""
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from http.server import BaseHTTPRequestHandler
 
     class Handler(BaseHTTPRequestHandler):
         def _reply(self, content_type: str, body: bytes) -> None:
@@ -49,10 +49,8 @@ def api() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with serving(Handler) as server:
         yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
 
 
 def _run(

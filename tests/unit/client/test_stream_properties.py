@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from byte_tokenizer import ByteTokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from scripted_pool import read
 
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.engine.engine_request import RequestOutput
@@ -60,15 +61,6 @@ def client_with_request(params: SamplingParams, submits: list[Submit]) -> tuple[
     return client, client.add_request_streaming([1], params)
 
 
-async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
-    tokens: list[int] = []
-    async for item in stream:
-        if "final" in item:
-            return tokens, item["final"]
-        tokens += item["partial"]["new_tokens"]
-    raise AssertionError("the stream ended without a final reply")
-
-
 def answer(text: str, stops: list[str]) -> str:
     """Return the expected text, up to the first stop text that is complete."""
     for end in range(len(text) + 1):
@@ -80,7 +72,6 @@ def answer(text: str, stops: list[str]) -> str:
 
 @pytest.mark.slow
 @given(TEXTS.filter(bool), STOPS, st.integers(1, 5), st.data())
-@settings(max_examples=60)
 def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, stops, interval, data) -> None:
     async def play() -> None:
         params = SamplingParams(stop_words=stops, streaming_interval=interval, num_tokens_to_generate=200)
@@ -115,7 +106,6 @@ def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, sto
     st.lists(st.sampled_from(["take", "lose", "repeat", "bare"]), min_size=8, max_size=8),
     st.data(),
 )
-@settings(max_examples=60)
 def test_lost_and_repeated_messages_neither_lose_nor_duplicate_tokens(parts, fates, data) -> None:
     """After a loss the coordinator sends again from where the client is; after a failover the last engine knows only
     the log-probabilities of its own tokens.

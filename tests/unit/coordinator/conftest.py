@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,14 @@ from control_link import ControlLink
 from coordinator_tables import check_tables
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
+from scripted_pool import collect as collect
+from scripted_pool import params as params
 
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.requests.sampling_params import SamplingParams
 
 PATIENT = Timing(
     heartbeat=0.05,
@@ -97,26 +98,3 @@ async def stage() -> AsyncIterator[Stage]:
             close()
         for coordinator in stage.coordinators:
             coordinator.stop()
-
-
-@pytest.fixture
-def params() -> Callable[..., SamplingParams]:
-    def make(tokens: int = 8, **values: Any) -> SamplingParams:
-        return SamplingParams(num_tokens_to_generate=tokens, **values)
-
-    return make
-
-
-@pytest.fixture
-def collect() -> Callable[[Any], Awaitable[tuple[list[int], dict[str, Any]]]]:
-    """Read a stream to its end: its tokens and its final reply."""
-
-    async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
-        tokens: list[int] = []
-        async for item in stream:
-            if "final" in item:
-                return tokens, item["final"]
-            tokens += item["partial"]["new_tokens"]
-        raise AssertionError("the stream ended without a final reply")
-
-    return read

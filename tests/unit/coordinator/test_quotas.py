@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
@@ -134,7 +134,6 @@ _STEPS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(_STEPS, max_size=60))
 def test_no_sequence_of_events_accepts_more_than_the_limit(steps: list[tuple[Any, ...]]) -> None:
     """Used: what open requests have reserved, what ended ones have used of it, and what was charged beyond."""

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from soak import pairwise, size
 
 from megatron_kernels.cpu.library import BFLOAT16_INSTRUCTION_SETS
 from megatron_kernels.cpu.packing import pack
@@ -121,9 +122,9 @@ def test_gates_of_another_format_than_the_other_inputs_compute_as_stored(moe: Mo
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("head_dim", [16, 64, 96])
-@pytest.mark.parametrize("traits", ["plain", "gemma"])
-@pytest.mark.parametrize("cache_type", CACHE_MARGINS)
+@pytest.mark.parametrize(
+    ("cache_type", "traits", "head_dim"), pairwise([*CACHE_MARGINS], ["plain", "gemma"], [16, 64, 96])
+)
 def test_a_cache_in_16_bits_differs_by_its_rounding(
     cache_type: torch.dtype, traits: str, head_dim: int, isa: str
 ) -> None:
@@ -153,8 +154,13 @@ def test_keys_and_values_beyond_float16_become_its_largest_number(isa: str) -> N
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("cache_type", [torch.float32, *CACHE_MARGINS])
-@pytest.mark.parametrize("traits", ["plain", "gemma"])
+@pytest.mark.parametrize(
+    ("traits", "cache_type"),
+    size(
+        [("plain", torch.float32), ("gemma", torch.bfloat16), ("plain", torch.float16)],
+        soak=[*itertools.product(["plain", "gemma"], [torch.float32, *CACHE_MARGINS])],
+    ),
+)
 def test_keys_of_a_long_context_are_divided_among_threads(traits: str, cache_type: torch.dtype, isa: str) -> None:
     config = dataclasses.replace(PLAIN, head_dim=32, **TRAITS[traits])
     ours, reference = in_cpp(config, "float32")

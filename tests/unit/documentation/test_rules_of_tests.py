@@ -45,6 +45,44 @@ def unscaled(text: str) -> Iterator[int]:
             yield node.lineno
 
 
+CLOCKS = ("time.monotonic()", "time.perf_counter()", "time.time()", "loop.time()")
+
+
+def of_the_clock(text: str) -> Iterator[int]:
+    """Yield the lines of assertions that compare a time that passed with a number."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Assert) or not isinstance(node.test, ast.Compare):
+            continue
+        for left, operator, right in zip(
+            [node.test.left, *node.test.comparators], node.test.ops, node.test.comparators, strict=False
+        ):
+            late = left if isinstance(operator, ast.Lt | ast.LtE) else right
+            limit = right if late is left else left
+            if isinstance(limit, ast.Constant) and any(clock in ast.unparse(late) for clock in CLOCKS):
+                yield node.lineno
+
+
+def test_no_assertion_limits_a_time_that_passed() -> None:
+    found = [
+        f"{path.relative_to(TESTS)}:{line}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for line in of_the_clock(path.read_text())
+    ]
+    assert not found, "wait for an event with scaled() or LONG_SECONDS, which fails alike and at the latest then"
+
+
+@pytest.mark.parametrize(
+    "limit", ["time.monotonic() - begun < 30", "5 >= time.perf_counter() - a", "0 < time.time() < 9"]
+)
+def test_a_limit_of_a_time_is_found(limit: str) -> None:
+    assert list(of_the_clock(f"assert {limit}")) == [1]
+
+
+@pytest.mark.parametrize("limit", ["time.monotonic() - begun >= 0.3", "time.monotonic() < deadline", "waited < 30"])
+def test_a_lower_limit_or_a_deadline_is_not(limit: str) -> None:
+    assert list(of_the_clock(f"assert {limit}")) == []
+
+
 def test_every_timeout_that_fails_a_test_is_scaled() -> None:
     found = [
         f"{path.relative_to(TESTS)}:{line}"

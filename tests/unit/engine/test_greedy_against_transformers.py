@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from soak import SOAK
+from soak import size
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
@@ -40,7 +40,7 @@ PROMPTS = [
     "Gravity is a force that " + "pulls everything that has mass towards everything else. " * 8,
     "Translate to Spanish: good morning ->",
 ]
-NEW_TOKENS = 64
+NEW_TOKENS = size(32, soak=64)
 
 Generate = Callable[..., dict[int, list[int]]]
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
@@ -78,7 +78,7 @@ def test_builtin_model_in_a_batch(
     assert_greedy(smollm_reference, prompts[index], together[index])
 
 
-@pytest.mark.parametrize("index", range(len(PROMPTS)) if SOAK else (5, 13, 18))
+@pytest.mark.parametrize("index", size([5, 13, 18], soak=[*range(len(PROMPTS))]))
 def test_builtin_model_alone(
     smollm: CpuExecutor, generate: Generate, prompts: list[list[int]], together: dict[int, list[int]], index: int
 ) -> None:

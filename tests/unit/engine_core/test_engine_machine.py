@@ -9,6 +9,7 @@ from echo_executor import EchoExecutor, echo_answer, echo_weights
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from soak import size
 
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
@@ -171,7 +172,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestEngine = Machine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40)
+TestEngine.settings = settings(max_examples=size(30, soak=2000), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("mode", KVCacheManagementMode)

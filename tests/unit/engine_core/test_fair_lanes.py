@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from eventually import LONG_SECONDS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.engine.output_stage import error_map
@@ -81,7 +81,6 @@ def test_a_key_has_one_job_at_a_time_while_another_waits() -> None:
 KEYS = "abcd"
 
 
-@settings(max_examples=200)
 @given(steps=st.lists(st.sampled_from([*KEYS, *KEYS, "take", "release"]), max_size=200), workers=st.integers(1, 3))
 def test_no_key_waits_for_more_than_two_jobs_of_another(steps: list[str], workers: int) -> None:
     """While a key waits, each other key begins at most one job more than it does."""

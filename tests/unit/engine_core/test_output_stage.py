@@ -2,7 +2,7 @@
 
 import pytest
 from byte_tokenizer import ByteTokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.engine.engine_request import RequestOutput
@@ -57,7 +57,6 @@ class Stage:
 texts = st.text(alphabet="ab·é€", min_size=1, max_size=40)
 
 
-@settings(max_examples=300)
 @given(texts, st.lists(st.text(alphabet="ab·é€", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 def test_the_stream_is_a_prefix_of_the_answer_and_the_answer_ends_before_the_first_stop(
     text: str, stops: list[str], interval: int
@@ -82,7 +81,6 @@ def test_the_stream_is_a_prefix_of_the_answer_and_the_answer_ends_before_the_fir
     assert not any(stop in answer for stop in stops)
 
 
-@settings(max_examples=200)
 @given(texts, st.lists(st.text(alphabet="ab·é€", min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 8))
 def test_a_stop_text_below_the_minimum_is_passed_over(text: str, stops: list[str], min_tokens: int) -> None:
     """Whatever the other stop texts are: one of many characters keeps no shorter one in the searched text."""

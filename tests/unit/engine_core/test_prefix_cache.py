@@ -5,6 +5,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from soak import size
 
 from megatron_runtime.backends.native.kv.prefix_cache import PrefixCache
 from megatron_runtime.requests.config import PrefixCachingEvictionPolicy
@@ -315,4 +316,4 @@ class RefZeroMachine(Machine):
 
 TestLru = Machine.TestCase
 TestRefZero = RefZeroMachine.TestCase
-TestLru.settings = TestRefZero.settings = settings(max_examples=50, stateful_step_count=30)
+TestLru.settings = TestRefZero.settings = settings(max_examples=size(25, soak=2000), stateful_step_count=30)

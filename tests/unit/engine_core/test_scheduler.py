@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from echo_executor import EchoExecutor, echo_answer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.engine import EngineCore
@@ -25,7 +25,6 @@ from .echo_core import make_engine, request, run
 prompts = st.lists(st.lists(st.integers(1, 999), min_size=1, max_size=60), min_size=1, max_size=20)
 
 
-@settings(max_examples=60)
 @given(prompts, st.integers(8, 80), st.integers(26, 60))
 def test_every_answer_is_exact_under_chunking_and_preemption(
     prompts: list[list[int]], max_tokens: int, pages: int

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from one_thread import one_thread as one_thread  # the fixture
+from soak import size
+
+few = settings(max_examples=size(4, soak=200), suppress_health_check=[HealthCheck.function_scoped_fixture])
+"""Examples of kernels: the interpreter takes a second for some."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_kernels import paged_decode, paged_decode_triton, paged_prefill, paged_prefill_triton
 from megatron_kernels.tuning import DecodeTuning, PrefillTuning
 
-few = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+from .conftest import few
+
 PAGE = 16
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 70]
 SHAPES = [(1, 64), (3, 64), (2, 128), (5, 64), (1, 80)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_kernels import moe_experts, moe_experts_triton, moe_routing
 from megatron_kernels.swiglu import swiglu
 from megatron_kernels.tuning import expert_places
+
+from .conftest import few
 
 # SwiGLU also computes unwritten slots, which contain arbitrary values and are not read.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -17,8 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2e-2}
 """Norm of the difference over the norm of the result: the hidden layer is rounded twice, and the interpreter truncates
 to bfloat16."""
-
-few = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def case(tokens, shape, *, dtype, generator, held=None, alignment=16):

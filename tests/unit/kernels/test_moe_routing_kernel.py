@@ -6,12 +6,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_kernels import moe_routing, moe_routing_triton
 
-few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+from .conftest import few
 
 
 @given(

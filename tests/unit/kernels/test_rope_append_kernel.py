@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_kernels import qk_norm_rope_append, qk_norm_rope_append_triton
 from megatron_runtime.models.layers.paged_attention import RotaryEmbedding
 
-few = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+from .conftest import few
+
 PAGES, PAGE = 3, 16
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_kernels import sampling, sampling_triton
 from megatron_kernels.tuning import Tile
 from megatron_runtime.sampling.sampler import kept_ids, uniform
 
-few = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+from .conftest import few
 
 
 def parameters(*, rows=1, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, seed=0, position=0):
@@ -119,7 +119,6 @@ def test_filters_that_keep_more_than_the_likeliest_tokens(filters, small_tiles):
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**62))
-@settings(max_examples=50)
 def test_the_uniform_number_equals_the_runtimes(seed, position):
     expected = uniform(np.array([seed], dtype=np.int64).view(np.uint64), np.array([position]))[0]
     assert sampling.uniform(seed, position) == expected
@@ -131,7 +130,6 @@ def test_the_uniform_number_equals_the_runtimes(seed, position):
     min_p=st.sampled_from([0.0, 0.02]),
     position=st.integers(0, 10**6),
 )
-@settings(max_examples=40)
 def test_the_reference_samples_the_runtimes_tokens(top_k, top_p, min_p, position):
     logits = 2 * torch.randn(300, generator=torch.Generator().manual_seed(position))
     arguments = parameters(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=11, position=position)

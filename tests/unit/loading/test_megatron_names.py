@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_checkpoint import CONFIGS, LLAMA, TORCH_DIST_CONFIGS
 
@@ -30,7 +30,6 @@ def test_every_tensor_of_the_model_has_its_rows(config: ModelConfig, layout: Lay
     assert found == tensor_shapes(config)
 
 
-@settings(max_examples=60)
 @given(
     heads=st.integers(1, 4),
     group=st.integers(1, 4),

@@ -7,7 +7,6 @@ import signal
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from object_server import (
 )
 from random_checkpoint import LLAMA, random_tensors, write_model
 from soak import SOAK
+from threaded_server import serving
 
 from megatron_operator.controller.observe import read_progress
 from megatron_operator.decision.causes import find_cause
@@ -408,17 +408,10 @@ def https(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
     )
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(root))) as server:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        try:
-            yield root, f"https://localhost:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serving(partial(_Ranges, directory=str(root)), tls=context) as server:
+        yield root, f"https://localhost:{server.server_port}"
 
 
 class _Ranges(http.server.SimpleHTTPRequestHandler):

@@ -98,7 +98,7 @@ def test_layers_may_be_numbered(trainings: Path) -> None:
     assert same_bits(read_all(saved), load_file(model / "model.safetensors"))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_any_tensor_can_be_read(saved_by_two: Path, qwen: Path, data: st.DataObject) -> None:
     checkpoint = open_checkpoint(resolve(str(saved_by_two)))

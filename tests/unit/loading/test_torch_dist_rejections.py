@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from random_checkpoint import CONFIGS, TORCH_DIST_CONFIGS, random_tensors, write_model
+from random_checkpoint import CONFIGS, TORCH_DIST_CONFIGS
 
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
-from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.checkpoints.torch_dist.configuration import arguments_of, config_json_of
@@ -23,20 +21,6 @@ from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.weights import load_weights
 
 NORM = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("megatron")
-    model = write_model(directory / "hf", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
-    convert(str(model), directory / "megatron", to="torch_dist")
-    return directory / "megatron"
-
-
-@pytest.fixture
-def release(original: Path, tmp_path: Path) -> Path:
-    shutil.copytree(original, tmp_path / "megatron")
-    return tmp_path / "megatron" / "release"
 
 
 def change_index(release: Path, change: Callable[[Any], None]) -> None:

@@ -9,17 +9,24 @@ import pytest
 import torch
 from gpt_models import CASES, VOCAB
 from gpt_program import PROMPTS, Job, Result, distributions, run_ranks
+from soak import size
 
 from megatron_runtime.distributed.shard import ParallelSizes
 
-SEVERAL = [
-    Job("llama", ParallelSizes(tensor=2)),
+LARGE = [
     Job("qwen3, tied", ParallelSizes(tensor=4)),
-    Job("llama, tied, scaled", ParallelSizes(pipeline=2)),
-    Job("mixtral", ParallelSizes(expert=2)),
     Job("qwen2", ParallelSizes(tensor=2, pipeline=2)),
     Job("qwen3_moe, a dense layer", ParallelSizes(tensor=2, expert=2)),
 ]
+SEVERAL = size(
+    LARGE,
+    soak=[
+        Job("llama", ParallelSizes(tensor=2)),
+        Job("llama, tied, scaled", ParallelSizes(pipeline=2)),
+        Job("mixtral", ParallelSizes(expert=2)),
+        *LARGE,
+    ],
+)
 
 
 @cache

@@ -15,6 +15,7 @@ import pytest
 from eventually import LONG_SECONDS
 from machine import scaled
 from rank_program import HANGS_NOW
+from soak import size
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_runtime.cli.processes import cause
@@ -109,10 +110,9 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
 @pytest.mark.parametrize(
     ("rank", "how", "after"),
     [
-        (1, "blocks", 9),
+        (1, "blocks", FIRST_STEP - 1),
         (0, "loops", 9),
-        (1, "loops", FIRST_STEP - 1),
-        (1, "computes for ever", 9),
+        *size([], soak=[(1, "blocks", 9), (1, "loops", FIRST_STEP - 1), (1, "computes for ever", 9)]),
     ],
 )
 def test_a_rank_that_hangs_in_a_step_ends_the_engine_which_names_it(
@@ -148,11 +148,9 @@ def test_a_rank_that_hangs_in_a_collective_ends_the_engine_which_names_it(
         assert int(places[2]) < int(places[1])
 
 
-def test_endless_computation_in_a_pipeline_stage_is_named(
-    start, options: dict[str, Any], tmp_path: Path, report_end
-) -> None:
+def test_a_pipeline_stage_that_hangs_is_named(start, options: dict[str, Any], tmp_path: Path, report_end) -> None:
     stages = {"tensor": 1, "pipeline": 2, "forever": True, "step_timeout_seconds": STEP_TIMEOUT_SECONDS}
-    engine = start({**options, **stages, "hang": [0, "computes for ever", 9]})
+    engine = start({**options, **stages, "hang": [0, size("blocks", soak="computes for ever"), 9]})
     assert engine.exit_codes() == [1, 1]
     report_end(rank=0)
     assert "rank 0 is in layer 1 of step 10" in termination_message(tmp_path, 1)["message"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from random_checkpoint import OVERFLOW, random_tensors, write_model, write_overflowing_model
 from rank_program import KV_CACHE_MEMORY, answers
+from soak import SOAK
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
@@ -58,11 +59,21 @@ def check_equal(found: dict[int, Any], expected: dict[int, Any]) -> None:
         assert found[index].get("routing") == answer.get("routing")
 
 
+# `make test` runs the splits that contain the others.
+part_of_another = pytest.mark.skipif(not SOAK, reason="a part of another split: `make soak` runs it")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "expert", "heads", "kv_heads"),
-    [(2, 1, 1, 4, 1), (3, 1, 1, 9, 3), (1, 2, 1, 6, 2), (2, 2, 1, 4, 2), (1, 1, 2, 0, 0), (2, 1, 2, 0, 0)],
-    ids=["TP 2 of one key-value head", "TP 3", "PP 2", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2"],
+    [
+        pytest.param(2, 1, 1, 4, 1, id="TP 2 of one key-value head"),
+        pytest.param(3, 1, 1, 9, 3, id="TP 3"),
+        pytest.param(1, 2, 1, 6, 2, id="PP 2", marks=part_of_another),
+        pytest.param(2, 2, 1, 4, 2, id="TP 2 x PP 2"),
+        pytest.param(1, 1, 2, 0, 0, id="EP 2", marks=part_of_another),
+        pytest.param(2, 1, 2, 0, 0, id="TP 2 x EP 2"),
+    ],
 )
 def test_answers_of_ranks_equal_one_rank(
     start,
@@ -98,8 +109,11 @@ def test_answers_of_ranks_equal_one_rank(
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "expert"),
-    [(1, 1, 2), pytest.param(2, 1, 2, marks=pytest.mark.long), pytest.param(1, 2, 2, marks=pytest.mark.long)],
-    ids=["EP 2", "TP 2 x EP 2", "PP 2 x EP 2"],
+    [
+        pytest.param(1, 1, 2, id="EP 2", marks=part_of_another),
+        pytest.param(2, 1, 2, id="TP 2 x EP 2"),
+        pytest.param(1, 2, 2, id="PP 2 x EP 2"),
+    ],
 )
 def test_experts_of_ranks_in_the_kernels_equal_one_rank(
     start, tmp_path: Path, *, tensor: int, pipeline: int, expert: int
@@ -126,8 +140,14 @@ def test_experts_of_ranks_in_the_kernels_equal_one_rank(
 
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "expert", "kernels"),
-    [(3, 1, 1, True), (2, 2, 1, True), (1, 1, 2, "graphs"), (2, 1, 2, "graphs"), (1, 2, 2, True), (2, 1, 1, "graphs")],
-    ids=["TP 3", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2", "PP 2 x EP 2", "TP 2 of experts"],
+    [
+        pytest.param(3, 1, 1, True, id="TP 3", marks=part_of_another),
+        pytest.param(2, 2, 1, True, id="TP 2 x PP 2"),
+        pytest.param(1, 1, 2, "graphs", id="EP 2", marks=part_of_another),
+        pytest.param(2, 1, 2, "graphs", id="TP 2 x EP 2"),
+        pytest.param(1, 2, 2, True, id="PP 2 x EP 2"),
+        pytest.param(2, 1, 1, "graphs", id="TP 2 of experts"),
+    ],
 )
 def test_answers_of_gpu_like_ranks_equal_one_rank(
     start, llama: Callable[..., str], mixtral: str, *, tensor: int, pipeline: int, expert: int, kernels: bool | str
@@ -146,12 +166,11 @@ def test_answers_of_gpu_like_ranks_equal_one_rank(
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "expert", "kernels"),
     [
-        (2, 1, 1, "graphs"),
-        (1, 2, 1, False),
-        (1, 1, 2, False),
-        (2, 1, 2, True),
+        pytest.param(2, 1, 1, "graphs", id="TP 2 of GPU-like ranks"),
+        pytest.param(1, 2, 1, False, id="PP 2"),
+        pytest.param(1, 1, 2, False, id="EP 2"),
+        pytest.param(2, 1, 2, True, id="TP 2 x EP 2 of GPU-like ranks", marks=part_of_another),
     ],
-    ids=["TP 2 of GPU-like ranks", "PP 2", "EP 2", "TP 2 x EP 2 of GPU-like ranks"],
 )
 def test_a_row_that_fails_fails_on_every_rank_and_changes_no_other(
     start, tmp_path: Path, *, tensor: int, pipeline: int, expert: int, kernels: bool | str

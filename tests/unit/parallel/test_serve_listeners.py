@@ -1,4 +1,5 @@
-"""`megatron serve` beside other users of the machine: what they can connect to, and what a directory can execute."""
+"""`megatron serve` beside other users of the machine: what they can connect to, and what a directory can execute. No
+compiler starts: the kernels are installed."""
 
 from __future__ import annotations
 
@@ -51,6 +52,7 @@ async def serve(directory: Path, *options: str, program: Sequence[str] = MEGATRO
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await process.communicate()
+    assert process.returncode == 0
 
 
 def processes(pid: int) -> list[psutil.Process]:
@@ -131,9 +133,16 @@ async def test_two_engines_open_the_http_port_only_and_import_nothing_from_the_d
 
 
 @pytest.mark.timeout(280)
-async def test_an_engine_of_ranks_opens_no_port_and_imports_nothing_from_the_directory(
-    hostile: HostileDirectory, llama: Callable[..., str]
+async def test_an_engine_of_ranks_opens_no_port_imports_nothing_from_the_directory_and_compiles_nothing(
+    hostile: HostileDirectory, llama: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A compiler in the first folder of PATH leaves a file if a process starts it."""
+    compilers, started = tmp_path / "compilers", tmp_path / "started"
+    compilers.mkdir()
+    for name in ("cc", "gcc", "g++", "c++", "clang", "clang++", "nvcc"):
+        (compilers / name).write_text(f"#!/bin/sh\necho {name} >> {started}\nexit 1\n")
+        (compilers / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compilers}:/usr/bin:/bin")
     write_model_to(hostile.path, llama(4, 2))
     options = ("--backend", "native", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "4Mi")
     async with serve(hostile.path, str(hostile.path), *options, "--tensor-parallel", "2") as (pid, url):
@@ -142,7 +151,9 @@ async def test_an_engine_of_ranks_opens_no_port_and_imports_nothing_from_the_dir
         request = {"model": "model", "prompt": "a b c", "max_tokens": 4}
         reply = await asyncio.to_thread(_post, f"{url}/v1/completions", request)
         assert reply["usage"]["completion_tokens"] > 0
+        assert {rank.environ().get("RANK") for rank in processes(pid)} >= {"0", "1"}
     assert hostile.imported == []
+    assert not started.exists(), started.read_text()
 
 
 def _post(url: str, body: dict[str, object]) -> dict[str, dict[str, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_kernels import sampling as device
@@ -175,7 +175,6 @@ def assert_log_probs(found: LogProbs) -> None:
 @example(fields={"top_n_logprobs": 5}, logits=(-math.inf, {}))
 @example(fields={"min_tokens": 3, "stop_token_ids": list(range(300))}, logits=(-math.inf, {4: 1.0}))
 @example(fields={"bad_words": ["every token"], "temperature": 0}, logits=(math.inf, {}))
-@settings(max_examples=120, deadline=None)
 def test_a_row_gets_a_token_or_fails_alone(fields: Any, logits: Any, on_device: bool, raw: bool) -> None:
     check(fields, *logits, on_device=on_device, raw=raw)
 

@@ -1,7 +1,7 @@
 """Each log-probability reaches the client once, with its token, for all stop texts, intervals and replay offsets."""
 
 from byte_tokenizer import ByteTokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.engine.engine_request import RequestOutput
@@ -21,7 +21,6 @@ def likeliest(token: int) -> list[tuple[int, float]]:
     return [(token, log_prob(token)), (0, -100.0)]
 
 
-@settings(max_examples=400)
 @given(
     st.text(alphabet="ab·é€", min_size=1, max_size=40),
     st.lists(st.text(alphabet="ab·é€", min_size=1, max_size=4), max_size=3),

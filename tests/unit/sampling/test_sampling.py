@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from soak import size
 
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
 from megatron_runtime.sampling.sampler import apply_edits, log_probs, philox4x32, processed_logits, sample, uniform
@@ -80,7 +81,7 @@ def test_uniform_is_below_1_for_the_largest_words(monkeypatch: pytest.MonkeyPatc
 def test_frequencies_are_those_of_the_exact_distribution(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    draws = 100_000
+    draws = size(20_000, soak=100_000)
     logits = np.random.default_rng(1).normal(size=12) * 1.5
     tokens = draw(
         np.broadcast_to(logits, (draws, 12)),

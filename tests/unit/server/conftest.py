@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import re
 import sys
@@ -12,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import echo_serve
@@ -31,22 +29,9 @@ from megatron_runtime.server.settings import ServerSettings, listen
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
 
+from . import generator
+
 MODEL = "smollm2"
-
-
-def _sibling(name: str) -> ModuleType:
-    """Import a helper of this folder; test folders are no packages."""
-    full_name = f"server_tests_{name}"
-    if full_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full_name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[full_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full_name])
-    return sys.modules[full_name]
-
-
-generator = _sibling("generator")
 
 
 @pytest.fixture(scope="session")

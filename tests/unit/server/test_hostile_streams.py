@@ -51,7 +51,7 @@ def client_of(content: Iterator[bytes], *, status: int = 200) -> ApiClient:
 
 
 def test_any_stream_ends_as_text_or_as_a_readable_error() -> None:
-    @settings(max_examples=size(150, soak=50_000), deadline=None)
+    @settings(max_examples=size(50, soak=50_000))
     @given(st.lists(LINES, max_size=6), st.sampled_from([200, 200, 400, 500]))
     def check(lines: list[bytes], status: int) -> None:
         client = client_of(iter([b"\n".join(lines)]), status=status)
@@ -75,7 +75,6 @@ def test_chunks_may_be_split_anywhere() -> None:
     lines = [b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\r\n\n" for event in events]
     stream = b": hello\n\n".join(lines) + b"data: [DONE]\n\ndata: ignored"
 
-    @settings(max_examples=60, deadline=None)
     @given(st.lists(st.integers(1, 30), min_size=1, max_size=40))
     def check(cuts: list[int]) -> None:
         reader, rest, read = EventReader(), stream, []

@@ -32,7 +32,7 @@ SAMPLE = 50
 """Tokens that are fed one by one, at the beginning and at the end of the long answer."""
 SLACK = 2.0
 """A quadratic cost exceeds it by an order of magnitude."""
-CALLS = size(60_000, soak=30_000_000)
+CALLS = size(20_000, soak=30_000_000)
 """Counted calls for each parser, which take about 10 us each: as many hostile texts as fit, the worst ones first."""
 TOOLS = {"f": {"properties": {"a": {"type": "string"}}}, "get_weather": {}}
 

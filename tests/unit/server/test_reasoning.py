@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.cli.options import REASONING_PARSERS
@@ -89,7 +89,6 @@ def test_a_call_after_reasoning_is_parsed_and_one_inside_it_is_not(name: str, ca
         assert found == ("Hm<tool_call>", "", ["f"], '{"a": 1}')
 
 
-@settings(max_examples=200)
 @given(
     text=st.text(alphabet="<|>/think channel\nfinalmessage", max_size=60),
     name=st.sampled_from(sorted(FORMATS)),

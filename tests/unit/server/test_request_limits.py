@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from pydantic_core import from_json
@@ -128,7 +128,6 @@ def longest_run(value: Any) -> int:
     return 1 + max(part.count(",") - part.count(":") for part in re.split(r"[][{}]", text))
 
 
-@settings(max_examples=200)
 @given(value=json_values, ascii_only=st.booleans(), cut=st.integers(1, 7))
 def test_the_scan_counts_the_parts_of_a_body(value: Any, ascii_only: bool, cut: int) -> None:
     data = json.dumps(value, ensure_ascii=ascii_only).encode()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
@@ -84,7 +84,6 @@ def test_encoding_is_that_of_textbook_bpe_on_any_text(
 ) -> None:
     alphabet = st.characters(codec="utf-8", exclude_characters="<")
 
-    @settings(max_examples=150)
     @given(st.text(alphabet, max_size=40))
     def check(text: str) -> None:
         assert tokenizer.encode(text) == reference_encode(text)
@@ -93,7 +92,6 @@ def test_encoding_is_that_of_textbook_bpe_on_any_text(
 
 
 def test_any_unicode_text_decodes_to_itself(tokenizer: Tokenizer) -> None:
-    @settings(max_examples=200)
     @given(st.text(ENCODABLE))
     def check(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
@@ -104,7 +102,6 @@ def test_any_unicode_text_decodes_to_itself(tokenizer: Tokenizer) -> None:
 def test_streamed_text_equals_the_whole_text_for_any_chunks(tokenizer: Tokenizer) -> None:
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 10), max_size=60)
 
-    @settings(max_examples=200)
     @given(ids=ids, cuts=st.lists(st.integers(1, 5), max_size=60), skip=st.booleans())
     def check(ids: list[int], cuts: list[int], skip: bool) -> None:
         detokenizer = tokenizer.detokenizer(skip_special=skip)

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.cli.options import TOOL_CALL_PARSERS
@@ -178,7 +178,6 @@ arguments = st.dictionaries(
 )
 
 
-@settings(max_examples=150)
 @given(calls=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), arguments), min_size=1, max_size=3), data=st.data())
 def test_well_formed_calls_are_parsed_completely(calls: list[tuple[str, dict[str, Any]]], data: st.DataObject) -> None:
     draw = random.Random(data.draw(st.integers()))
@@ -202,7 +201,6 @@ def test_well_formed_calls_are_parsed_completely(calls: list[tuple[str, dict[str
 JSON_LIKE = st.text(alphabet='{}[]",:\\/tfn0123456789.eE+-u \n<>_a', max_size=40)
 
 
-@settings(max_examples=300)
 @given(text=JSON_LIKE | st.text(max_size=30), parser=st.sampled_from(sorted(PARSERS)), data=st.data())
 def test_any_text_becomes_text_or_calls_and_never_an_error(text: str, parser: str, data: st.DataObject) -> None:
     start = data.draw(st.sampled_from(["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "parameters": ', "[f("]))
@@ -246,7 +244,6 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=300)
 @given(
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
     name=st.sampled_from([*sorted(PARSERS), "required", "named"]),
@@ -282,7 +279,6 @@ def end_of_value(text: str) -> int | None:
     return reader.end
 
 
-@settings(max_examples=300)
 @given(text=JSON_LIKE | arguments.map(json.dumps) | st.integers().map(str) | st.text().map(json.dumps))
 def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
     end = end_of_value(text)
