@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -48,7 +48,13 @@ from megatron_runtime.server.openai.messages import (
 )
 from megatron_runtime.server.openai.prompts import Prompts
 from megatron_runtime.server.openai.responses import ResponsesRequest, create_response
-from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from megatron_runtime.server.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ModelRequest,
+    TokenizeRequest,
+)
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.reasoning import format_of
 from megatron_runtime.server.settings import ServerSettings
@@ -150,10 +156,7 @@ class RequestMiddleware:
                 if span is not None:
                     span.rename(f"POST {route}")
                     span.set({"http.route": route, "http.response.status_code": status})
-                more = [(b"x-request-id", request_id.encode()), *self._service.rate_limit_headers(scope)]
-                if self._service.draining:
-                    more.append((b"connection", b"close"))
-                message = {**message, "headers": [*message["headers"], *more]}
+                message = {**message, "headers": [*message["headers"], *self._headers(scope)]}
             await send(message)
 
         app = self._app
@@ -182,6 +185,16 @@ class RequestMiddleware:
                 # No status: the client disconnected before the answer began.
                 span.end(error=f"HTTP status {status}" if status >= 500 else "" if status else "client disconnected")
             logger.debug("%s %s: status %d", scope["method"], scope["path"], status)
+
+    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every answer has, whatever its route."""
+        state = scope["state"]
+        headers = [(b"x-request-id", state["request_id"].encode()), *self._service.rate_limit_headers(scope)]
+        if ignored := state.get("ignored_fields"):
+            headers.append((b"x-ignored-fields", ignored.encode()))
+        if self._service.draining:
+            headers.append((b"connection", b"close"))
+        return headers
 
 
 def _add_page(app: FastAPI) -> None:
@@ -342,7 +355,7 @@ async def _profiling(service: Service, signal: Header, *, is_on: bool) -> Respon
         raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
 
 
-_POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
+_POST_ROUTES: tuple[tuple[str, Handler, type[ModelRequest] | None], ...] = (
     ("completions", create_completion, CompletionRequest),
     ("chat/completions", create_chat_completion, ChatRequest),
     ("responses", create_response, ResponsesRequest),
@@ -354,6 +367,8 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("start_profile", start_profile, None),
     ("stop_profile", stop_profile, None),
 )
+BODIES: Mapping[str, type[ModelRequest]] = {path: body for path, _, body in _POST_ROUTES if body is not None}
+"""The class of the body of each POST route, by its path after /v1/."""
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -92,9 +92,6 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
     place = _field_name(first["loc"])[:_PLACE_CHARACTERS]
-    if first["type"] == "extra_forbidden":
-        message = f"Unrecognized request argument: {place}. Remove it."
-        return ApiError(400, message, param=place, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"Missing required parameter: {place}.", param=place, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")

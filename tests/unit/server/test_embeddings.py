@@ -43,7 +43,6 @@ async def test_each_text_has_a_vector_of_length_one(running: Any) -> None:
         ({"input": ["Hi", [1]]}, "input"),
         ({"input": "Hi", "dimensions": 3}, "dimensions"),
         ({"input": "Hi", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "Hi", "unknown": 1}, "unknown"),
         ({"input": [[10**9]]}, "prompt"),
     ],
 )

@@ -14,16 +14,14 @@ from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.completions import tokenized_prompts
+from megatron_runtime.server.openai.fields import EMBEDDINGS_POLICY, served
 from megatron_runtime.server.openai.generation import generation_of
 from megatron_runtime.server.openai.jobs import Options
 from megatron_runtime.server.openai.schema import (
-    FREE_JSON,
     MAX_PROMPTS,
     CompletionRequest,
-    Discarded,
     ModelRequest,
     PromptIds,
-    only,
 )
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.streaming import until_disconnect
@@ -34,6 +32,7 @@ _FIELD = "return_hidden_state"
 class EmbeddingRequest(ModelRequest):
     """POST /v1/embeddings."""
 
+    policy = EMBEDDINGS_POLICY
     token_field = "input"
 
     input: (
@@ -41,10 +40,10 @@ class EmbeddingRequest(ModelRequest):
         | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | PromptIds
         | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    ) = Field(description="A text, a list of token ids, or a list of either. Each has a vector, in this order.")
+    encoding_format: Literal["float", "base64"] | None = served(
+        "`float` or `base64`, which is little-endian float32; `float` if absent."
     )
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Any, FREE_JSON, only()] = None
-    user: Discarded = None
 
     _completion: CompletionRequest | None = PrivateAttr(None)
 
@@ -56,6 +55,7 @@ class EmbeddingRequest(ModelRequest):
 
     def prepared(self) -> Self:
         """Return the request with its input in its completion alone. Raises ApiError 400 for input without a text."""
+        super().prepared()
         try:
             self._completion = CompletionRequest(model=self.model, prompt=self.input, temperature=0)  # type: ignore[arg-type]
         except ValueError as error:

@@ -13,12 +13,14 @@ from megatron_runtime.protocol.messages import pack
 from megatron_runtime.requests.sampling_params import (
     IGNORE_EOS,
     MIN_TEMPERATURE,
+    HttpField,
     InvalidSamplingParamsError,
     SamplingParams,
 )
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_structure
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value
 from megatron_runtime.server.guards import load_json
+from megatron_runtime.server.openai.fields import HTTP_FIELDS
 from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.reasoning import ReasoningUse
 from megatron_runtime.tokenization import Tokenizer
@@ -27,27 +29,16 @@ MAX_JOBS = 1024
 MAX_SENT_BYTES = 32 << 20
 """Of all choices of one request: each choice is sent to the coordinator with its prompt and parameters."""
 
-_PASSED_ON = {
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "min_tokens": "min_tokens",
-    "bad_words": "bad_words",
-    "stop_words": "stop",
-    "detokenize_stop_sequence": "include_stop_str_in_output",
-    "priority": "priority",
-    "streaming": "stream",
-    "streaming_interval": "streaming_interval",
-}
-"""Request fields by the sampling parameter of the same value."""
+MIN_TOP_P = 1e-6
+"""A lower `top_p` leaves the most likely token only. In SamplingParams 0 keeps all tokens."""
+
 _FIELD_NAMES = {
-    **_PASSED_ON,
-    "num_tokens_to_generate": "max_tokens",
+    **{name: http.name for name, http in HTTP_FIELDS.items()},
     "top_n_logprobs": "logprobs",
     "return_log_probs": "logprobs",
 }
 """Request fields by sampling parameter, for errors."""
-_GUIDED_FIELDS = {
+GUIDED_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -157,7 +148,7 @@ def jobs_of(
             # The copies share the lists and maps, which are validated once.
             params = copy.copy(shared)
             params.num_tokens_to_generate = budget
-            params.seed = choice_seed(request.seed, choice=choice)
+            params.seed = choice_seed(shared.seed, choice=choice)
             job = Job(
                 index=place * choices + choice,
                 prompt=prompt,
@@ -179,7 +170,7 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
     given: list[tuple[str, str, Any]] = []
     response_format, outputs = request.response_format, request.structured_outputs
     if response_format is not None and response_format.type != "text":
-        schema = response_format.json_schema and response_format.json_schema.schema_
+        schema = response_format.schema_of_answer
         given.append(("response_format", "json_object" if schema is None else "json_schema", schema))
     if outputs is not None:
         formats = [(name, value) for name, value in outputs if value not in (None, False)]
@@ -187,7 +178,7 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
             raise invalid_value("structured_outputs", "give exactly one of json, regex, choice, grammar, json_object")
         name, value = formats[0]
         given.append(("structured_outputs", "json_schema" if name == "json_" else name, value))
-    guided = [(field, kind, getattr(request, field)) for field, kind in _GUIDED_FIELDS.items()]
+    guided = [(field, kind, getattr(request, field)) for field, kind in GUIDED_FIELDS.items()]
     given += [item for item in guided if item[2] is not None]
     if not given:
         return None
@@ -218,10 +209,7 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:
     """Return the 64-bit seed of one of n choices: the given seed for the first, an independent one for each other."""
-    if seed is None:
-        return None
-    seed &= (1 << 64) - 1
-    if choice == 0:
+    if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
@@ -232,29 +220,31 @@ def _sampling_params(request: GenerationRequest, tokenizer: Tokenizer, **others:
 
     others: sampling parameters that do not follow from the request alone.
     """
-    temperature = 1.0 if request.temperature is None else request.temperature
-    greedy = temperature < MIN_TEMPERATURE
+    chosen = {name: _value_of(request, http) for name, http in HTTP_FIELDS.items()}
+    if _is_greedy(request):
+        chosen |= {"temperature": 0.0, "top_k": 1, "top_p": None, "min_p": None}
     eos = () if request.ignore_eos else tokenizer.eos_ids
     stop_ids = [*eos[1:], *(request.stop_token_ids or ())]
-    biases = {int(token): float(bias) for token, bias in (request.logit_bias or {}).items()}
-    check_vocabulary(biases, tokenizer, param="logit_bias")
+    check_vocabulary(chosen["logit_bias"] or {}, tokenizer, param="logit_bias")
     check_vocabulary(stop_ids, tokenizer, param="stop_token_ids")
-    chosen: dict[str, Any] = {
-        **{name: getattr(request, field) for name, field in _PASSED_ON.items()},
-        "temperature": temperature,
-        "top_k": 1 if greedy else max(request.top_k or 0, 0),
-        "top_p": 0.0 if greedy else request.top_p or 0.0,
-        "min_p": None if greedy else request.min_p,
-        "logit_bias": biases,
-        "termination_id": eos[0] if eos else IGNORE_EOS,
-        "stop_token_ids": stop_ids,
-        **others,
-    }
+    chosen |= {"termination_id": eos[0] if eos else IGNORE_EOS, "stop_token_ids": stop_ids, **others}
     try:
         return SamplingParams(**{name: value for name, value in chosen.items() if value not in (None, [], {})})
     except InvalidSamplingParamsError as error:
         param = _FIELD_NAMES.get(error.field, error.field)
         raise ApiError(400, f"{error}.", param=param, code="invalid_value") from error
+
+
+def _value_of(request: GenerationRequest, http: HttpField) -> Any:
+    """Return the value of a sampling parameter; None: the request does not choose one."""
+    value = getattr(request, http.name)
+    return value if value is None or http.value is None else http.value(value)
+
+
+def _is_greedy(request: GenerationRequest) -> bool:
+    """Return whether only the most likely token may be sampled."""
+    has_no_temperature = request.temperature is not None and request.temperature < MIN_TEMPERATURE
+    return has_no_temperature or (request.top_p is not None and request.top_p < MIN_TOP_P)
 
 
 def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:

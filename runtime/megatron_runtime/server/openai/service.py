@@ -24,6 +24,7 @@ from megatron_runtime.server.errors import ApiError, context_length_error, shown
 from megatron_runtime.server.guards import MAX_ELEMENTS, JsonLimitError, JsonScan, NotJsonError, check_content_type
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.bodies import PARSED_IN_PLACE_BYTES, BodyBudget, Lease, parse, parse_in_child
+from megatron_runtime.server.openai.fields import reported
 from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
@@ -137,6 +138,9 @@ class Service:
             work = self.prompts.lanes.run("parse", lease, partial(parse_in_child, model, parts, scan))
             validated = await until_disconnect(request.receive, work, expired=self.expired)
         lease.add(-size)
+        if validated.ignored:
+            self.metrics.ignored_fields.inc(len(validated.ignored))
+            request.state.ignored_fields = reported(validated.ignored)
         self.check_model(request.state.key, validated.model)
         return validated
 
