@@ -144,7 +144,7 @@ def _application() -> Any:
     from megatron_runtime.server.app import create_app
     from megatron_runtime.server.settings import ServerSettings
 
-    tokenizer = SimpleNamespace(context_length=None, chat_template=None)
+    tokenizer = SimpleNamespace(context_length=None, chat_template=None, generation_config={})
     settings = ServerSettings(tool_call_parser="none", vllm_metrics=False)
     return create_app(settings, backend=SimpleNamespace(), tokenizer=tokenizer)  # type: ignore[arg-type]
 

@@ -313,6 +313,12 @@ server_options = together(
         default="auto",
         help="How the model marks its reasoning; auto: by the markers in its chat template; none: it is text.",
     ),
+    click.option(
+        "--generation-config",
+        type=click.Choice(["auto", "none"]),
+        default="auto",
+        help="Defaults of sampling; auto: those of the model's generation_config.json; none: neutral ones.",
+    ),
 )
 """Of the OpenAI server, as `megatron server` and `megatron serve` have them."""
 

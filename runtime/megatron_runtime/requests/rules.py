@@ -67,6 +67,10 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    return is_int(value) or isinstance(value, float)
+
+
 def int_in(low: int, high: float = math.inf) -> Bounds:
     return Bounds(low, high, is_whole=True)
 

@@ -85,6 +85,10 @@ def _is_logit_bias(value: object) -> bool:
     )
 
 
+def _are_allowed_tokens(value: Any) -> bool:
+    return list_of(TOKEN_IDS)(value) and len(value) > 0
+
+
 def _are_bad_words(value: Any) -> bool:
     return (
         list_of(is_text)(value)
@@ -227,6 +231,19 @@ class SamplingParams:
                 "Token ids, as decimal strings without leading zeros, to a bias of -100 to 100.",
                 value=_biases_by_token,
             ),
+        ),
+    )
+    allowed_token_ids: list[int] | None = field(
+        default=None,
+        metadata=parameter(
+            "Only these tokens are sampled. The model's end tokens are no exception: without them the answer ends at "
+            "its longest, or at a stop text.",
+            Rule(
+                optional(_are_allowed_tokens),
+                f"a list of at least one token id, each {TOKEN_IDS}, or None",
+                TOKEN_IDS,
+            ),
+            http=HttpField("allowed_token_ids"),
         ),
     )
     bad_words: list[str] | None = field(
@@ -460,9 +477,10 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidSamplingParamsError if a parameter names a token that the model does not have."""
-        unknown = [token for token in self.logit_bias or () if token >= vocab_size]
-        if unknown:
-            raise InvalidSamplingParamsError("logit_bias", {unknown[0]: "…"}, f"token ids from 0 to {vocab_size - 1}")
+        for name in ("logit_bias", "allowed_token_ids"):
+            unknown = next((token for token in getattr(self, name) or () if token >= vocab_size), None)
+            if unknown is not None:
+                raise InvalidSamplingParamsError(name, unknown, f"token ids from 0 to {vocab_size - 1}")
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Set attributes. Unknown ones are accepted and survive serialize() and deserialize()."""

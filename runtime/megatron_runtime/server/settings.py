@@ -55,6 +55,7 @@ class ServerSettings:
     reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
     tool_call_parser:   format of the model's tool calls: a name of `tools.PARSERS`, "auto" for the one that its chat
                         template describes, "none" to offer no tools.
+    generation_config:  "auto": the model's generation_config.json has the defaults of sampling; "none": neutral ones.
     reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, "auto" for the markers in its
                         chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
@@ -89,6 +90,7 @@ class ServerSettings:
     reserve_tokens: int = 1024
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    generation_config: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
     max_bodies_bytes: int = 384 * 1024 * 1024

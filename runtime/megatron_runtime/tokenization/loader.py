@@ -75,7 +75,8 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
     """Build the tokenizer of a directory that holds tokenizer.json, with its chat template or without.
 
     Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
-    also from generation_config.json, the context length from config.json; each of these may be absent.
+    and the defaults of sampling also from generation_config.json, the context length from config.json; each of these
+    may be absent.
 
     Raises ValueError naming the file.
     """
@@ -102,6 +103,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         eos_ids=_end_ids(directory, backend, special.get("eos_token")),
         chat_template=ChatTemplate(template, special=special) if template else None,
         context_length=length,
+        generation_config=_read_json(directory / "generation_config.json"),
     )
 
 

@@ -64,6 +64,7 @@ class MegatronTokenizer(Tokenizer):
         self.eos_ids = () if end is None else (end,)
         self.chat_template = None
         self.context_length = None
+        self.generation_config = {}
         self.vocab_size = int(tokenizer.vocab_size)
         self.special_ids = frozenset(id_ for id_ in (self.bos_id, end) if id_ is not None)
 

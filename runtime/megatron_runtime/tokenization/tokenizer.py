@@ -102,6 +102,7 @@ class Tokenizer:
     eos_ids:        every token that ends an answer: end of sequence, end of turn. The first is the model's own.
     chat_template:  None for a model that only completes text.
     context_length: longest sequence that the model was made for, in tokens; None if unknown.
+    generation_config: how the model is to be sampled, as its generation_config.json says.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         chat_template: ChatTemplate | None = None,
         context_length: int | None = None,
+        generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._backend = backend
         self.bos_id = bos_id
@@ -120,6 +122,7 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.chat_template = chat_template
         self.context_length = context_length
+        self.generation_config: Mapping[str, Any] = generation_config or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)

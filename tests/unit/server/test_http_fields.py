@@ -15,7 +15,7 @@ from megatron_runtime.requests.sampling_params import PARAMETERS, SamplingParams
 from megatron_runtime.server import openai as package
 from megatron_runtime.server.app import BODIES
 from megatron_runtime.server.openai.fields import HTTP_FIELDS, PARAMETER_OF, NotOffered, reported
-from megatron_runtime.server.openai.jobs import GUIDED_FIELDS, Options, Prompt, jobs_of
+from megatron_runtime.server.openai.jobs import GUIDED_FIELDS, Options, Prompt, jobs_of, model_defaults
 from megatron_runtime.server.openai.schema import (
     Body,
     CalledFunction,
@@ -25,6 +25,7 @@ from megatron_runtime.server.openai.schema import (
     only,
 )
 from megatron_runtime.tokenization import Tokenizer
+from megatron_runtime.tokenization.loader import tokenizer_from_directory
 
 HI = [{"role": "user", "content": "Hi"}]
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def test_a_field_becomes_its_sampling_parameter(tokenizer: Tokenizer, data: st.D
         "max_tokens": st.integers(1, 2**31 - 1),
         "stream": st.booleans(),
     }
-    assert set(values) | {"logit_bias", "stop_token_ids"} == set(PARAMETER_OF)
+    assert set(values) | {"logit_bias", "stop_token_ids", "allowed_token_ids"} == set(PARAMETER_OF)
     name = data.draw(st.sampled_from(sorted(values)))
     value = data.draw(values[name])
     params = params_of(tokenizer, **{name: value})
@@ -215,3 +216,377 @@ async def test_a_schema_of_json_object_is_enforced(running: Any) -> None:
 def test_completions_and_chat_have_the_same_common_fields() -> None:
     common = CompletionRequest.model_fields.keys() & ChatRequest.model_fields.keys()
     assert common >= {"model", "temperature", "stop", "n", "stream", "response_format", "return_token_ids"}
+
+
+# --- the fields of vLLM ---------------------------------------------------------------------------------------------
+
+VLLM_GENERATION: dict[str, Any] = {
+    "model": None,
+    "frequency_penalty": None,
+    "logit_bias": None,
+    "n": 1,
+    "presence_penalty": None,
+    "response_format": None,
+    "seed": None,
+    "stop": [],
+    "stream": False,
+    "stream_options": None,
+    "temperature": None,
+    "top_p": None,
+    "thinking_token_budget": None,
+    "user": None,
+    "use_beam_search": False,
+    "top_k": None,
+    "min_p": None,
+    "repetition_penalty": None,
+    "watermarking": None,
+    "length_penalty": 1.0,
+    "stop_token_ids": [],
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "truncation_side": None,
+    "prompt_logprobs": None,
+    "logprob_token_ids": None,
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "echo": False,
+    "structured_outputs": None,
+    "priority": 0,
+    "request_id": "any",
+    "session_id": None,
+    "return_tokens_as_token_ids": None,
+    "return_token_ids": None,
+    "routed_experts_prompt_start": 0,
+    "return_token_offsets": False,
+    "mm_payload": "tensors",
+    "return_mm_kwargs": None,
+    "cache_salt": None,
+    "kv_transfer_params": None,
+    "ec_transfer_params": None,
+    "vllm_xargs": None,
+    "repetition_detection": None,
+    "stream_interval": None,
+}
+VLLM_FIELDS: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        **VLLM_GENERATION,
+        "messages": HI,
+        "logprobs": False,
+        "top_logprobs": 0,
+        "max_tokens": None,
+        "max_completion_tokens": None,
+        "tools": None,
+        "tool_choice": "none",
+        "reasoning_effort": None,
+        "include_reasoning": True,
+        "parallel_tool_calls": True,
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "add_special_tokens": False,
+        "documents": None,
+        "chat_template": None,
+        "chat_template_kwargs": None,
+        "media_io_kwargs": None,
+        "mm_processor_kwargs": None,
+        "return_prompt_text": None,
+    },
+    "completions": {
+        **VLLM_GENERATION,
+        "prompt": "Hi",
+        "logprobs": None,
+        "max_tokens": 16,
+        "suffix": None,
+        "prompt_embeds": None,
+        "add_special_tokens": True,
+    },
+}
+"""The fields of ChatCompletionRequest and CompletionRequest of vLLM 0.32.0, with their defaults."""
+
+
+@pytest.mark.parametrize("path", VLLM_FIELDS)
+async def test_every_field_of_vllm_is_known_and_its_default_is_accepted(running: Any, path: str) -> None:
+    body = BODIES[path]
+    known = {*body.model_fields, *body.policy.without_effect, *(body.policy.not_offered or ())}
+    assert VLLM_FIELDS[path].keys() <= known
+    reply = await running.post(f"/v1/{path}", VLLM_FIELDS[path])
+    assert reply.status_code == 200, reply.text
+    assert "x-ignored-fields" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("chat/completions", "chat_template"),
+        *(
+            (path, name)
+            for path in VLLM_FIELDS
+            for name in ("logits_processors", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs")
+        ),
+    ],
+)
+async def test_code_and_templates_of_a_client_are_rejected(running: Any, path: str, name: str) -> None:
+    for value in ({"a": 1}, "{{ 1 }}", ["x"]):
+        reply = await running.post(f"/v1/{path}", {**REQUIRED[path], name: value})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+    assert running.backend.requests == []
+
+
+async def test_allowed_tokens_reach_the_engine_and_are_checked(running: Any) -> None:
+    for path in ("chat/completions", "completions"):
+        await running.post(f"/v1/{path}", {**REQUIRED[path], "allowed_token_ids": [5, 9]})
+        assert running.backend.requests[-1][1].allowed_token_ids == [5, 9]
+        for wrong in ([], [49152], [-1], "5"):
+            reply = await running.post(f"/v1/{path}", {**REQUIRED[path], "allowed_token_ids": wrong})
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"].startswith("allowed_token_ids")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 3}, slice(-3, None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, slice(-3, None)),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, slice(0, 3)),
+        ({"truncate_prompt_tokens": 100_000}, slice(None)),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 4}, slice(-12, None)),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 1000}, slice(-1, None)),
+        ({"truncate_prompt_tokens": None}, slice(None)),
+    ],
+)
+async def test_a_prompt_is_truncated_on_request(start: Any, fields: dict[str, Any], kept: slice) -> None:
+    running = await start(max_sequence_length=16)
+    short = "truncate_prompt_tokens" in fields and fields["truncate_prompt_tokens"] != -1
+    text = "one two three four five six" if short else "word " * 3000
+    tokens = running.tokenizer.encode(text)
+    reply = await running.post("/v1/completions", {"prompt": text, "max_tokens": 1, **fields})
+    assert reply.status_code == 200, reply.text
+    assert running.backend.requests[-1][0] == tokens[kept]
+    reply = await running.post("/v1/completions", {"prompt": text, "max_tokens": 1, "echo": True, **fields})
+    assert reply.json()["choices"][0]["text"].startswith(running.tokenizer.decode(tokens[kept]))
+
+
+async def test_a_conversation_is_truncated_on_request(running: Any) -> None:
+    await running.chat("Hello there")
+    await running.chat("Hello there", truncate_prompt_tokens=5)
+    (whole, _), (cut, _) = running.backend.requests
+    assert cut == whole[-5:]
+    reply = await running.post(
+        "/v1/embeddings", {"input": ["one two three four five", "six"], "truncate_prompt_tokens": 2}
+    )
+    assert reply.status_code == 200
+    prompts = [tokens for tokens, _ in running.backend.requests[2:]]
+    assert prompts == [running.tokenizer.encode("one two three four five")[:2], running.tokenizer.encode("six")]
+
+
+async def test_special_tokens_before_a_text_are_a_choice(start: Any, tokenizer: Tokenizer, monkeypatch: Any) -> None:
+    running = await start()
+    calls: list[bool] = []
+    encode = type(tokenizer).encode
+
+    def recorded(self: Tokenizer, text: str, *, add_special: bool = True) -> list[int]:
+        if "Hi" in text:
+            calls.append(add_special)
+        return encode(self, text, add_special=add_special)
+
+    monkeypatch.setattr(type(tokenizer), "encode", recorded)
+    for value, completion, chat in ((None, True, False), (True, True, True), (False, False, False)):
+        calls.clear()
+        await running.post("/v1/completions", {"prompt": "Hi", "max_tokens": 1, "add_special_tokens": value})
+        await running.chat(add_special_tokens=value, max_tokens=1)
+        assert calls == [completion, chat]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_special_tokens_of_an_answer_are_a_choice(running: Any, tokenizer: Tokenizer, stream: bool) -> None:
+    running.backend.answer = "one <|im_start|>two<|im_end|>"
+    texts = {}
+    for skip in (None, True, False):
+        fields = {"skip_special_tokens": skip, "max_tokens": 50, "ignore_eos": True, "stream": stream}
+        if stream:
+            chunks = await running.openai.chat.completions.create(
+                model="smollm2",
+                messages=HI,
+                temperature=0,
+                max_tokens=5,
+                stream=True,
+                extra_body={"skip_special_tokens": skip},
+            )
+            texts[skip] = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        else:
+            reply = await running.chat(**fields)
+            texts[skip] = reply.json()["choices"][0]["message"]["content"]
+    assert "<|im_start|>" in texts[False]
+    assert texts[None] == texts[True] == texts[False].replace("<|im_start|>", "").replace("<|im_end|>", "")
+
+
+async def test_log_probabilities_may_name_tokens_by_id(running: Any) -> None:
+    fields = {"max_tokens": 3, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    chat = (await running.chat(logprobs=True, top_logprobs=1, **fields)).json()["choices"][0]
+    names = [f"token_id:{token}" for token in chat["token_ids"]]
+    assert [entry["token"] for entry in chat["logprobs"]["content"]] == names
+    assert all(entry["top_logprobs"][0]["token"].startswith("token_id:") for entry in chat["logprobs"]["content"])
+    body = {"prompt": "Hi", "temperature": 0, "logprobs": 1, **fields}
+    completion = (await running.post("/v1/completions", body)).json()["choices"][0]
+    assert completion["logprobs"]["tokens"] == [f"token_id:{token}" for token in completion["token_ids"]]
+    assert all(name.startswith("token_id:") for top in completion["logprobs"]["top_logprobs"] for name in top)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize("log_probs", [None, 1, 5])
+async def test_log_probabilities_of_the_prompt(running: Any, top: int, log_probs: int | None) -> None:
+    tokens = running.tokenizer.encode("one two three")
+    body = {"prompt": "one two three", "max_tokens": 2, "temperature": 0, "prompt_logprobs": top}
+    choice = (await running.post("/v1/completions", {**body, "logprobs": log_probs})).json()["choices"][0]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert [str(token) in entry for token, entry in zip(tokens[1:], others, strict=True)] == [True] * len(others)
+    assert all(top <= len(entry) <= top + 1 for entry in others)
+    for token, entry in zip(tokens[1:], others, strict=True):
+        assert entry[str(token)]["decoded_token"] == running.tokenizer.decode([token])
+        assert [item["rank"] for item in entry.values() if item["rank"]] == list(range(1, top + 1))
+    if log_probs is None:
+        assert choice["logprobs"] is None
+    else:
+        assert all(len(entry) == log_probs + 1 for entry in choice["logprobs"]["top_logprobs"])
+    chat = (await running.chat(prompt_logprobs=top, max_tokens=1)).json()
+    assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+    assert chat["choices"][0]["logprobs"] is None
+    reply = await running.chat(prompt_logprobs=top, stream=True)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_an_interval_of_a_stream_has_two_names(running: Any) -> None:
+    for fields in ({"stream_interval": 7}, {"streaming_interval": 7}, {"streaming_interval": 7, "stream_interval": 9}):
+        await running.chat(stream=True, **fields)
+        assert running.backend.requests[-1][1].streaming_interval == 7
+
+
+# --- the meaning of sampling ----------------------------------------------------------------------------------------
+
+GREEDY = {"temperature": 0.0, "top_k": 1, "top_p": 0.0, "min_p": 0.0}
+NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": None}
+MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, NEUTRAL),
+    (dict.fromkeys(NEUTRAL), NEUTRAL),
+    ({"temperature": 0}, GREEDY),
+    ({"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.5}, GREEDY),
+    ({"temperature": 1e-6}, GREEDY),
+    ({"temperature": 1}, {"temperature": 1.0, "top_k": 0}),
+    ({"temperature": 2}, {"temperature": 2.0}),
+    ({"top_p": 0}, GREEDY),  # the most likely token alone; vLLM rejects it
+    ({"top_p": 1e-7}, GREEDY),
+    ({"top_p": 1e-320}, GREEDY),
+    ({"top_p": 1}, {"temperature": 1.0, "top_p": 1.0, "top_k": 0}),  # 1 keeps all tokens
+    ({"top_k": 0}, {"top_k": 0, "temperature": 1.0}),
+    ({"top_k": -1}, {"top_k": 0}),
+    ({"top_k": 1}, {"top_k": 1}),
+    ({"min_p": 0}, {"min_p": 0.0}),
+    ({"min_p": 1}, {"min_p": 1.0}),
+    ({"repetition_penalty": 1}, {"repetition_penalty": 1.0}),
+    ({"presence_penalty": 0, "frequency_penalty": None}, {"presence_penalty": 0.0, "frequency_penalty": 0.0}),
+    ({"presence_penalty": -2, "frequency_penalty": 2}, {"presence_penalty": -2.0, "frequency_penalty": 2.0}),
+    ({"seed": -1}, {"seed": None}),
+    ({"seed": 0}, {"seed": 0}),
+    ({"seed": (1 << 63) - 1}, {"seed": (1 << 63) - 1}),
+    ({"seed": -(1 << 63)}, {"seed": 1 << 63}),
+    ({"max_tokens": None}, {"num_tokens_to_generate": None}),  # as many as fit
+    ({"max_tokens": 1}, {"num_tokens_to_generate": 1}),
+    ({"min_tokens": 0}, {"min_tokens": 0}),
+    ({"stop": None}, {"stop_words": None}),
+    ({"stop": []}, {"stop_words": None}),
+    ({"stop": "a"}, {"stop_words": ["a"]}),
+    ({"logit_bias": {}}, {"logit_bias": None}),
+    ({"logit_bias": {"5": -100, "6": 100}}, {"logit_bias": {5: -100.0, 6: 100.0}}),
+    ({"bad_words": [], "stop_token_ids": []}, {"bad_words": None}),
+    ({"ignore_eos": True}, {"termination_id": -1}),
+    ({"logprobs": None}, {"return_log_probs": False, "skip_prompt_log_probs": True}),
+]
+"""Fields of a request, and the sampling parameters of the engine: what vLLM 0.32 means, except where noted."""
+
+
+@pytest.mark.parametrize(("fields", "expected"), MEANINGS)
+def test_a_value_means_what_it_means_to_vllm(
+    tokenizer: Tokenizer, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    params = params_of(tokenizer, **fields)
+    assert {name: getattr(params, name) for name in expected} == expected
+    assert params.is_greedy is (expected == GREEDY or fields.get("top_k") == 1)
+
+
+QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "eos": 2}
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "repetition_penalty": 1.05,
+    "eos_token_id": 2,
+}
+OF_QWEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+
+
+def test_a_generation_config_is_read_as_vllm_reads_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert model_defaults(QWEN) == OF_QWEN
+    assert model_defaults({"max_new_tokens": 7, "min_p": 0.1, "top_k": -1}) == {
+        "num_tokens_to_generate": 7,
+        "min_p": 0.1,
+        "top_k": 0,
+    }
+    assert model_defaults({"temperature": None, "do_sample": False, "transformers_version": "5"}) == {}
+    assert not caplog.records
+    assert model_defaults({"temperature": "hot", "top_k": 1.5, "top_p": 7, "min_p": True, "max_new_tokens": 0}) == {}
+    assert [record.message.split(" is ")[0].split(": ")[1] for record in caplog.records] == [
+        *("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+    ]
+
+
+async def test_the_defaults_of_the_model_hold_below_the_request(
+    start: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "generation_config", {**QWEN, "max_new_tokens": 9})
+    running = await start()
+
+    async def params(path: str = "chat/completions", **fields: Any) -> SamplingParams:
+        body = {name: value for name, value in REQUIRED[path].items() if not name.startswith("max_")}
+        reply = await running.post(f"/v1/{path}", {**body, **fields})
+        assert reply.status_code == 200, reply.text
+        return running.backend.requests[-1][1]
+
+    def values(found: SamplingParams) -> dict[str, Any]:
+        return {name: getattr(found, name) for name in OF_QWEN}
+
+    for path, fields in (
+        ("chat/completions", {}),
+        ("completions", {"temperature": None}),
+        ("responses", {}),
+        ("messages", {"max_tokens": 5}),
+    ):
+        assert values(await params(path, **fields)) == OF_QWEN
+    assert (await params()).num_tokens_to_generate == 9
+    assert (await params("completions")).num_tokens_to_generate == 16
+    assert (await params(max_tokens=3)).num_tokens_to_generate == 3
+    assert values(await params(top_k=0, top_p=1, repetition_penalty=1)) == {
+        "temperature": 0.6,
+        "top_k": 0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+    }
+    greedy = await params(temperature=0)
+    assert greedy.is_greedy
+    assert greedy.repetition_penalty == 1.05
+    answer = (await running.post("/v1/responses", REQUIRED["responses"])).json()
+    assert (answer["temperature"], answer["top_p"]) == (0.6, 0.95)
+    neutral = await start(generation_config="none")
+    await neutral.post("/v1/chat/completions", REQUIRED["chat/completions"])
+    found = neutral.backend.requests[-1][1]
+    assert {name: getattr(found, name) for name in NEUTRAL} == NEUTRAL
+
+
+def test_the_tokenizer_of_a_directory_has_its_generation_config(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
+    assert tokenizer_from_directory(tmp_path).generation_config == {}
+    (tmp_path / "generation_config.json").write_text('{"top_k": 1, "eos_token_id": [2]}')
+    assert tokenizer_from_directory(tmp_path).generation_config["top_k"] == 1

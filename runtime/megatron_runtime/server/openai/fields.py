@@ -110,6 +110,12 @@ def reported(names: Iterable[str]) -> str:
     return ", ".join(list(shown)[:MAX_REPORTED_FIELDS])
 
 
+def converted(name: str, value: Any) -> Any:
+    """Return the sampling parameter `name` for a value of its HTTP field."""
+    convert = HTTP_FIELDS[name].value
+    return value if convert is None else convert(value)
+
+
 def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
     """Return the bounds of the sampling parameter `name`, for the field of a body that becomes it.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, Self
 
@@ -104,6 +104,7 @@ class ResponsesRequest(SampledRequest):
     structured_outputs: StructuredOutputs | None = served(
         "The formats of completions: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
     )
+    include_reasoning: StrictBool | None = served("`false`: the answer lacks the reasoning.")
     chat_template_kwargs: TemplateVariables | None = served("Variables of the model's chat template.")
     reasoning: ReasoningOptions | None = served(
         "`effort`: see [reasoning](http-api-behaviour.md#reasoning). The answer has the reasoning itself, without a "
@@ -159,6 +160,7 @@ class ResponsesRequest(SampledRequest):
             "messages": _messages(self),
             "max_completion_tokens": self.max_output_tokens,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "include_reasoning": self.include_reasoning,
             "chat_template_kwargs": self.chat_template_kwargs,
             "structured_outputs": self.structured_outputs,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
@@ -225,7 +227,7 @@ async def create_response(service: Service, request: Request) -> Response:
     conversation = await conversation_of(service, request, chat)
     generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
     model = generation.adapter or service.settings.served_name
-    answer = _Answer(body, conversation.reader(), generation.usage, model=model)
+    answer = _Answer(body, conversation.reader(), generation.usage, model=model, defaults=service.defaults)
     if body.stream:
         events = _events(answer, generation)
         seconds = service.settings.keep_alive_seconds
@@ -263,8 +265,18 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 class _Answer:
     """Collects the output items of one answer, and describes each step as an event of a stream."""
 
-    def __init__(self, request: ResponsesRequest, reader: AnswerReader, usage: Usage, *, model: str) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        reader: AnswerReader,
+        usage: Usage,
+        *,
+        model: str,
+        defaults: Mapping[str, Any],
+    ) -> None:
+        """defaults: sampling parameters of the model."""
         self._request = request
+        self._defaults = defaults
         self._model = model
         self._reader = reader
         self._usage = usage
@@ -321,11 +333,13 @@ class _Answer:
             "previous_response_id": None,
             "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": self._defaults.get("temperature", 1.0)
+            if request.temperature is None
+            else request.temperature,
             "text": {"format": format_},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in request.tools or ()],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": self._defaults.get("top_p", 1.0) if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": usage,
             "metadata": {},

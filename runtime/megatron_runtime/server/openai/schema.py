@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.rules import MAX_INT32
 from megatron_runtime.requests.sampling_params import (
     BIASES,
     MAX_BAD_WORDS,
@@ -81,6 +82,10 @@ TopLogProbs = Annotated[StrictInt, within("top_n_logprobs", maximum=MAX_TOP_LOGP
 StopTokenIds = Annotated[
     list[Annotated[StrictInt, within("stop_token_ids")]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
 ]
+AllowedTokenIds = Annotated[
+    list[Annotated[StrictInt, within("allowed_token_ids")]],
+    Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True),
+]
 TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
@@ -107,6 +112,17 @@ def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get(other) != wanted:
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
+def without(other: str, problem: str) -> AfterValidator:
+    """Return a validator that rejects a value if the field `other`, which is above this one, is true."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get(other):
             raise ValueError(problem)
         return value
 
@@ -228,10 +244,15 @@ class SampledRequest(ModelRequest):
     logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIAS_TOKENS)] | None = sampled("logit_bias")
     bad_words: BadWords | None = sampled("bad_words")
     stop_token_ids: StopTokenIds | None = sampled("stop_token_ids")
+    allowed_token_ids: AllowedTokenIds | None = sampled("allowed_token_ids")
     priority: Annotated[StrictInt, within("priority")] | None = sampled("priority")
+    streaming_interval: Annotated[StrictInt, within("streaming_interval")] | None = sampled("streaming_interval")
     ignore_eos: StrictBool | None = served("The model's own end tokens do not end the answer.")
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = served(
         "Cached prefixes are shared only among requests of one salt, and of one API key."
+    )
+    skip_special_tokens: StrictBool | None = served(
+        "`false`: the text of the answer has its special tokens, but not the one that ended it."
     )
 
     @field_validator("logit_bias")
@@ -265,6 +286,31 @@ class GenerationRequest(SampledRequest):
     return_token_ids: StrictBool | None = served("Each choice, or chunk, has `token_ids`.")
     add_BOS: StrictBool | None = served("The prompt begins with the model's first token, unless it does already.")
 
+    add_special_tokens: StrictBool | None = served(
+        "Put what the model expects before a text, such as its begin-of-sequence token. Completions: `true` if absent. "
+        "Chat: `false` if absent, because the chat template writes it."
+    )
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] | None = served(
+        "Keep this many tokens of each prompt. -1 keeps as many as fit with `max_tokens`."
+    )
+    truncation_side: Literal["left", "right"] | None = served(
+        "The side that `truncate_prompt_tokens` removes; `left` if absent."
+    )
+    return_tokens_as_token_ids: StrictBool | None = served(
+        "Log-probabilities name a token `token_id:N` instead of its text."
+    )
+    prompt_logprobs: Annotated[
+        TopLogProbs | None,
+        without("stream", "prompt_logprobs is not allowed with stream: true: leave one of them out"),
+    ] = served(
+        "Log-probabilities of the prompt's tokens and of the most likely ones at their places, in `prompt_logprobs`: "
+        "by token id `logprob`, `rank` (null for a token that is not among the most likely) and `decoded_token`. Not "
+        "with `stream`."
+    )
+    stream_interval: Annotated[StrictInt, within("streaming_interval")] | None = served(
+        "Another name of `streaming_interval`."
+    )
+
     # At most one of these is given.
     response_format: ResponseFormat | None = served(
         "`text`, `json_object`, or `json_schema` with `json_schema: {name, schema}`. The format is always enforced, "
@@ -280,6 +326,11 @@ class GenerationRequest(SampledRequest):
     guided_regex: NonEmpty | None = served("A regular expression.")
     guided_choice: GuidedChoice | None = served("One of these texts.")
     guided_grammar: NonEmpty | None = served("A grammar in Lark's syntax.")
+
+    @property
+    def answer_limit(self) -> int | None:
+        """Return the maximum number of tokens of the answer that the request asks for."""
+        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
@@ -488,6 +539,7 @@ class ChatRequest(GenerationRequest):
         "See [tools](http-api-behaviour.md#tools)."
     )
     parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
+    include_reasoning: StrictBool | None = served("`false`: the answer lacks the reasoning.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = served(
         "`none` to `xhigh`, given to a chat template that reads `reasoning_effort` or `enable_thinking`. See "
         "[reasoning](http-api-behaviour.md#reasoning)."
@@ -513,6 +565,11 @@ class ChatRequest(GenerationRequest):
         if isinstance(value, NamedTool) and value.function.name not in names:
             raise ValueError(f"there is no function {value.function.name!r} among the tools: {', '.join(names)}")
         return value
+
+    @property
+    def answer_limit(self) -> int | None:
+        """Return the maximum number of tokens of the answer that the request asks for."""
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def offered_tools(self) -> list[Tool]:

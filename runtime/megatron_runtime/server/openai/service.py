@@ -25,7 +25,7 @@ from megatron_runtime.server.guards import MAX_ELEMENTS, JsonLimitError, JsonSca
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.bodies import PARSED_IN_PLACE_BYTES, BodyBudget, Lease, parse, parse_in_child
 from megatron_runtime.server.openai.fields import reported
-from megatron_runtime.server.openai.jobs import MAX_JOBS
+from megatron_runtime.server.openai.jobs import MAX_JOBS, model_defaults
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
 from megatron_runtime.server.rate_limits import LimitReachedError, RateLimits, Reservation
@@ -73,6 +73,8 @@ class Service:
     """The bytes that requests hold until they are answered."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: requests that are still open are answered with an error."""
+    defaults: Mapping[str, Any] = field(init=False)
+    """The model's own sampling parameters, which hold below those of a request."""
     rate_limits: RateLimits = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -82,6 +84,8 @@ class Service:
             reserved_tokens=self.settings.reserve_tokens,
             wait_seconds=self.settings.coordinator_wait_seconds,
         )
+        config = self.prompts.tokenizer.generation_config if self.settings.generation_config == "auto" else {}
+        self.defaults = model_defaults(config)
         self.bodies = BodyBudget(self.settings.max_bodies_bytes)
 
     def missing(self) -> list[str]:
