@@ -518,13 +518,6 @@ def test_a_value_means_what_it_means_to_vllm(
 
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "eos": 2}
-    "do_sample": True,
-    "temperature": 0.6,
-    "top_k": 20,
-    "top_p": 0.95,
-    "repetition_penalty": 1.05,
-    "eos_token_id": 2,
-}
 OF_QWEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
 
 
