@@ -119,7 +119,7 @@ def test_an_answer_whose_generated_tokens_end_it_names_the_stop_token() -> None:
 
 def test_a_request_that_can_never_fit_is_rejected_with_the_remedy() -> None:
     engine = make_engine()
-    with pytest.raises(MaxSequenceLengthOverflowError, match=r"maximum context length was exceeded.*shorten"):
+    with pytest.raises(MaxSequenceLengthOverflowError, match=r"maximum context length is .*shorten"):
         engine.add_request(request(0, [1] * 256))
     small = make_engine(pages=5)
     with pytest.raises(BlockOverflowError, match="kv_cache_memory"):

@@ -190,7 +190,7 @@ async def test_an_answer_has_timings_and_events(served: Served) -> None:
 async def test_an_invalid_request_is_rejected_with_class_and_field(served: Served) -> None:
     error = (await served.generate([1] * 5000, 5))["error"]
     assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", False)
-    assert "maximum context length was exceeded" in error["message"]
+    assert "maximum context length is " in error["message"]
     sampling = SamplingParams(temperature=0.0, num_tokens_total=2)
     error = (await asyncio.wait_for(served.client.add_request([1, 2, 3], sampling), LONG_SECONDS))["error"]
     assert (error["code"], error["field"]) == (400, "num_tokens_total")

@@ -193,7 +193,7 @@ class TestDirectMode:
         assert good.status is Status.COMPLETED
         assert bad.status is Status.FAILED
         assert bad.failed()
-        assert "maximum context length was exceeded" in bad.error["message"]
+        assert "maximum context length is " in bad.error["message"]
         assert isinstance(bad.events[-1].payload, MaxSequenceLengthOverflowError)
 
     def test_stop_words_log_probs_and_segments(self, llm, greedy, tokenizer) -> None:

@@ -201,7 +201,7 @@ async def test_a_prompt_beyond_the_context_is_rejected(start: Any) -> None:
     ):
         reply = await running.post(path, body)
         assert reply.status_code == 400
-        assert "This model's maximum context length was exceeded." in error_of(reply)["message"]
+        assert "This model's maximum context length is " in error_of(reply)["message"]
         assert error_of(reply)["code"] == "context_length_exceeded"
     fits = await running.post("/v1/completions", {"model": "smollm2", "prompt": [5] * 63, "max_tokens": 50})
     assert fits.json()["usage"]["completion_tokens"] == 1
@@ -221,7 +221,7 @@ async def test_a_failure_of_the_engine_is_reported(running: Any) -> None:
     running.backend.failure = {"type": "MaxSequenceLengthOverflow", "message": "900 > 800", "code": 400}
     reply = await running.chat()
     assert reply.status_code == 400
-    assert error_of(reply)["message"] == "This model's maximum context length was exceeded. 900 > 800"
+    assert error_of(reply)["message"] == "This model's maximum context length is exceeded: 900 > 800"
     running.backend.failure["code"] = None
     assert (await running.chat()).status_code == 400
     for code in (None, 7, "503"):

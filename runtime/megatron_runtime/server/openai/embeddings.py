@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr
@@ -34,6 +35,7 @@ class EmbeddingRequest(ModelRequest):
     """POST /v1/embeddings."""
 
     policy = EMBEDDINGS_POLICY
+    own_names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     token_field = "input"
 
     input: (

@@ -7,9 +7,9 @@ those of https://docs.anthropic.com/en/api/messages.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
     BeforeValidator,
@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.errors import ApiError, ContextLengthError, from_validation
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
@@ -163,6 +163,13 @@ class CountTokensRequest(ModelRequest):
     """POST /v1/messages/count_tokens."""
 
     policy = COUNT_TOKENS_POLICY
+    own_names: ClassVar[Mapping[str, str]] = {
+        "chat_template_kwargs": "thinking",
+        "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="Roles user and assistant. Content is a string, or blocks of type text, thinking, tool_use and "
@@ -417,7 +424,12 @@ def _arguments(text: str) -> dict[str, Any]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return an error in the format of Anthropic's API."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    message = error.message
+    if isinstance(error, ContextLengthError):
+        message = f"prompt is too long: {error.prompt_length} tokens > {error.limit} maximum"
+    elif error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 _ERROR_TYPES = {

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, StrictStr, ValidationError, field_validator
 from starlette.requests import Request
@@ -79,6 +79,13 @@ class ResponsesRequest(SampledRequest):
     """POST /v1/responses."""
 
     policy = RESPONSES_POLICY
+    own_names: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    }
 
     input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A text, or items of type message, reasoning, function_call, function_call_output: also those of "

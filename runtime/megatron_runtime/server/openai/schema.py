@@ -7,6 +7,7 @@ its first wrong element.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -159,12 +160,14 @@ class ModelRequest(Body):
 
     token_field: field that may have a long list, of token ids.
     policy:      of the fields that the class does not declare.
+    own_names:   the fields of a route by their names in the request that is made of it.
     """
 
     model_config = ConfigDict(extra="allow")
 
     token_field: ClassVar[str | None] = None
     policy: ClassVar[FieldPolicy] = FieldPolicy()
+    own_names: ClassVar[Mapping[str, str]] = {}
 
     model: Name | None = served("The name in `/v1/models`.")
 
