@@ -187,7 +187,7 @@ class _Edits:
 
 
 def _bits(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return LogitEdits.allowed of these tokens. Tokens beyond its last word are not allowed."""
+    """Return LogitEdits.allowed of these tokens. It ends with the highest of them."""
     ids = np.array(tokens, np.uint32)
     words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
