@@ -10,9 +10,8 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +144,9 @@ def _application() -> Any:
     from megatron_runtime.server.app import create_app
     from megatron_runtime.server.settings import ServerSettings
 
-    tokenizer = SimpleNamespace(context_length=None, chat_template=None, template_for=lambda tools: None)
+    tokenizer = SimpleNamespace(
+        context_length=None, chat_template=None, template_for=lambda tools: None, generation_config={}
+    )
     settings = ServerSettings(tool_call_parser="none", vllm_metrics=False)
     return create_app(settings, backend=SimpleNamespace(), tokenizer=tokenizer)  # type: ignore[arg-type]
 
@@ -198,35 +199,40 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
     return f"{kind}, at most {most:,}" if most is not None else kind
 
 
-_WITHOUT_COMMON_FIELDS = ("responses", "messages", "count_tokens", "embeddings", "tokenize", "detokenize")
+def _meanings(path: str) -> dict[str, tuple[str, str]]:
+    """The type and the meaning of every known field of a route: those of its class, and those of its policy."""
+    from megatron_runtime.server.app import BODIES
+
+    schema, policy = _schema(path), BODIES[path.removeprefix("/v1/")].policy
+    served = {
+        name: (_type(field, schema.get("$defs", {})), field["description"])
+        for name, field in schema["properties"].items()
+    }
+    rejected = {name: ("any", rule.text) for name, rule in sorted((policy.not_offered or {}).items())}
+    return served | rejected | {name: ("any", "Accepted, without effect.") for name in sorted(policy.without_effect)}
 
 
-def _fields(path: str, section: str) -> list[tuple[str, ...]]:
-    texts = tomllib.loads((ROOT / "docs" / "http_fields.toml").read_text())
-    schema = _schema(path)
-    required = schema.get("required", ())
-    known = texts[section] if section in _WITHOUT_COMMON_FIELDS else texts["common"] | texts[section]
-    properties = schema["properties"]
-    for name in (*properties.keys() - known.keys(), *known.keys() - properties.keys()):
-        raise SystemExit(f"docs/http_fields.toml, [{section}] and [common]: {name} is missing, or no field of {path}")
-    return [
-        (f"`{name}`" + (" (required)" if name in required else ""), _type(field, schema.get("$defs", {})), known[name])
-        for name, field in properties.items()
-        if section in _WITHOUT_COMMON_FIELDS or name in texts[section]
-    ]
-
-
-def _common_fields() -> Table:
-    texts = tomllib.loads((ROOT / "docs" / "http_fields.toml").read_text())["common"]
-    schema = _schema("/v1/chat/completions")
-    rows = [
-        (f"`{name}`", _type(schema["properties"][name], schema.get("$defs", {})), text) for name, text in texts.items()
+def _rows(path: str, names: Iterable[str]) -> Table:
+    required, meanings = _schema(path).get("required", ()), _meanings(path)
+    rows: list[tuple[str, ...]] = [
+        (f"`{name}`" + (" (required)" if name in required else ""), *meanings[name]) for name in names
     ]
     return _table("field", "type", "meaning", rows=rows)
 
 
-def _own_fields(path: str, section: str) -> Callable[[], Table]:
-    return lambda: _table("field", "type", "meaning", rows=_fields(path, section))
+def _common_names() -> list[str]:
+    """The fields of completions that mean the same in chat completions."""
+    chat, completions = _meanings("/v1/chat/completions"), _meanings("/v1/completions")
+    return [name for name, (_, text) in chat.items() if name in completions and completions[name][1] == text]
+
+
+def _common_fields() -> Table:
+    return _rows("/v1/chat/completions", _common_names())
+
+
+def _fields(path: str, *, has_common: bool = False) -> Callable[[], Table]:
+    """Return a function that lists the fields of a route. has_common: without the common ones."""
+    return lambda: _rows(path, [name for name in _meanings(path) if not has_common or name not in _common_names()])
 
 
 # --- chart ----------------------------------------------------------------------------------------------------------
@@ -335,12 +341,17 @@ def _attributes(module: str, name: str) -> Callable[[], Table]:
     return write
 
 
-def sampling_bounds() -> Table:
-    """The sampling parameters that are or contain numbers, and what each may be."""
-    from megatron_runtime.requests.sampling_params import RULES
+def sampling_parameters() -> Table:
+    """The sampling parameters: types, defaults, meanings, and what each may be."""
+    import dataclasses
 
-    rows = [(f"`{name}`", rule.allowed) for name, rule in RULES.items() if rule.bounds is not None]
-    return _table("field", "allowed", rows=rows)
+    from megatron_runtime.requests.sampling_params import PARAMETERS, SamplingParams
+
+    rows: list[tuple[str, ...]] = []
+    for field in dataclasses.fields(SamplingParams):
+        item = PARAMETERS[field.name]
+        rows.append((f"`{field.name}`", f"`{field.type}`", f"`{field.default!r}`", item.text, item.rule.allowed))
+    return _table("field", "type", "default", "meaning", "allowed", rows=rows)
 
 
 def _methods(*classes: tuple[str, str]) -> Callable[[], Table]:
@@ -471,14 +482,14 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "operator-metrics": operator_metrics,
     "openapi": openapi,
     "common-fields": _common_fields,
-    "completion-fields": _own_fields("/v1/completions", "completions"),
-    "chat-fields": _own_fields("/v1/chat/completions", "chat"),
-    "responses-fields": _own_fields("/v1/responses", "responses"),
-    "messages-fields": _own_fields("/v1/messages", "messages"),
-    "count-tokens-fields": _own_fields("/v1/messages/count_tokens", "count_tokens"),
-    "embeddings-fields": _own_fields("/v1/embeddings", "embeddings"),
-    "tokenize-fields": _own_fields("/v1/tokenize", "tokenize"),
-    "detokenize-fields": _own_fields("/v1/detokenize", "detokenize"),
+    "completion-fields": _fields("/v1/completions", has_common=True),
+    "chat-fields": _fields("/v1/chat/completions", has_common=True),
+    "responses-fields": _fields("/v1/responses"),
+    "messages-fields": _fields("/v1/messages"),
+    "count-tokens-fields": _fields("/v1/messages/count_tokens"),
+    "embeddings-fields": _fields("/v1/embeddings"),
+    "tokenize-fields": _fields("/v1/tokenize"),
+    "detokenize-fields": _fields("/v1/detokenize"),
     "chart-values": chart_values,
     "llm-arguments": _arguments("megatron_core/apis/_llm_base.py", "_MegatronLLMBase"),
     "llm-methods": _methods(
@@ -487,8 +498,7 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "async-llm-methods": _methods(("megatron_core/apis/async_llm.py", "MegatronAsyncLLM")),
     "serve-config": _attributes("in_process/front_end.py", "ServeConfig"),
     "generation-chunk": _attributes("in_process/streams.py", "GenerationChunk"),
-    "sampling-params": _attributes("requests/sampling_params.py", "SamplingParams"),
-    "sampling-bounds": sampling_bounds,
+    "sampling-params": sampling_parameters,
     "inference-config": _attributes("requests/config.py", "InferenceConfig"),
     "client-methods": _methods(("megatron_core/inference_client.py", "InferenceClient")),
     "errors": errors,

@@ -241,7 +241,6 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @click.command()
 @click.option("--coordinator", type=ADDRESS, required=True, help="The coordinator's client port.")
 @click.option("--model", default="builtin:smollm2-135m", help="The model whose tokenizer is used.")
-@click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option("--model-hash", default="", show_default=False, help="Use only engines of a model with this hash.")
 @click.option("--host", default="::", help="Address to listen on; :: is every address, IPv4 and IPv6.")
 @click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
@@ -283,7 +282,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
 @config_option()
 @log_options
-def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> None:
+def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[str, ...], **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
         raise click.UsageError("--tls-certificate-file and --tls-key-file go together: give both or neither")
@@ -291,7 +290,13 @@ def server(*, listen_fd: int | None, max_connections: int, **options: Any) -> No
     from megatron_runtime.server.settings import ConnectionLimits, ServerSettings
 
     listener = None if listen_fd is None else socket.socket(fileno=listen_fd)
-    run(ServerSettings(connections=ConnectionLimits(max_connections=max_connections), **options), listener=listener)
+    settings = ServerSettings(
+        connections=ConnectionLimits(max_connections=max_connections),
+        model_name=next(iter(model_names), None),
+        model_aliases=model_names[1:],
+        **options,
+    )
+    run(settings, listener=listener)
 
 
 @click.command()

@@ -159,6 +159,17 @@ def _adapter(text: str) -> Adapter:
         raise click.BadParameter(f"{error}.") from error
 
 
+def _origin(text: str) -> str:
+    from megatron_runtime.server.guards import origin_of
+
+    try:
+        return origin_of(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from error
+
+
+ORIGIN = Parsed("origin", _origin)
+"""The origin of a web page: `http://localhost:3000`, or `*` for all."""
 ADAPTER = Parsed("name=source", _adapter)
 """A LoRA adapter: `sql=hf:org/sql-lora@REVISION` or `sql=DIRECTORY`."""
 MEMORY = Parsed("size", _memory)
@@ -285,6 +296,19 @@ engine_options = together(
 )
 """Of an engine, as `megatron engine` and `megatron serve` have them."""
 server_options = together(
+    click.option(
+        "--model-name",
+        "model_names",
+        multiple=True,
+        help="A name in /v1/models; by default the last part of the reference. Repeatable: answers have the first.",
+    ),
+    click.option(
+        "--allowed-origin",
+        "allowed_origins",
+        type=ORIGIN,
+        multiple=True,
+        help="Web pages of this origin may use the server (CORS), such as http://localhost:3000; *: all. Repeatable.",
+    ),
     click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line, or YAML; absent: open to all."),
     click.option(
         "--share-prefix-cache/--no-share-prefix-cache",
@@ -312,6 +336,12 @@ server_options = together(
         type=click.Choice(REASONING_PARSERS),
         default="auto",
         help="How the model marks its reasoning; auto: by the markers in its chat template; none: it is text.",
+    ),
+    click.option(
+        "--generation-config",
+        type=click.Choice(["auto", "none"]),
+        default="auto",
+        help="Defaults of sampling; auto: those of the model's generation_config.json; none: neutral ones.",
     ),
 )
 """Of the OpenAI server, as `megatron server` and `megatron serve` have them."""
@@ -387,9 +417,9 @@ def _option_value(option: click.Option, value: Any) -> Any:
             raise click.BadParameter("use true or false.")
         return value
     if option.multiple:
-        if not isinstance(value, list):
-            raise click.BadParameter("use a list, [...].")
-        return [str(each) for each in value]
+        if isinstance(value, bool):
+            raise click.BadParameter("use a text, or a list, [...].")
+        return [str(each) for each in (value if isinstance(value, list) else [value])]
     if isinstance(value, bool | list):
         raise click.BadParameter("use one value, a text or a number.")
     return json.dumps(value) if isinstance(value, dict) else str(value)

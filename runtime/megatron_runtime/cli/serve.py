@@ -41,7 +41,6 @@ _GRACE_SECONDS = 10.0
 @click.command()
 @click.argument("reference", required=False, metavar="[MODEL]", shell_complete=cached_references)
 @engine_options
-@click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option(
     "--adapter",
     "adapters",
@@ -80,13 +79,15 @@ def serve(**options: Any) -> None:
             raise click.UsageError("give MODEL or --model, not both.")
         options["model"] = reference
     options["model"] = model_reference(options["model"])
-    options["model_name"] = options["model_name"] or default_model_name(options["model"])
+    options["model_names"] = options["model_names"] or (default_model_name(options["model"]),)
+    options["model_name"] = options["model_names"][0]
     try:
         options["adapters"] = AdapterList(options["adapters"])
     except ValueError as error:
         raise click.UsageError(f"--adapter: {error}.") from error
-    if options["adapters"].find(options["model_name"]) is not None:
-        raise click.UsageError(f"--adapter {options['model_name']} has the name of the model: give it another one.")
+    for name in options["model_names"]:
+        if options["adapters"].find(name) is not None:
+            raise click.UsageError(f"--adapter {name} has the name of the model: give it another one.")
     if options["adapters"].adapters and options["backend"] == "vllm":
         options["vllm_arguments"] = {"enable_lora": True, **options["vllm_arguments"]}
     if is_loopback(options["host"]) or options["allowed_hosts"]:
@@ -191,14 +192,24 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
         health_port="off",
     )
     server = arguments(
-        *("model", "model_name", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
-        *("allow_priority", "reserve_tokens", "tool_call_parser", "reasoning_parser", "drain_seconds"),
+        *("model", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
+        *("allow_priority", "reserve_tokens", "tool_call_parser", "reasoning_parser", "generation_config"),
+        "drain_seconds",
         coordinator=_address(sockets, "client"),
         listen_fd=listener.fileno(),
         linger_seconds=0,
         health_port="off",
     )
-    hosts = [argument for host in options.allowed_hosts for argument in ("--allowed-host", host)]
+    repeated = [
+        argument
+        for flag, values in (
+            ("--model-name", options.model_names),
+            ("--allowed-host", options.allowed_hosts),
+            ("--allowed-origin", options.allowed_origins),
+        )
+        for value in values
+        for argument in (flag, value)
+    ]
     engines = []
     for index, gpus in enumerate(options.gpus):
         variables = {name: value for name, value in os.environ.items() if name == VISIBLE}
@@ -209,7 +220,7 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
     return [
         Child("coordinator", ["coordinator", *coordinator]),
         *engines,
-        Child("server", ["server", *server, *hosts], pass_fds=(listener.fileno(),)),
+        Child("server", ["server", *server, *repeated], pass_fds=(listener.fileno(),)),
     ]
 
 

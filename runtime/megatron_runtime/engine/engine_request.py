@@ -118,8 +118,8 @@ class EngineRequest:
 def too_long(prompt: int, longest: int) -> str:
     """Return the error for a prompt of `prompt` tokens where prompt and answer together may have `longest`."""
     return (
-        f"This model's maximum context length is {longest} tokens for prompt and answer, and the prompt has {prompt}: "
-        "shorten it"
+        f"This model's maximum context length is {longest} tokens for prompt and answer. However, the prompt alone has "
+        f"{prompt} tokens: shorten the prompt"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -33,35 +33,42 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule of one field, or of several with equal rules.
+    """What a field may be.
 
-    names:    the fields, separated by spaces.
     is_valid: whether a value is valid.
     allowed:  describes the valid values.
     bounds:   of the number that the field has, or of each number in its list or map; None: it has no bounds.
     """
 
-    names: str
     is_valid: Predicate
     allowed: str
     bounds: Bounds | None = None
 
 
-def bounded(names: str, bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
-    """Return the rule of fields whose value is a number within `bounds`. note: the meaning of special values."""
+FLAG = Rule(lambda value: isinstance(value, bool), "true or false")
+
+
+def bounded(bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
+    """Return the rule of a field whose value is a number within `bounds`. note: the meaning of special values."""
     allowed = f"{bounds}{f' ({note})' if note else ''}{', or None' if or_none else ''}"
-    return Rule(names, optional(bounds) if or_none else bounds, allowed, bounds)
+    return Rule(optional(bounds) if or_none else bounds, allowed, bounds)
 
 
-def field_rules(kind: Any, *rules: Rule) -> dict[str, Rule]:
-    """Return the rules by field of the dataclass `kind`. Fields with a bool default take true or false."""
-    flags = " ".join(item.name for item in fields(kind) if isinstance(item.default, bool))
-    every = (*rules, Rule(flags, lambda value: isinstance(value, bool), "true or false"))
-    return {name: rule for rule in every for name in rule.names.split()}
+def field_rules(kind: Any, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return the rules by field of the dataclass `kind`. Fields with a bool default take true or false.
+
+    rules: by the fields that have equal rules, separated by spaces.
+    """
+    flags = {item.name: FLAG for item in fields(kind) if isinstance(item.default, bool)}
+    return {name: rule for names, rule in rules.items() for name in names.split()} | flags
 
 
 def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return is_int(value) or isinstance(value, float)
 
 
 def int_in(low: int, high: float = math.inf) -> Bounds:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from megatron_runtime.protocol.text import printable
 from megatron_runtime.requests.rules import (
+    FLAG,
     MAX_INT32,
     Rule,
     bounded,
-    field_rules,
     int_in,
     is_text,
     list_of,
@@ -41,6 +42,10 @@ MAX_QUOTED_CHARACTERS = 200
 IGNORE_EOS = -1
 """The `termination_id` that disables the model's end-of-sequence tokens."""
 
+MAX_SEED = (1 << 64) - 1
+NO_SEED = -1
+"""The `seed` of an HTTP request that wants a random one, as in vLLM."""
+
 
 class InvalidSamplingParamsError(ValueError):
     """A sampling parameter is out of range. `field` is its name; the message has value, range and remedy."""
@@ -60,88 +65,365 @@ def _brief(value: object) -> str:
     return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "…"
 
 
+def _not_negative(value: int) -> int:
+    return max(value, 0)
+
+
+def _unsigned_seed(value: int) -> int | None:
+    return None if value == NO_SEED else value & MAX_SEED
+
+
+def _biases_by_token(value: Mapping[str, float]) -> dict[int, float]:
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _is_logit_bias(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_LOGIT_BIAS_TOKENS
+        and all(TOKEN_IDS(token) and BIASES(bias) for token, bias in value.items())
+    )
+
+
+def _are_allowed_tokens(value: Any) -> bool:
+    return list_of(TOKEN_IDS)(value) and len(value) > 0
+
+
+def _are_bad_words(value: Any) -> bool:
+    return (
+        list_of(is_text)(value)
+        and len(value) <= MAX_BAD_WORDS
+        and all(text.strip() for text in value)
+        and sum(map(len, value)) <= MAX_BAD_WORDS_CHARACTERS
+    )
+
+
+def _is_structured_output(value: object) -> bool:
+    if isinstance(value, dict) and "after" in value:
+        after = value["after"]
+        if not list_of(TOKEN_IDS)(after) or not 1 <= len(after) <= MAX_MARKER_TOKENS:
+            return False
+    match value:
+        case None | {"type": "json_object"} | {"type": "json_schema", "value": dict()}:
+            return True
+        case {"type": "regex" | "grammar", "value": str(text)}:
+            return bool(text)
+        case {"type": "choice", "value": [*texts]}:
+            return bool(texts) and all(isinstance(text, str) and text for text in texts)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class HttpField:
+    """The field of the HTTP API that becomes a sampling parameter.
+
+    name:    of the field.
+    text:    its meaning, if it is more or other than the meaning of the parameter.
+    minimum, maximum: of the field, if they differ: a value that the server translates, or the limit of OpenAI.
+    value:   returns the parameter's value for a value of the field; None: they are equal.
+    """
+
+    name: str
+    text: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    value: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A sampling parameter: what it may be, its meaning, and the HTTP field that becomes it, if there is one."""
+
+    rule: Rule
+    text: str
+    http: HttpField | None
+
+
+def parameter(text: str, rule: Rule = FLAG, *, http: HttpField | None = None) -> dict[str, Parameter]:
+    """Return the metadata of the field of SamplingParams that declares a parameter."""
+    return {"parameter": Parameter(rule, text, http)}
+
+
 @dataclass(eq=True)
 class SamplingParams:
     """Sampling parameters of one request (Megatron-Core `SamplingParams`, and the fields this runtime adds).
 
+    Each field declares one parameter: its default, its meaning, what it may be, and the HTTP field that becomes it.
+    The engine relies on the rules: no number overflows or underflows float32 or int32 where a step uses it.
+
     Penalties and biases are applied to the logits first, then the temperature, then top-k, top-p and min-p in this
     order.
-
-    temperature:           divides the logits; 0 means greedy, and so does any value below 1e-5 (MIN_TEMPERATURE).
-    top_k:                 keep the k most likely tokens; 0 keeps all; 1 means greedy.
-    top_p:                 keep the smallest set of tokens whose probability reaches p; 0 and 1 keep all.
-    min_p:                 keep tokens at least min_p times as likely as the likeliest; 0 keeps all.
-    repetition_penalty:    divides positive and multiplies negative logits of tokens in prompt or answer (Keskar et al.
-                           2019, arXiv:1909.05858), 0.01 to 100; 1 is off.
-    presence_penalty:      subtracted from the logits of tokens in the answer, -2 to 2.
-    frequency_penalty:     subtracted once for each time a token is in the answer, -2 to 2.
-    logit_bias:            added to the logits of these tokens, -100 to 100 each.
-    bad_words:             texts that may not be in the answer: the last token of a text's token sequence is not sampled
-                           where the answer ends with the tokens before it, unless structured output allows no others.
-                           Each text counts with and without a leading space, as in vLLM.
-    structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES. With
-                           "after": [token id, …] only the text that follows these tokens must match, such as the text
-                           after reasoning.
-    num_tokens_to_generate: limit of new tokens; None means the engine's sequence limit.
-    num_tokens_total:      limit of prompt + new tokens; at most one of the two may be given.
-    min_tokens:            tokens before an end-of-sequence token or stop text may end the request. Tokens that would
-                           end it earlier are not sampled, unless structured output allows no others.
-    termination_id:        the token that ends the request; None means the model's own, -1 means none.
-    stop_token_ids:        further tokens that end the request; they are not part of the answer's text.
-    stop_words:            texts that end the request.
-    detokenize_stop_sequence: keep the matched stop text in the answer.
-    seed:                  64-bit seed; None: the client chooses a random one.
-    return_log_probs:      return the log-probability of each generated token; see InferenceConfig.logprobs_mode.
-    top_n_logprobs:        also return the log-probabilities of the n likeliest tokens at each position.
-    skip_prompt_log_probs: return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the
-                           prefix cache is not used for it.
-    return_prompt_top_n_logprobs: former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set
-                           from these two.
-    return_hidden_state:   return the last hidden state of the last token before the first generated one, after the
-                           model's last norm. Only with num_tokens_to_generate=1.
-    return_prompt_tokens:  return the prompt's tokens.
-    return_segments:       return the text that each token adds; a character comes with its last token.
-    return_record:         return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`),
-                           and the likeliest tokens by their text. InferenceClient and MegatronLLM set it; a server that
-                           detokenizes itself does not need it.
-    add_BOS:               put the begin-of-sequence token before a string prompt.
-    streaming:             send partial replies.
-    streaming_interval:    minimum number of tokens of a partial reply.
-    priority:              waiting requests with a lower number run first; equal ones in the order of arrival.
-    cache_salt:            requests share cached prefixes only with requests of the same salt.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    bad_words: list[str] | None = None
-    structured_output: dict[str, Any] | None = None
-    num_tokens_to_generate: int | None = None
-    num_tokens_total: int | None = None
-    min_tokens: int = 0
-    termination_id: int | None = None
-    stop_token_ids: list[int] | None = None
-    stop_words: list[str] | None = None
-    detokenize_stop_sequence: bool = False
-    seed: int | None = None
-    return_log_probs: bool = False
-    top_n_logprobs: int = 0
-    skip_prompt_log_probs: bool = False
-    return_prompt_top_n_logprobs: bool = False
-    return_hidden_state: bool = False
-    return_prompt_tokens: bool = False
-    return_segments: bool = False
-    return_record: bool = False
-    add_BOS: bool = False
-    streaming: bool = False
-    streaming_interval: int = 1
-    priority: int = 0
-    cache_salt: str | None = None
+    temperature: float = field(
+        default=1.0,
+        metadata=parameter(
+            "Divides the logits. 0 means greedy, and so does any value below 1e-5 (MIN_TEMPERATURE).",
+            bounded(number_in(0, 1_000_000), f"below {MIN_TEMPERATURE:g} is greedy"),
+            http=HttpField(
+                "temperature", "As OpenAI defines it. 0 is greedy, and so is any value below 0.00001.", maximum=2
+            ),
+        ),
+    )
+    top_k: int = field(
+        default=0,
+        metadata=parameter(
+            "Keep the k most likely tokens. 0 keeps all. 1 means greedy.",
+            bounded(int_in(0, MAX_INT32), "0 switches it off"),
+            http=HttpField(
+                "top_k", "Keep the k most likely tokens. 0 and -1 keep all.", minimum=-1, value=_not_negative
+            ),
+        ),
+    )
+    top_p: float = field(
+        default=0.0,
+        metadata=parameter(
+            "Keep the smallest set of tokens whose probability reaches p. 0 and 1 keep all.",
+            bounded(number_in(0, 1), "0 and 1 switch it off"),
+            http=HttpField("top_p", "As OpenAI defines it."),
+        ),
+    )
+    min_p: float = field(
+        default=0.0,
+        metadata=parameter(
+            "Keep tokens at least min_p times as likely as the most likely one. 0 keeps all.",
+            bounded(number_in(0, 1), "0 switches it off"),
+            http=HttpField("min_p"),
+        ),
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=parameter(
+            "Divides positive and multiplies negative logits of tokens in prompt or answer (Keskar et al. 2019, "
+            "arXiv:1909.05858). 1 is off.",
+            bounded(number_in(0.01, 100), "1 switches it off"),
+            http=HttpField("repetition_penalty"),
+        ),
+    )
+    presence_penalty: float = field(
+        default=0.0,
+        metadata=parameter(
+            "Subtracted from the logits of tokens in the answer.",
+            bounded(number_in(-2, 2), "0 switches it off"),
+            http=HttpField("presence_penalty"),
+        ),
+    )
+    frequency_penalty: float = field(
+        default=0.0,
+        metadata=parameter(
+            "Subtracted from the logit of a token once for each time it is in the answer.",
+            bounded(number_in(-2, 2), "0 switches it off"),
+            http=HttpField("frequency_penalty"),
+        ),
+    )
+    logit_bias: dict[int, float] | None = field(
+        default=None,
+        metadata=parameter(
+            "Added to the logits of these tokens.",
+            Rule(
+                optional(_is_logit_bias),
+                f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from {BIASES.minimum} to "
+                f"{BIASES.maximum}, or None",
+                BIASES,
+            ),
+            http=HttpField(
+                "logit_bias",
+                "Token ids, as decimal strings without leading zeros, to a bias of -100 to 100.",
+                value=_biases_by_token,
+            ),
+        ),
+    )
+    allowed_token_ids: list[int] | None = field(
+        default=None,
+        metadata=parameter(
+            "Only these tokens are sampled. The model's end tokens are no exception: without them the answer ends at "
+            "its longest, or at a stop text.",
+            Rule(
+                optional(_are_allowed_tokens),
+                f"a list of at least one token id, each {TOKEN_IDS}, or None",
+                TOKEN_IDS,
+            ),
+            http=HttpField("allowed_token_ids"),
+        ),
+    )
+    bad_words: list[str] | None = field(
+        default=None,
+        metadata=parameter(
+            "Texts that may not be in the answer, as in vLLM: the last token of a text's tokens is not generated "
+            "where the answer ends with the tokens before it, unless structured output allows no others. Each text "
+            "counts with and without a leading space. Text that the model writes with other tokens is not recognised: "
+            "add its other spellings, such as `word` and `Word`.",
+            Rule(
+                optional(_are_bad_words),
+                f"a list of at most {MAX_BAD_WORDS} texts that are not only white space, with at most "
+                f"{MAX_BAD_WORDS_CHARACTERS} characters in all, or None",
+            ),
+            http=HttpField("bad_words"),
+        ),
+    )
+    structured_output: dict[str, Any] | None = field(
+        default=None,
+        metadata=parameter(
+            'A map `{"type": …, "value": …}` that the answer\'s text must match: see STRUCTURED_OUTPUT_TYPES. With '
+            '`"after": [token id, …]` only the text that follows these tokens must match, such as the text after '
+            "reasoning.",
+            Rule(
+                _is_structured_output,
+                f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
+            ),
+        ),
+    )
+    num_tokens_to_generate: int | None = field(
+        default=None,
+        metadata=parameter(
+            "Maximum number of new tokens. None means the engine's sequence limit.",
+            bounded(int_in(1, MAX_INT32), or_none=True),
+            http=HttpField(
+                "max_tokens",
+                "Maximum number of tokens of the answer. Completions: 16 if absent, and 0 is "
+                "allowed with `echo`. Chat: as many as fit. A value that does not fit is cut to what fits.",
+                maximum=math.inf,
+            ),
+        ),
+    )
+    num_tokens_total: int | None = field(
+        default=None,
+        metadata=parameter(
+            "Maximum number of tokens of prompt and answer together. At most one of the two may be given.",
+            bounded(int_in(1, MAX_INT32), or_none=True),
+        ),
+    )
+    min_tokens: int = field(
+        default=0,
+        metadata=parameter(
+            "Number of tokens before an end-of-sequence token or a stop text may end the answer. Tokens that would "
+            "end it earlier are not sampled, unless structured output allows no others.",
+            bounded(int_in(0, MAX_INT32)),
+            http=HttpField("min_tokens"),
+        ),
+    )
+    termination_id: int | None = field(
+        default=None,
+        metadata=parameter(
+            "The token that ends the request. None means the model's own, -1 means none.",
+            bounded(int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
+        ),
+    )
+    stop_token_ids: list[int] | None = field(
+        default=None,
+        metadata=parameter(
+            "Further tokens that end the answer. They are not part of its text.",
+            Rule(optional(list_of(TOKEN_IDS)), f"a list of token ids, each {TOKEN_IDS}, or None", TOKEN_IDS),
+            http=HttpField("stop_token_ids"),
+        ),
+    )
+    stop_words: list[str] | None = field(
+        default=None,
+        metadata=parameter(
+            "Texts that end the answer.",
+            Rule(optional(list_of(is_text)), "a list of strings, or None"),
+            http=HttpField(
+                "stop", "A string, or a list. Each has at most 1024 characters. The text ends before the match."
+            ),
+        ),
+    )
+    detokenize_stop_sequence: bool = field(
+        default=False,
+        metadata=parameter("Keep the matched stop text in the answer.", http=HttpField("include_stop_str_in_output")),
+    )
+    seed: int | None = field(
+        default=None,
+        metadata=parameter(
+            "64-bit seed. None: the client chooses a random one.",
+            bounded(int_in(0, MAX_SEED), or_none=True),
+            http=HttpField(
+                "seed",
+                "Makes a sampled answer repeatable. Choice 0 has this seed, the others have seeds derived from it and "
+                "their number. -1 is no seed.",
+                minimum=-(1 << 63),
+                value=_unsigned_seed,
+            ),
+        ),
+    )
+    return_log_probs: bool = field(
+        default=False,
+        metadata=parameter("Return the log-probability of each generated token: see InferenceConfig.logprobs_mode."),
+    )
+    top_n_logprobs: int = field(
+        default=0,
+        metadata=parameter(
+            "Return the log-probabilities of the n most likely tokens at each position, too.",
+            bounded(int_in(0, MAX_TOP_LOGPROBS)),
+        ),
+    )
+    skip_prompt_log_probs: bool = field(
+        default=False,
+        metadata=parameter(
+            "Return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the prefix cache "
+            "is not used for it.",
+        ),
+    )
+    return_prompt_top_n_logprobs: bool = field(
+        default=False,
+        metadata=parameter(
+            "Former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set from these two.",
+        ),
+    )
+    return_hidden_state: bool = field(
+        default=False,
+        metadata=parameter(
+            "Return the last hidden state of the last token before the first generated one, after the model's last "
+            "norm. Only with num_tokens_to_generate=1.",
+        ),
+    )
+    return_prompt_tokens: bool = field(default=False, metadata=parameter("Return the prompt's tokens."))
+    return_segments: bool = field(
+        default=False,
+        metadata=parameter("Return the text that each token adds. A character comes with its last token."),
+    )
+    return_record: bool = field(
+        default=False,
+        metadata=parameter(
+            "Return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`), and the "
+            "most likely tokens by their text. InferenceClient and MegatronLLM set it; a server that detokenizes "
+            "itself does not need it.",
+        ),
+    )
+    add_BOS: bool = field(default=False, metadata=parameter("Put the begin-of-sequence token before a string prompt."))
+    streaming: bool = field(
+        default=False,
+        metadata=parameter("Send partial replies.", http=HttpField("stream", "Answer with server-sent events.")),
+    )
+    streaming_interval: int = field(
+        default=1,
+        metadata=parameter(
+            "Minimum number of tokens of a partial reply.",
+            bounded(int_in(1, MAX_INT32)),
+            http=HttpField("streaming_interval", "Minimum number of tokens of an event; 1 if absent."),
+        ),
+    )
+    priority: int = field(
+        default=0,
+        metadata=parameter(
+            "Waiting requests with a lower number run first; equal ones in the order of arrival.",
+            bounded(int_in(-MAX_INT32 - 1, MAX_INT32)),
+            http=HttpField(
+                "priority",
+                "A lower number goes first, and preempts running requests with a higher number if there is no room; 0 "
+                "if absent. Any other number needs `--allow-priority` (`spec.server.allowPriority`).",
+            ),
+        ),
+    )
+    cache_salt: str | None = field(
+        default=None,
+        metadata=parameter(
+            "Requests share cached prefixes only with requests of the same salt.",
+            Rule(
+                optional(lambda value: isinstance(value, str) and len(value) <= 256),
+                "a text of at most 256 characters, or None",
+            ),
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.return_prompt_top_n_logprobs is True:
@@ -158,10 +440,10 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Raise InvalidSamplingParamsError for the first field that is out of range."""
-        for name, rule in RULES.items():
+        for name, item in PARAMETERS.items():
             value = getattr(self, name)
-            if not rule.is_valid(value):
-                raise InvalidSamplingParamsError(name, value, rule.allowed)
+            if not item.rule.is_valid(value):
+                raise InvalidSamplingParamsError(name, value, item.rule.allowed)
         if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
             raise InvalidSamplingParamsError(
                 "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
@@ -198,13 +480,14 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidSamplingParamsError if a parameter names a token that the model does not have."""
-        unknown = [token for token in self.logit_bias or () if token >= vocab_size]
-        if unknown:
-            raise InvalidSamplingParamsError("logit_bias", {unknown[0]: "…"}, f"token ids from 0 to {vocab_size - 1}")
+        for name in ("logit_bias", "allowed_token_ids"):
+            unknown = next((token for token in getattr(self, name) or () if token >= vocab_size), None)
+            if unknown is not None:
+                raise InvalidSamplingParamsError(name, unknown, f"token ids from 0 to {vocab_size - 1}")
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Set attributes. Unknown ones are accepted and survive serialize() and deserialize()."""
-        known = {field.name for field in fields(self)}
+        known = {item.name for item in fields(self)}
         for name, value in attributes.items():
             if name not in known and hasattr(type(self), name):
                 raise InvalidSamplingParamsError(name, value, "another name: this one is a part of the class")
@@ -217,85 +500,12 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> Self:
-        known = {field.name for field in fields(cls)}
+        known = {item.name for item in fields(cls)}
         derived = "return_prompt_top_n_logprobs"
         params = cls(**{name: value for name, value in data.items() if name in known and name != derived})
         params.add_attributes({name: value for name, value in data.items() if name not in known})
         return params
 
 
-def _is_logit_bias(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) <= MAX_LOGIT_BIAS_TOKENS
-        and all(TOKEN_IDS(token) and BIASES(bias) for token, bias in value.items())
-    )
-
-
-def _are_bad_words(value: Any) -> bool:
-    return (
-        list_of(is_text)(value)
-        and len(value) <= MAX_BAD_WORDS
-        and all(text.strip() for text in value)
-        and sum(map(len, value)) <= MAX_BAD_WORDS_CHARACTERS
-    )
-
-
-def _is_structured_output(value: object) -> bool:
-    if isinstance(value, dict) and "after" in value:
-        after = value["after"]
-        if not list_of(TOKEN_IDS)(after) or not 1 <= len(after) <= MAX_MARKER_TOKENS:
-            return False
-    match value:
-        case None | {"type": "json_object"} | {"type": "json_schema", "value": dict()}:
-            return True
-        case {"type": "regex" | "grammar", "value": str(text)}:
-            return bool(text)
-        case {"type": "choice", "value": [*texts]}:
-            return bool(texts) and all(isinstance(text, str) and text for text in texts)
-    return False
-
-
-RULES = field_rules(
-    SamplingParams,
-    bounded("temperature", number_in(0, 1_000_000), f"below {MIN_TEMPERATURE:g} is greedy"),
-    bounded("top_k", int_in(0, MAX_INT32), "0 switches it off"),
-    bounded("top_p", number_in(0, 1), "0 and 1 switch it off"),
-    bounded("min_p", number_in(0, 1), "0 switches it off"),
-    bounded("repetition_penalty", number_in(0.01, 100), "1 switches it off"),
-    bounded("presence_penalty frequency_penalty", number_in(-2, 2), "0 switches it off"),
-    Rule(
-        "logit_bias",
-        optional(_is_logit_bias),
-        f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from {BIASES.minimum} to {BIASES.maximum}, or "
-        "None",
-        BIASES,
-    ),
-    Rule(
-        "bad_words",
-        optional(_are_bad_words),
-        f"a list of at most {MAX_BAD_WORDS} texts that are not only white space, with at most "
-        f"{MAX_BAD_WORDS_CHARACTERS} characters in all, or None",
-    ),
-    Rule(
-        "structured_output",
-        _is_structured_output,
-        f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
-    ),
-    bounded("num_tokens_to_generate num_tokens_total", int_in(1, MAX_INT32), or_none=True),
-    bounded("min_tokens", int_in(0, MAX_INT32)),
-    bounded("termination_id", int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
-    Rule("stop_token_ids", optional(list_of(TOKEN_IDS)), f"a list of token ids, each {TOKEN_IDS}, or None", TOKEN_IDS),
-    Rule("stop_words", optional(list_of(is_text)), "a list of strings, or None"),
-    bounded("seed", int_in(0, (1 << 64) - 1), or_none=True),
-    bounded("top_n_logprobs", int_in(0, MAX_TOP_LOGPROBS)),
-    bounded("streaming_interval", int_in(1, MAX_INT32)),
-    bounded("priority", int_in(-MAX_INT32 - 1, MAX_INT32)),
-    Rule(
-        "cache_salt",
-        optional(lambda value: isinstance(value, str) and len(value) <= 256),
-        "a text of at most 256 characters, or None",
-    ),
-)
-"""The one table of what a sampling parameter may be. The HTTP schema takes its bounds from here, and the engine relies
-on them: no number overflows or underflows float32 or int32 where a step uses it."""
+PARAMETERS: Mapping[str, Parameter] = {item.name: item.metadata["parameter"] for item in fields(SamplingParams)}
+"""The one table of sampling parameters, by name. The HTTP schema, its conversion and the reference follow from it."""

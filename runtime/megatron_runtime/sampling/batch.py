@@ -48,8 +48,8 @@ _MESSAGES = {
     "exceed the range of their type; use weights or a dtype of a larger range",
     RowFailure.EDITS: "the logits are not finite after repetition_penalty, presence_penalty, frequency_penalty and "
     "logit_bias: use values closer to those that switch them off",
-    RowFailure.MASK: "structured_output allows no token here, or only tokens without any probability: use a grammar "
-    "that the model's tokens can continue",
+    RowFailure.MASK: "structured_output and allowed_token_ids allow no token here, or only tokens without any "
+    "probability: use a grammar that the model's tokens can continue, or more tokens",
 }
 
 _COLUMNS: dict[str, npt.DTypeLike] = {
@@ -85,7 +85,7 @@ class LogitEdits:
 
     bias_ids, bias: int32 [m], float32 [m]; added to the logits of these tokens.
     banned:         int32 [m]; tokens that are removed, unless no other token is allowed.
-    allowed:        uint32 [ceil(V / 32)]; bit t % 32 of word t // 32 is set for every allowed token t.
+    allowed:        uint32 [at most ceil(V / 32)]; bit t % 32 of word t // 32 is set for every allowed token t.
     """
 
     penalties: Penalties | None = None
@@ -152,7 +152,11 @@ class _TokenCounts:
 
 @dataclass(slots=True)
 class _Edits:
-    """The inputs of a slot's LogitEdits. answer: its generated tokens, if it has bad words."""
+    """The inputs of a slot's LogitEdits.
+
+    allowed: the bits of the only tokens that may be sampled; None: any.
+    answer:  its generated tokens, if it has bad words.
+    """
 
     params: SamplingParams
     counts: _TokenCounts | None
@@ -161,6 +165,7 @@ class _Edits:
     stop_ids: list[int]
     bad_words: BadWords | None
     answer: list[int]
+    allowed: npt.NDArray[np.uint32] | None
     grammar: GrammarState | None
 
     def at(self, generated: int) -> LogitEdits | None:
@@ -169,15 +174,32 @@ class _Edits:
         banned = self.stop_ids if generated < self.params.min_tokens else []
         if self.bad_words is not None:
             banned = banned + self.bad_words.after(self.answer)
-        if counts is None and self.bias_ids is None and grammar is None and not banned:
+        allowed = self.allowed if grammar is None else _both(self.allowed, grammar.allowed())
+        if counts is None and self.bias_ids is None and allowed is None and not banned:
             return None
         return LogitEdits(
             penalties=None if counts is None else counts.penalties(self.params),
             bias_ids=self.bias_ids,
             bias=self.bias,
             banned=np.array(banned, np.int32) if banned else None,
-            allowed=None if grammar is None else grammar.allowed(),
+            allowed=allowed,
         )
+
+
+def _bits(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """Return LogitEdits.allowed of these tokens. It ends with the highest of them."""
+    ids = np.array(tokens, np.uint32)
+    words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
+    return words
+
+
+def _both(one: npt.NDArray[np.uint32] | None, other: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32] | None:
+    """Return the bits of the tokens that both allow. None allows all tokens."""
+    if one is None or other is None:
+        return one if other is None else other
+    length = min(len(one), len(other))
+    return one[:length] & other[:length]
 
 
 class SamplingColumns:
@@ -222,8 +244,9 @@ class SamplingColumns:
             counts = _TokenCounts(prompt)
             for token in generated:
                 counts.append(int(token))
-        is_edited = counts is not None or params.logit_bias or params.min_tokens > 0 or bad_words or grammar is not None
-        if not is_edited:
+        allowed = None if params.allowed_token_ids is None else _bits(params.allowed_token_ids)
+        has_limits = allowed is not None or grammar is not None
+        if not (has_limits or counts is not None or params.logit_bias or params.min_tokens > 0 or bad_words):
             return
         bias = params.logit_bias or {}
         self._edits[slot] = _Edits(
@@ -234,6 +257,7 @@ class SamplingColumns:
             sorted(stop_ids),
             BadWords(bad_words) if bad_words else None,
             generated.tolist() if bad_words else [],
+            allowed,
             grammar,
         )
 

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -32,8 +32,8 @@ from megatron_runtime.protocol.limits import MAX_REQUEST_ID_CHARACTERS
 from megatron_runtime.protocol.messages import Control, StatusReply
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
-from megatron_runtime.server.errors import ApiError, shown, try_again
-from megatron_runtime.server.guards import check_host
+from megatron_runtime.server.errors import ApiError, renamed, shown, try_again
+from megatron_runtime.server.guards import Origins, check_host
 from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.chat import create_chat_completion
@@ -48,7 +48,13 @@ from megatron_runtime.server.openai.messages import (
 )
 from megatron_runtime.server.openai.prompts import Prompts
 from megatron_runtime.server.openai.responses import ResponsesRequest, create_response
-from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from megatron_runtime.server.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ModelRequest,
+    TokenizeRequest,
+)
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.reasoning import format_of
 from megatron_runtime.server.settings import ServerSettings
@@ -125,6 +131,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
         self._app = app
         self._service = service
+        self._origins = Origins(service.settings.allowed_origins)
         self._hosts = frozenset(host.lower().strip("[]") for host in service.settings.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,6 +139,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         state, headers = scope.setdefault("state", {}), Headers(scope=scope)
+        scope["path"] = "/" + "/".join(filter(None, scope["path"].split("/")))
         given = headers.get("x-request-id", "")
         is_valid = _REQUEST_ID.fullmatch(given) is not None
         request_id = state["request_id"] = given if is_valid else f"req_{uuid.uuid4().hex}"
@@ -152,10 +160,7 @@ class RequestMiddleware:
                 if span is not None:
                     span.rename(f"POST {route}")
                     span.set({"http.route": route, "http.response.status_code": status})
-                more = [(b"x-request-id", request_id.encode()), *self._service.rate_limit_headers(scope)]
-                if self._service.draining:
-                    more.append((b"connection", b"close"))
-                message = {**message, "headers": [*message["headers"], *more]}
+                message = {**message, "headers": [*message["headers"], *self._headers(scope, headers)]}
             await send(message)
 
         app = self._app
@@ -170,7 +175,9 @@ class RequestMiddleware:
                 message = f"The request has more than {MAX_HEADERS} headers: send fewer."
                 raise ApiError(431, message, code="headers_too_large")
             if self._hosts:
-                check_host(headers, self._hosts)
+                check_host(headers, self._hosts, self._origins)
+            if scope["method"] == "OPTIONS" and (preflight := self._origins.preflight(headers)) is not None:
+                app = Response(status_code=204, headers=preflight)
         except ApiError as error:
             app = error.response()
         try:
@@ -184,6 +191,17 @@ class RequestMiddleware:
                 # No status: the client disconnected before the answer began.
                 span.end(error=f"HTTP status {status}" if status >= 500 else "" if status else "client disconnected")
             logger.debug("%s %s: status %d", scope["method"], scope["path"], status)
+
+    def _headers(self, scope: Scope, request: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers that every answer has, whatever its route."""
+        state = scope["state"]
+        headers = [(b"x-request-id", state["request_id"].encode()), *self._service.rate_limit_headers(scope)]
+        headers += self._origins.headers(request)
+        if ignored := state.get("ignored_fields"):
+            headers.append((b"x-ignored-fields", ignored.encode()))
+        if self._service.draining:
+            headers.append((b"connection", b"close"))
+        return headers
 
 
 def _add_page(app: FastAPI) -> None:
@@ -212,8 +230,8 @@ def _add_page(app: FastAPI) -> None:
 
     page = respond_with(folder.joinpath("index.html").read_bytes(), "text/html")
     status = respond_with(folder.joinpath("status.html").read_bytes(), "text/html")
-    app.add_api_route("/", page, methods=["GET"], include_in_schema=False)
-    app.add_api_route("/status", status, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/", page, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route("/status", status, methods=["GET", "HEAD"], include_in_schema=False)
     for path, content in files.items():
         kind = "text/css" if path.endswith(".css") else "text/javascript"
         app.add_api_route(path, respond_with(content, kind), methods=["GET"], include_in_schema=False)
@@ -221,7 +239,7 @@ def _add_page(app: FastAPI) -> None:
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
     """Add probes, which need no API key, and routes that describe models, server and load, which need one."""
-    base = service.settings.served_name
+    base, *aliases = service.settings.served_names
     view = ResourceView(service)
     page = MetricsPage(service.metrics.registry)
     shared = {
@@ -269,6 +287,8 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     async def list_models(request: Request) -> Response:
         await identify(request)
         models = [card(adapter) for adapter in service.models_of(request.state.key)]
+        if models and not models[0].get("parent"):
+            models[1:1] = [{**card(""), "id": alias} for alias in aliases]
         return JsonResponse({"object": "list", "data": models})
 
     async def status(request: Request) -> Response:
@@ -277,23 +297,31 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 
     async def get_model(request: Request) -> Response:
         await identify(request)
-        return JsonResponse(card(service.check_model(request.state.key, request.path_params["name"])))
+        name = request.path_params["name"]
+        return JsonResponse(card(service.check_model(request.state.key, name)) | {"id": name})
 
+    # Load balancers, and servers such as vLLM whose clients probe, have other names for the same questions.
+    for path, methods in (("/healthz", ["GET", "HEAD"]), ("/ping", ["GET", "HEAD", "POST"])):
+        app.add_api_route(path, livez if path == "/healthz" else readyz, methods=methods, include_in_schema=False)
+    app.add_api_route("/v1", version, methods=["GET", "HEAD"], include_in_schema=False)
     for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
         app.add_api_route(path, probe, methods=["GET", "HEAD"], include_in_schema=False)
         # FastAPI describes a route of two methods under one operation id: this second route is its description.
         app.add_api_route(path, probe, methods=["GET"], operation_id=path.strip("/").replace("/", "_"))
+    app.add_api_route("/version", version, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/version", version, methods=["GET"])
     app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
     if service.settings.health_port is None:
         app.add_api_route("/metrics", metrics, methods=["GET"])
     app.add_api_route("/v1/status", status, methods=["GET"])
-    app.add_api_route("/v1/models", list_models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", get_model, methods=["GET"])
+    for prefix in ("/v1", ""):
+        for path, route in (("/models", list_models), ("/models/{name:path}", get_model)):
+            app.add_api_route(prefix + path, route, methods=["HEAD"], include_in_schema=False)
+            app.add_api_route(prefix + path, route, methods=["GET"], include_in_schema=bool(prefix))
 
 
 def _add_post_route(
-    app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[BaseModel] | None
+    app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[ModelRequest] | None
 ) -> None:
     """Add the route at /v1/PATH and at /PATH; the OpenAPI description has the first."""
 
@@ -305,7 +333,7 @@ def _add_post_route(
         except ApiError as error:
             if error.status < 500 and error.code != "rate_limit_exceeded":
                 service.charge_rejected_body(request.state.key, getattr(request.state, "body_bytes", 0))
-            raise
+            raise (error if body is None else renamed(error, body.own_names)) from error.__cause__
 
     app.add_api_route(
         f"/v1/{path}", endpoint, methods=["POST"], operation_id=handler.__name__, openapi_extra=_request_body(body)
@@ -344,7 +372,7 @@ async def _profiling(service: Service, signal: Header, *, is_on: bool) -> Respon
         raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
 
 
-_POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
+_POST_ROUTES: tuple[tuple[str, Handler, type[ModelRequest] | None], ...] = (
     ("completions", create_completion, CompletionRequest),
     ("chat/completions", create_chat_completion, ChatRequest),
     ("responses", create_response, ResponsesRequest),
@@ -356,6 +384,8 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
     ("start_profile", start_profile, None),
     ("stop_profile", stop_profile, None),
 )
+BODIES: Mapping[str, type[ModelRequest]] = {path: body for path, _, body in _POST_ROUTES if body is not None}
+"""The class of the body of each POST route, by its path after /v1/."""
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

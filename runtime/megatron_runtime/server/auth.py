@@ -165,7 +165,8 @@ class ApiKeys:
         self._checked = time.monotonic()
 
     def find(self, headers: Headers) -> ApiKey | None:
-        """Return the key of a request, from its Authorization header or, as Anthropic's clients send it, x-api-key.
+        """Return the key of a request, from its Authorization header or, as Anthropic's and Azure's clients send it,
+        x-api-key or api-key.
 
         None if the headers have none of the keys; OPEN if the server is open to all.
         """
@@ -174,7 +175,7 @@ class ApiKeys:
         self._follow(self._file)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")
+            given = headers.get("x-api-key") or headers.get("api-key", "")
         # ASGI gives header bytes as Latin-1; the client sent the key's UTF-8.
         digest = _digest(given.strip().encode("latin-1", errors="replace"))
         found = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from megatron_runtime.server.json_text import JsonResponse
@@ -24,8 +25,8 @@ _SHOWN_CHARACTERS = 80
 _PLACE_CHARACTERS = 200
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _SHOWN_CHARACTERS
-CONTEXT_LENGTH_PHRASE = "This model's maximum context length is"
-"""Client libraries recognise this error by these words."""
+CONTEXT_LENGTH_PHRASE = "This model's maximum context length"
+"""Clients recognise a conversation that is too long by it, and shorten it."""
 
 
 @dataclass(eq=False)
@@ -67,6 +68,24 @@ class ApiError(Exception):
         return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
+@dataclass(eq=False)
+class ContextLengthError(ApiError):
+    """400 for a prompt that leaves no tokens for an answer. It has `prompt_length` tokens at least."""
+
+    prompt_length: int = field(kw_only=True)
+    limit: int = field(kw_only=True)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return the error with the name that the route has for its field. names: by the name in the error."""
+    base = re.match(r"[^.\[]*", error.param or "")
+    if base is None or base[0] not in names:
+        return error
+    own = names[base[0]] + (error.param or "")[base.end() :]
+    message = error.message.replace(f"for {error.param}:", f"for {own}:")
+    return replace(error, param=own, message=message)
+
+
 def invalid_value(param: str, problem: str) -> ApiError:
     """Return 400 for a field with a wrong value. problem: what is wrong and what is allowed, without a full stop."""
     return ApiError(400, f"Invalid value for {param}: {problem}.", param=param, code="invalid_value")
@@ -83,8 +102,13 @@ def context_length_error(*, prompt_length: int, limit: int, param: str | None, i
     is_bound: `prompt_length` is the least number of tokens that the prompt can have; it was not tokenized.
     """
     length = f"at least {prompt_length}" if is_bound else str(prompt_length)
-    message = f"{CONTEXT_LENGTH_PHRASE} {limit} tokens for prompt and answer, and the prompt has {length}: shorten it."
-    return ApiError(400, message, param=param, code="context_length_exceeded")
+    message = (
+        f"{CONTEXT_LENGTH_PHRASE} is {limit} tokens for prompt and answer. However, the prompt alone has {length} "
+        "tokens: shorten the prompt."
+    )
+    return ContextLengthError(
+        400, message, param=param, code="context_length_exceeded", prompt_length=prompt_length, limit=limit
+    )
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -93,9 +117,6 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
     place = _field_name(first["loc"])[:_PLACE_CHARACTERS]
-    if first["type"] == "extra_forbidden":
-        message = f"Unrecognized request argument: {place}. Remove it."
-        return ApiError(400, message, param=place, code="unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"Missing required parameter: {place}.", param=place, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
@@ -115,7 +136,8 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     if kind.startswith("MaxSequenceLengthOverflow"):
         status = 400
-        message = message if CONTEXT_LENGTH_PHRASE in message else f"{CONTEXT_LENGTH_PHRASE} exceeded: {message}"
+        message = message if CONTEXT_LENGTH_PHRASE in message else f"{CONTEXT_LENGTH_PHRASE} is exceeded: {message}"
+        kind = "context_length_exceeded"
     retry = error.get("retry_after_seconds")
     if retry is None and status in (429, 503):
         retry = 1.0

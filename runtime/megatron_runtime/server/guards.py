@@ -1,8 +1,8 @@
 """Checks of a request before its body is parsed: Host, Origin, Content-Type, and the structure of its JSON.
 
 A page of any site can post text to a server on loopback, and a name that the site owns can resolve to 127.0.0.1
-(DNS rebinding). A JSON content type needs a CORS preflight, which the server never answers; Host and Origin name the
-site.
+(DNS rebinding). A JSON content type needs a CORS preflight, which the server answers for allowed origins only; Host and
+Origin name the site.
 
 A parser turns each byte pair `[]` into an object of 56 bytes, and validation reports each wrong element. So a body
 within the size limit can still take seconds and gigabytes. `JsonScan` counts its parts before it is parsed.
@@ -11,7 +11,8 @@ within the size limit can still take seconds and gigabytes. `JsonScan` counts it
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,15 +33,21 @@ _ONE_BRACKET = bytes.maketrans(b"]{}", b"[[[")
 _CONTAINER_BYTES, _MEMBER_BYTES, _ELEMENT_BYTES = 512, 100, 40
 """Of a validated object or array, a member of an object, and an element: a number with its place in a list."""
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
+_PIECE_BYTES = 64 * 1024
+_EXPOSED = "Retry-After, x-ignored-fields, x-request-id, x-should-retry"
+_COMMON_HEADERS = "authorization, content-type, x-api-key, api-key, x-request-id"
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2048}")
 _JSON_TYPE = re.compile(r"application/(?:json|[\w.!#$&^-]+\+json)", re.ASCII)
 _CHARSET = re.compile(r"""charset\s*=\s*"?([^";\s]+)"?""", re.IGNORECASE)
 
 
-def check_content_type(headers: Headers) -> None:
-    """Raise ApiError 415 for a body that is not declared as JSON in UTF-8, or that is compressed."""
-    encoding = headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        message = f"Content-Encoding {shown(encoding)} is not supported: send the body uncompressed."
+def check_content_type(headers: Headers) -> bool:
+    """Return whether the body is compressed with gzip. Raises ApiError 415 for a body that is not declared as JSON in
+    UTF-8, and for another compression.
+    """
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity", "gzip", "x-gzip"):
+        message = f"Content-Encoding {shown(encoding)} is not supported: use gzip, or send the body uncompressed."
         raise ApiError(415, message, code="unsupported_content_encoding")
     given = headers.get("content-type", "")
     kind, _, parameters = given.partition(";")
@@ -51,10 +58,35 @@ def check_content_type(headers: Headers) -> None:
         found = f"not {shown(given)}" if given else "which the request does not have"
         message = f"The body must be JSON: send the header 'Content-Type: application/json', {found}."
         raise ApiError(415, message, code="unsupported_content_type")
+    return encoding in ("gzip", "x-gzip")
 
 
-def check_host(headers: Headers, allowed: Collection[str]) -> None:
-    """Raise ApiError 403 for a Host that is not allowed, and for a browser's Origin that is not the Host.
+class Gunzip:
+    """Decompresses one gzip body in pieces."""
+
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the pieces that `data` completes, each of at most 64 KiB. Raises ApiError 400 for anything but gzip."""
+        try:
+            while data:
+                yield self._stream.decompress(data, _PIECE_BYTES)
+                data = self._stream.unconsumed_tail
+        except zlib.error as error:
+            raise ApiError(400, f"The request body is not valid gzip: {error}.", code="invalid_gzip") from error
+        if self._stream.unused_data:
+            raise ApiError(400, "The request body has data after its gzip stream: remove it.", code="invalid_gzip")
+
+    def finish(self) -> None:
+        """Raise ApiError 400 if the body ended too early."""
+        if not self._stream.eof:
+            raise ApiError(400, "The request body ends within its gzip stream: send all of it.", code="invalid_gzip")
+
+
+def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> None:
+    """Raise ApiError 403 for a Host that is not allowed, and for a browser's Origin that is neither the Host nor
+    allowed.
 
     allowed: names and addresses in lower case, without ports and brackets.
     """
@@ -67,9 +99,58 @@ def check_host(headers: Headers, allowed: Collection[str]) -> None:
         )
         raise ApiError(403, message, code="host_not_allowed")
     for origin in headers.getlist("origin"):
-        if _authority_of(origin) != authority:
-            message = f"Web pages of origin {shown(origin)} may not use this server: only its own page may."
+        if _authority_of(origin) != authority and not origins.allow(origin):
+            message = (
+                f"Web pages of origin {shown(origin)} may not use this server: only its own page may. Start the server "
+                "with --allowed-origin and this origin."
+            )
             raise ApiError(403, message, code="origin_not_allowed")
+
+
+class Origins:
+    """The origins of web pages that may use the server (CORS): those of --allowed-origin; "*": all."""
+
+    def __init__(self, allowed: Collection[str]) -> None:
+        self._allowed = frozenset(origin.lower() for origin in allowed)
+
+    def allow(self, origin: str) -> bool:
+        return origin.lower() in self._allowed or "*" in self._allowed
+
+    def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers of an answer to a page of an allowed origin; none for other requests."""
+        origin = request.get("origin")
+        if origin is None or not self.allow(origin):
+            return []
+        return [
+            (b"access-control-allow-origin", origin.encode("latin-1")),
+            (b"access-control-expose-headers", _EXPOSED.encode()),
+            (b"vary", b"Origin"),
+        ]
+
+    def preflight(self, request: Headers) -> dict[str, str] | None:
+        """Return further headers of the answer to a preflight request; None for any other request."""
+        origin, method = request.get("origin"), request.get("access-control-request-method")
+        if origin is None or method is None or not self.allow(origin):
+            return None
+        wanted = request.get("access-control-request-headers", "")
+        headers = {
+            "Access-Control-Allow-Methods": "GET, HEAD, POST",
+            "Access-Control-Allow-Headers": wanted if _HEADER_NAMES.fullmatch(wanted) else _COMMON_HEADERS,
+            "Access-Control-Max-Age": "600",
+        }
+        if request.get("access-control-request-private-network") == "true":
+            headers["Access-Control-Allow-Private-Network"] = "true"
+        return headers
+
+
+def origin_of(text: str) -> str:
+    """Return an origin as browsers send it. Raises ValueError for a text that is none."""
+    parts = urlsplit(text)
+    if text == "*" or (
+        parts.scheme and parts.netloc and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
+    ):
+        return text if text == "*" else f"{parts.scheme}://{parts.netloc}".lower()
+    raise ValueError(f"{text!r} is not an origin: write scheme://host[:port], such as http://localhost:3000, or *")
 
 
 def _authority_of(origin: str) -> str | None:

@@ -78,6 +78,8 @@ class ServerMetrics:
         self.answer_size = tokens("request_generation_tokens", "Generated tokens of a request.")
         own, labels = self.registry, ["route", "status"]
         self.responses = Counter("megatron_http_responses", "Answers by route and status.", labels, registry=own)
+        ignored = "Unknown fields of request bodies, which were ignored."
+        self.ignored_fields = Counter("megatron_http_ignored_fields", ignored, registry=own)
         aborted = "Choices without an answer: disconnect, error or shutdown."
         self.aborted = Counter("megatron_requests_aborted", aborted, registry=own)
         by_key = partial(Counter, labelnames=["api_key"], registry=own)

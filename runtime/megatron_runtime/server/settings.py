@@ -43,6 +43,7 @@ class ServerSettings:
     coordinator:        address of the coordinator's client port, "tcp://host:port".
     model:              model reference; the tokenizer is read from it.
     model_name:         name under which /v1/models offers it; None means the last part of the reference.
+    model_aliases:      further names of the model in requests and in /v1/models.
     model_hash:         hash of the model that requests are made for, up to 128 characters; empty: any.
     host, port:         where HTTP listens; port 0 picks a free one.
     health_port:        where probes and metrics are, without a key; None: metrics are on `port`, behind the API key.
@@ -55,6 +56,7 @@ class ServerSettings:
     reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
     tool_call_parser:   format of the model's tool calls: a name of `tools.PARSERS`, "auto" for the one that its chat
                         template describes, "none" to offer no tools.
+    generation_config:  "auto": the model's generation_config.json has the defaults of sampling; "none": neutral ones.
     reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, "auto" for the markers in its
                         chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
@@ -69,6 +71,7 @@ class ServerSettings:
     access_log:         log each HTTP request.
     allowed_hosts:      values of the Host header, without port, that are served; a browser's Origin must equal the Host
                         header; empty: any.
+    allowed_origins:    origins of web pages that may use the server, such as "http://localhost:3000"; "*": all.
     connections:        deadlines and limits of HTTP connections.
     vllm_metrics:       also expose metrics under their vllm: names.
     """
@@ -76,6 +79,7 @@ class ServerSettings:
     coordinator: str = ""
     model: str = "builtin:smollm2-135m"
     model_name: str | None = None
+    model_aliases: tuple[str, ...] = ()
     model_hash: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
@@ -89,6 +93,7 @@ class ServerSettings:
     reserve_tokens: int = 1024
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    generation_config: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
     max_bodies_bytes: int = 384 * 1024 * 1024
@@ -98,6 +103,7 @@ class ServerSettings:
     drain_seconds: float = 60.0
     linger_seconds: float = 0.0
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     connections: ConnectionLimits = ConnectionLimits()
     vllm_metrics: bool = True
     access_log: bool = False
@@ -105,6 +111,11 @@ class ServerSettings:
     @property
     def served_name(self) -> str:
         return self.model_name or default_model_name(self.model)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Return all names of the model, without repetitions."""
+        return tuple(dict.fromkeys((self.served_name, *self.model_aliases)))
 
 
 def default_model_name(model: str) -> str:

@@ -76,7 +76,8 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
     """Build the tokenizer of a directory that holds tokenizer.json, with its chat template or without.
 
     Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
-    also from generation_config.json, the context length from config.json; each of these may be absent.
+    and the defaults of sampling also from generation_config.json, the context length from config.json; each of these
+    may be absent.
 
     Raises ValueError naming the file.
     """
@@ -101,6 +102,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         tool_template=ChatTemplate.of(templates, TOOL_TEMPLATE, special=special),
         context_length=length,
         logits=logits or 0,
+        generation_config=_read_json(directory / "generation_config.json"),
     )
 
 

@@ -66,6 +66,7 @@ class MegatronTokenizer(Tokenizer):
         self.eos_ids = () if end is None else (end,)
         self.chat_template = self.tool_template = None
         self.context_length = None
+        self.generation_config = {}
         self.vocab_size = self.id_limit = int(tokenizer.vocab_size)
         self.special_ids = frozenset(id_ for id_ in (self.bos_id, end) if id_ is not None)
 

@@ -138,6 +138,7 @@ class Tokenizer:
     tool_template:  in its place for requests with tools; None if the model has one template for all.
     context_length: longest sequence that the model was made for, in tokens; None if unknown.
     logits:         width of the model's logits, which may have more tokens than the vocabulary; 0 if unknown.
+    generation_config: how the model is to be sampled, as its generation_config.json says.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class Tokenizer:
         tool_template: ChatTemplate | None = None,
         context_length: int | None = None,
         logits: int = 0,
+        generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._backend = backend
         self.bos_id = bos_id
@@ -159,6 +161,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.tool_template = tool_template
         self.context_length = context_length
+        self.generation_config: Mapping[str, Any] = generation_config or {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.id_limit = max(self.vocab_size, logits, max(added, default=-1) + 1)

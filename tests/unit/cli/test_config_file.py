@@ -44,7 +44,7 @@ def test_the_command_line_has_precedence_over_the_file(tmp_path: Path, served: l
         ("prot = 8000", "prot = 8000: no such option; use port."),
         ("port = 70000", "port = 70000: 70000 is not in the range"),
         ('prefix-caching = "no"', "prefix-caching = 'no': use true or false."),
-        ('adapter = "a=b"', "adapter = 'a=b': use a list, [...]."),
+        ("adapter = true", "adapter = True: use a text, or a list, [...]."),
         ("port = [1]", "port = [1]: use one value"),
         ("port", "is not TOML"),
     ],

@@ -34,6 +34,7 @@ JSON = {"type": "json_object"}
         ({"structured_output": JSON}, "STRUCTURED_OUTPUT"),
         ({"structured_output": {**JSON, "after": [7]}}, "STRUCTURED_OUTPUT STRUCTURE_AFTER_REASONING"),
         ({"logit_bias": {7: 1.0}}, "LOGIT_BIAS"),
+        ({"allowed_token_ids": [7]}, "ALLOWED_TOKENS"),
         ({"return_log_probs": True, "top_n_logprobs": 2}, "LOG_PROBS PROMPT_LOG_PROBS"),
         ({"return_log_probs": True, "skip_prompt_log_probs": True}, "LOG_PROBS"),
         ({"return_hidden_state": True, "num_tokens_to_generate": 1}, "HIDDEN_STATES"),

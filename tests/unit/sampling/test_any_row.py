@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_kernels import sampling as device
-from megatron_runtime.requests.sampling_params import BIASES, RULES, SamplingParams
+from megatron_runtime.requests.sampling_params import BIASES, PARAMETERS, SamplingParams
 from megatron_runtime.sampling.batch import Float32, Int32, RowFailure, SamplingColumns
 from megatron_runtime.sampling.sampler import Int64, LogProbs, sample_step
 
@@ -100,7 +100,7 @@ def admit(params: SamplingParams) -> SamplingColumns:
 
 
 def numbers(name: str) -> st.SearchStrategy[Any]:
-    bounds = RULES[name].bounds
+    bounds = PARAMETERS[name].rule.bounds
     assert bounds is not None
     if bounds.is_whole:
         return st.integers(int(bounds.minimum), int(bounds.maximum)) | st.integers(0, VOCABULARY + 1)

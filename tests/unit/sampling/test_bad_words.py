@@ -59,6 +59,45 @@ def test_a_grammar_that_allows_only_banned_tokens_overrules_them() -> None:
         assert np.flatnonzero(np.isfinite(logits)).tolist() == left
 
 
+class OnlyTokens:
+    """The state of a grammar that allows the same tokens everywhere."""
+
+    def __init__(self, tokens: set[int], vocab_size: int) -> None:
+        self._words = np.zeros(-(-vocab_size // 32), np.uint32)
+        for token in tokens:
+            self._words[token // 32] |= np.uint32(1 << (token % 32))
+
+    def allowed(self) -> np.ndarray:
+        return self._words
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+@given(
+    allowed=st.sets(st.integers(0, 99), min_size=1),
+    by_grammar=st.none() | st.sets(st.integers(0, 99), min_size=1),
+    generated=st.integers(0, 3),
+)
+def test_only_allowed_tokens_can_be_sampled(allowed: set[int], by_grammar: set[int] | None, generated: int) -> None:
+    columns = SamplingColumns(1)
+    columns.admit(
+        0,
+        SamplingParams(allowed_token_ids=sorted(allowed)),
+        seed=0,
+        prompt=np.array([5], np.int32),
+        generated=np.zeros(generated, np.int32),
+        grammar=None if by_grammar is None else OnlyTokens(by_grammar, 100),  # type: ignore[arg-type]
+    )
+    batch = columns.rows(
+        np.array([0]), generated=np.array([generated]), needs_sample=np.ones(1, bool), prompt_targets={}
+    )
+    logits = np.zeros(100, np.float32)
+    apply_edits(logits, batch.edits[0])
+    left = allowed if by_grammar is None else allowed & by_grammar
+    assert set(np.flatnonzero(np.isfinite(logits)).tolist()) == left
+
+
 @pytest.mark.parametrize(
     ("texts", "sequences"),
     [

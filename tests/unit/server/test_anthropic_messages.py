@@ -148,7 +148,6 @@ async def test_forced_calls_and_formats_become_structured_output(running: Any, c
         ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]}, "'custom'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({"mcp_servers": [{}]}, "not offered"),
-        ({"unknown": 1}, "unknown"),
         ({"max_tokens": 0}, "max_tokens"),
     ],
 )

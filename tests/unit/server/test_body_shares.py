@@ -194,7 +194,7 @@ async def test_large_bodies_are_parsed_by_another_process(start: Any, monkeypatc
         assert reply.json().keys() == wanted[path].keys(), path
     for path, body, code, param in (
         ("completions", {"prompt": text, "temperature": "hot"}, "invalid_value", "temperature"),
-        ("completions", {"prompt": text, "unknown": 1}, "unknown_parameter", "unknown"),
+        ("completions", {"prompt": text, "best_of": 2}, "invalid_value", "best_of"),
         ("responses", {"input": [{"role": "user", "content": 5}], "instructions": text}, None, "input"),
         (
             "messages",

@@ -53,7 +53,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text only"),
     ({"model": 5}, "model", "valid string"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
-    ({"stream": True, "stream_options": {"wrong": 1}}, "stream_options.wrong", "Unrecognized"),
     ({"logprobs": 1}, "logprobs", "valid boolean"),
     ({"top_logprobs": 3}, "top_logprobs", "only with logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
@@ -128,7 +127,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "JSON object as a string",
     ),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "leave one of the two"),
-    ({"temprature": 1}, "temprature", "Unrecognized request argument"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages", "set by the request itself"),
 ]
 """Fields of a chat request, the field that the error names, words of its message."""

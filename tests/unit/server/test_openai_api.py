@@ -322,7 +322,7 @@ async def test_a_text_that_cannot_be_tokenized_names_its_field(running: Any) -> 
         ("tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
         ("tokenize", {"prompt": 5}, "prompt"),
         ("tokenize", {"prompt": "a", "model": 5}, "model"),
-        ("tokenize", {"prompt": "a", "wrong": 5}, "wrong"),
+        ("tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template"),
         ("detokenize", {"tokens": [49152]}, "tokens"),
         ("detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("detokenize", {"tokens": [-1]}, "tokens[0]"),

@@ -62,6 +62,10 @@ GOOD: dict[str, Maker] = {
     "priority": lambda draw: 0,
     "cache_salt": lambda draw: draw.choice(["a", "b"]),
     "user": lambda draw: _text(draw),
+    "unknown_field": lambda draw: draw.choice([1, None, {"a": [{}] * 100}, _text(draw)]),
+    "skip_special_tokens": lambda draw: draw.random() < 0.5,
+    "truncate_prompt_tokens": lambda draw: draw.choice([-1, 5, 1000]),
+    "allowed_token_ids": lambda draw: [draw.randrange(49152) for _ in range(draw.randint(1, 5))],
 }
 GOOD_CHAT: dict[str, Maker] = {
     **GOOD,
@@ -100,12 +104,16 @@ BAD: dict[str, tuple[Any, ...]] = {
     "guided_json": ("{", 5),
     "structured_outputs": ({}, {"regex": "a", "json_object": True}, 5),
     "response_format": (5, "json"),
-    "unknown_field": (1, None),
+    "allowed_token_ids": ([], [49152], [-1], "x"),
+    "truncate_prompt_tokens": (-2, "x"),
+    "prompt_logprobs": (-1, 21, "x"),
+    "kv_transfer_params": ({"a": 1}, 5),
     "best_of": (3,),
     "streaming_interval": (0,),
 }
 BAD_CHAT: dict[str, tuple[Any, ...]] = {
-    **{name: values for name, values in BAD.items() if name != "best_of"},
+    **BAD,
+    "chat_template_kwargs": (5,),
     "messages": ([], "x", None, 5),
     "max_completion_tokens": (0, "x"),
     "logprobs": (5, "x"),
@@ -114,7 +122,6 @@ BAD_CHAT: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("required", "x", 5),
     "reasoning_effort": ("high",),
     "functions": ([{"name": "f"}],),
-    "chat_template_kwargs": (5,),
 }
 BAD_COMPLETION: dict[str, tuple[Any, ...]] = {
     **BAD,

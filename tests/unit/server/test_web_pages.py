@@ -50,7 +50,7 @@ async def test_only_json_bodies_are_accepted(running: Any, path: str, subtests: 
             error = reply.json()["error"]
             assert (reply.status_code, error["code"]) == (415, "unsupported_content_type")
             assert "'Content-Type: application/json'" in error["message"]
-    compressed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    compressed = {"Content-Type": "application/json", "Content-Encoding": "br"}
     reply = await running.http.post(f"/{path}", content=body, headers=compressed)
     assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_content_encoding")
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_runtime.requests.sampling_params import RULES, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import PARAMETERS, InvalidSamplingParamsError, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,9 @@ from megatron_runtime.requests.sampling_params import RULES, InvalidSamplingPara
         ("seed", -1),
         ("stop_words", "stop"),
         ("stop_words", [1]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [2**31]),
+        ("allowed_token_ids", "5"),
         ("bad_words", "bad"),
         ("bad_words", [1]),
         ("bad_words", [" "]),
@@ -81,7 +84,7 @@ def test_every_number_has_bounds_that_the_engines_types_hold() -> None:
     """int32 and float32, except for the seed, which has 64 bits."""
     without = {"bad_words", "structured_output", "stop_words", "cache_salt"}
     for item in fields(SamplingParams):
-        rule = RULES[item.name]
+        rule = PARAMETERS[item.name].rule
         if item.name in without or isinstance(item.default, bool):
             assert rule.bounds is None
             continue

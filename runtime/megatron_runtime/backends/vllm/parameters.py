@@ -63,6 +63,7 @@ def to_vllm(
         frequency_penalty=params.frequency_penalty,
         seed=None if params.seed is None or params.is_greedy else params.seed & MAX_SEED,
         logit_bias=dict(params.logit_bias) if params.logit_bias else None,
+        allowed_token_ids=params.allowed_token_ids,
         stop_token_ids=list(stop_ids),
         ignore_eos=True,  # stop_token_ids has them
         max_tokens=max_tokens - in_prompt,

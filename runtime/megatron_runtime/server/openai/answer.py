@@ -44,6 +44,7 @@ class Piece:
     generated: all generated tokens, with those that ended the answer; on the last part only.
     generated_log_probs: of each of them, if they are known.
     stop_text: the stop text that ended the answer; on the last part only.
+    prompt_log_probs: of the tokens of the prompt, if the request wants them; on the last part only.
     hidden_state: little-endian float32 [D] after the prompt, if the request wants it; on the last part only.
     """
 
@@ -55,6 +56,7 @@ class Piece:
     generated: Sequence[int] = ()
     generated_log_probs: Sequence[float] | None = None
     stop_text: str | None = None
+    prompt_log_probs: Sequence[TokenLogProb] = ()
     hidden_state: bytes | None = None
 
 
@@ -83,9 +85,9 @@ class Choice:
         self._job = job
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(after=job.prompt.tokens, visible=job.visible)
-        self._markers = {id_: tokenizer.token_bytes(id_).decode() for id_ in job.visible}
         self._wants_log_probs = job.params.return_log_probs
-        self._wants_prompt_log_probs = self._wants_log_probs and not job.params.skip_prompt_log_probs
+        self._top = job.options.log_probs or 0
+        self._echoes_log_probs = job.options.echoes_log_probs
         self._has_begun = job.prompt.echoed is None
         self._is_plain = not self._wants_log_probs and not job.visible  # tokens become text together
         self._held: list[_Token] = []  # at most one
@@ -96,7 +98,7 @@ class Choice:
 
     def begin(self) -> Piece | None:
         """Return the echo of the prompt, unless it needs log-probabilities or is not wanted."""
-        if self._has_begun or self._wants_prompt_log_probs:
+        if self._has_begun or self._echoes_log_probs:
             return None
         piece = Piece(self._job.index)
         self._echo({}, piece)
@@ -111,7 +113,7 @@ class Choice:
             tokens: list[int] = partial["new_tokens"]
             details: Sequence[_Detail | None] = [None] * len(tokens)
             if self._wants_log_probs:
-                details = _details(partial.get("new_log_probs"), partial.get("new_top_n_logprobs"))
+                details = _details(partial.get("new_log_probs"), partial.get("new_top_n_logprobs"), top=self._top)
             if not self._is_waiting:
                 self._advance(list(zip(tokens, details, strict=False)), piece)
             self._is_waiting |= len(details) < len(tokens)
@@ -129,6 +131,8 @@ class Choice:
         if isinstance(hidden := reply.get("hidden_state"), bytes):
             piece.hidden_state = hidden
         self._echo(reply, piece)
+        if (top := self._job.options.prompt_log_probs) is not None:
+            piece.prompt_log_probs = _prompt_details(self._tokenizer, self._job.prompt.tokens, reply, top=top)
         if self._job.is_prompt_only:
             piece.finish_reason = "length"
             return piece
@@ -156,8 +160,8 @@ class Choice:
         self._has_begun = True
         piece.text = self._job.prompt.echoed or ""
         piece.token_ids = list(self._job.prompt.tokens)
-        if self._wants_prompt_log_probs:
-            piece.log_probs = _prompt_log_probs(self._tokenizer, self._job.prompt.tokens, reply)
+        if self._echoes_log_probs:
+            piece.log_probs = _prompt_details(self._tokenizer, self._job.prompt.tokens, reply, top=self._top)
 
     def _rest(self, reply: Mapping[str, Any]) -> list[_Token]:
         tokens: Sequence[int] = reply["generated_tokens"][self._received :]
@@ -165,7 +169,7 @@ class Choice:
             return [(token, None) for token in tokens]
         # After a failover the reply may have only the log-probabilities since then; the client has the earlier ones.
         skipped = self._received - (reply.get("log_probs_from") or 0)
-        details = _details(reply.get("generated_log_probs"), reply.get("generated_top_n_logprobs"))
+        details = _details(reply.get("generated_log_probs"), reply.get("generated_top_n_logprobs"), top=self._top)
         if skipped < 0 or len(details) - skipped < len(tokens):
             raise ApiError(500, "The engine's answer lacks log-probabilities of some tokens: try again.")
         return list(zip(tokens, details[skipped:], strict=False))
@@ -186,7 +190,7 @@ class Choice:
         texts = []
         for token, detail in tokens:
             text = self._detokenizer.feed((token,))
-            marker = self._markers.get(token, "")
+            marker = self._tokenizer.token_bytes(token).decode() if token in self._job.visible else ""
             if cut is not None and marker in cut.stop and self._plain >= cut.stop_begin:
                 marker = ""  # the engine counts it as text
             plain = len(text) - len(marker)
@@ -206,27 +210,29 @@ class Choice:
         return text
 
 
-def _prompt_log_probs(tokenizer: Tokenizer, prompt: Sequence[int], reply: Mapping[str, Any]) -> list[TokenLogProb]:
-    details = _details(reply.get("prompt_log_probs"), reply.get("prompt_top_n_logprobs"))
+def _prompt_details(
+    tokenizer: Tokenizer, prompt: Sequence[int], reply: Mapping[str, Any], *, top: int
+) -> list[TokenLogProb]:
+    details = _details(reply.get("prompt_log_probs"), reply.get("prompt_top_n_logprobs"), top=top)
     if len(details) != len(prompt) - 1:
         raise ApiError(500, "The engine's answer lacks log-probabilities of the prompt: try again.")
     detokenizer = tokenizer.detokenizer()
     entries: list[TokenLogProb] = []
     offset = 0
     first: tuple[None, TopTokens] = (None, ())
-    for token, (log_prob, top) in zip(prompt, (first, *details), strict=True):
-        entries.append(TokenLogProb(token, log_prob, top, offset))
+    for token, (log_prob, likeliest) in zip(prompt, (first, *details), strict=True):
+        entries.append(TokenLogProb(token, log_prob, likeliest, offset))
         offset += len(detokenizer.feed((token,)))
     return entries
 
 
-def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice."""
+def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False) -> dict[str, Any]:
+    """Return `logprobs` of a chat choice. as_ids: name tokens by their ids."""
 
     def entry(token: int, log_prob: float | None) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
         finite = LOWEST if log_prob is None else finite_log_prob(log_prob)
-        return {"token": _token_text(data), "logprob": finite, "bytes": list(data)}
+        return {"token": _id_text(token) if as_ids else _token_text(data), "logprob": finite, "bytes": list(data)}
 
     content = [
         {**entry(item.token, item.log_prob), "top_logprobs": [entry(*top) for top in item.top]} for item in tokens
@@ -234,14 +240,17 @@ def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer) -> dict
     return {"content": content, "refusal": None}
 
 
-def completion_log_probs(tokens: Sequence[TokenLogProb], tokenizer: Tokenizer) -> dict[str, Any]:
+def completion_log_probs(
+    tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
+) -> dict[str, Any]:
     """Return `logprobs` of a completion choice. The token itself is among the likeliest, whether it is likely or not.
 
     A token that is a part of a character is written as bytes, so that different parts have different texts.
+    as_ids: name tokens by their ids.
     """
 
     def text(token: int) -> str:
-        return _token_text(tokenizer.token_bytes(token), prefix="bytes:")
+        return _id_text(token) if as_ids else _token_text(tokenizer.token_bytes(token), prefix="bytes:")
 
     log_probs = [None if entry.log_prob is None else finite_log_prob(entry.log_prob) for entry in tokens]
     return {
@@ -255,9 +264,34 @@ def completion_log_probs(tokens: Sequence[TokenLogProb], tokenizer: Tokenizer) -
     }
 
 
+def prompt_log_probs(
+    tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
+) -> list[dict[str, Any] | None]:
+    """Return `prompt_logprobs` as vLLM writes it: for each token of the prompt, the most likely tokens at its place and
+    itself, by id; None for the first token. A rank is known for the most likely tokens only.
+    """
+
+    def entry(token: int, log_prob: float, rank: int | None) -> dict[str, Any]:
+        text = _id_text(token) if as_ids else _token_text(tokenizer.token_bytes(token))
+        return {"logprob": finite_log_prob(log_prob), "rank": rank, "decoded_token": text}
+
+    found: list[dict[str, Any] | None] = []
+    for item in tokens:
+        if item.log_prob is None:
+            found.append(None)
+            continue
+        likeliest = {str(id_): entry(id_, value, rank) for rank, (id_, value) in enumerate(item.top, 1)}
+        found.append({str(item.token): entry(item.token, item.log_prob, None), **likeliest})
+    return found
+
+
 def finite_log_prob(log_prob: float) -> float:
     """Return a number that JSON can express, whatever an engine of another kind sends."""
     return float(log_prob) if LOWEST <= log_prob < math.inf else LOWEST
+
+
+def _id_text(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _token_text(data: bytes, *, prefix: str = "") -> str:
@@ -267,9 +301,10 @@ def _token_text(data: bytes, *, prefix: str = "") -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _details(log_probs: Sequence[float] | None, top: Sequence[TopTokens] | None) -> list[_Detail]:
+def _details(log_probs: Sequence[float] | None, likeliest: Sequence[TopTokens] | None, *, top: int) -> list[_Detail]:
+    """Return what is reported of each token. top: how many of the most likely tokens."""
     given = log_probs or ()
-    likeliest = top or [()] * len(given)
     return [
-        (log_prob, tuple((id_, other) for id_, other in some)) for log_prob, some in zip(given, likeliest, strict=False)
+        (log_prob, tuple((id_, other) for id_, other in some[:top]))
+        for log_prob, some in zip(given, likeliest or [()] * len(given), strict=False)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, invalid_value
-from megatron_runtime.server.openai.answer import Piece, TokenLogProb, chat_log_probs, finite_log_prob
+from megatron_runtime.server.openai.answer import (
+    Piece,
+    TokenLogProb,
+    chat_log_probs,
+    finite_log_prob,
+    prompt_log_probs,
+)
 from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, structured_output
@@ -61,7 +67,16 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         conversation.options,
         choice=lambda piece: choices[piece.index].whole(piece),
         chunks=lambda piece: choices[piece.index].chunks(piece),
+        more=lambda pieces: _prompt_log_probs(body, pieces, tokenizer),
     )
+
+
+def _prompt_log_probs(body: ChatRequest, pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the field of the answer with the log-probabilities of the prompt, if the request asks for it."""
+    if body.prompt_logprobs is None:
+        return {}
+    as_ids = bool(body.return_tokens_as_token_ids)
+    return {"prompt_logprobs": prompt_log_probs(pieces[0].prompt_log_probs, tokenizer, as_ids=as_ids)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +88,13 @@ class PreparedChat:
     tools: _ToolUse
     reasoning: ReasoningUse | None
     parallel_calls: bool
+    shows_reasoning: bool
 
     def reader(self) -> AnswerReader:
         """Return a reader of one choice."""
         calls = None if self.tools.parser is None else self.tools.parser()
         parser = calls if self.reasoning is None else self.reasoning.parser(calls)
-        return AnswerReader(parser, parallel_calls=self.parallel_calls)
+        return AnswerReader(parser, parallel_calls=self.parallel_calls, shows_reasoning=self.shows_reasoning)
 
 
 async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
@@ -89,12 +105,19 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
     lease = service.lease(request)
     continues = bool(body.continue_final_message)
     work = service.prompts.encode_chat(
-        body.messages, lease=lease, tools=body.offered_tools, variables=variables, continues=continues
+        body.messages,
+        lease=lease,
+        tools=body.offered_tools,
+        variables=variables,
+        continues=continues,
+        add_special=bool(body.add_special_tokens),
+        is_cut=body.truncate_prompt_tokens is not None,
     )
     characters = sum(len(message.content) + len(message.thought) for message in body.messages)
     prompt = await service.while_connected(request, work, characters=characters)
     if body.prevent_retokenization:
         prompt = await _with_earlier_tokens(service, body, prompt, lease)
+    prompt = service.prompts.truncated(prompt, body)
     prompt = service.prompts.checked(prompt, param="messages", add_bos=body.add_BOS)
     format_, tokenizer = service.reasoning_format, service.prompts.tokenizer
     last = body.messages[-1]
@@ -102,14 +125,22 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
     if reasoning is not None and continues:
         reasoning = replace(reasoning, is_open=bool(last.thought and not last.content), continues=True)
     options = Options(
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.answer_limit,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_log_probs=body.prompt_logprobs,
         forced_format=tools.forced_format,
         markers=(*tools.markers, *(() if format_ is None else format_.markers)),
         reasoning=reasoning,
     )
     parallel_calls = body.parallel_tool_calls is not False
-    return PreparedChat(Prompt(prompt, param="messages"), options, tools, reasoning, parallel_calls)
+    return PreparedChat(
+        Prompt(prompt, param="messages"),
+        options,
+        tools,
+        reasoning,
+        parallel_calls=parallel_calls,
+        shows_reasoning=body.include_reasoning is not False,
+    )
 
 
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
@@ -250,10 +281,11 @@ class AnswerReader:
     calls: number of calls that have begun.
     """
 
-    def __init__(self, parser: AnswerParser | None, *, parallel_calls: bool) -> None:
+    def __init__(self, parser: AnswerParser | None, *, parallel_calls: bool, shows_reasoning: bool = True) -> None:
         self.calls = 0
         self._parser = parser
         self._max_calls = MAX_CALLS if parallel_calls else 1
+        self._shows_reasoning = shows_reasoning
 
     def read(self, piece: Piece) -> Iterator[Event]:
         """Yield the events of a piece. Calls beyond the number that an answer may have are left out."""
@@ -265,6 +297,8 @@ class AnswerReader:
                 events += self._parser.finish()
         for event in events:
             self.calls += isinstance(event, CallBegin)
+            if isinstance(event, Reasoning) and not self._shows_reasoning:
+                continue
             if isinstance(event, Text | Reasoning) or self.calls <= self._max_calls:
                 yield event
 
@@ -320,7 +354,7 @@ class _ChatChoice:
         choice = {
             "index": piece.index,
             "message": message,
-            "logprobs": chat_log_probs(piece.log_probs, self._tokenizer) if self._body.logprobs else None,
+            "logprobs": self._described(piece.log_probs) if self._body.logprobs else None,
             "finish_reason": self._reason(piece),
         }
         return {**choice, "token_ids": piece.token_ids} if self._body.return_token_ids else choice
@@ -331,10 +365,14 @@ class _ChatChoice:
         chunk = {
             "index": index,
             "delta": delta,
-            "logprobs": chat_log_probs(log_probs, self._tokenizer) if log_probs else None,
+            "logprobs": self._described(log_probs) if log_probs and self._body.logprobs else None,
             "finish_reason": reason,
         }
         return {**chunk, "token_ids": token_ids} if self._body.return_token_ids else chunk
+
+    def _described(self, log_probs: list[TokenLogProb]) -> dict[str, Any]:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_log_probs(log_probs, self._tokenizer, as_ids=as_ids)
 
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Text):

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from megatron_runtime.server.errors import context_length_error, invalid_value
 from megatron_runtime.server.json_text import to_json
-from megatron_runtime.server.openai.answer import Piece, completion_log_probs
+from megatron_runtime.server.openai.answer import Piece, completion_log_probs, prompt_log_probs
 from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
@@ -38,14 +38,18 @@ async def create_completion(service: Service, request: Request) -> Response:
     options = Options(
         max_tokens=max_tokens,
         log_probs=body.logprobs,
-        prompt_log_probs=bool(body.echo) and body.logprobs is not None,
+        echoes_log_probs=bool(body.echo) and body.logprobs is not None,
+        prompt_log_probs=body.prompt_logprobs,
     )
+    tokenizer, as_ids = service.prompts.tokenizer, bool(body.return_tokens_as_token_ids)
 
     def choice(piece: Piece) -> dict[str, Any]:
         log_probs = None
         if body.logprobs is not None:
-            log_probs = completion_log_probs(piece.log_probs, service.prompts.tokenizer)
+            log_probs = completion_log_probs(piece.log_probs, tokenizer, as_ids=as_ids)
         fields = {"index": piece.index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
+        if body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_log_probs(piece.prompt_log_probs, tokenizer, as_ids=as_ids)
         return {**fields, "token_ids": piece.token_ids} if body.return_token_ids else fields
 
     return await respond(service, request, body, prompts, options, choice=choice, chunks=lambda piece: (choice(piece),))
@@ -66,18 +70,27 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
     for place, item in enumerate(given):
         param = "prompt" if len(body.prompt) == 1 else f"prompt[{place}]"
         if isinstance(item, str):
-            tokens = await prompts.encode(item, lease=lease, param=param, in_place=in_place)
+            tokens = await prompts.encode(
+                item,
+                lease=lease,
+                param=param,
+                add_special=body.add_special_tokens is not False,
+                in_place=in_place,
+                is_cut=body.truncate_prompt_tokens is not None,
+            )
         else:
             tokens = item
             if place % _LISTS_AT_ONCE == _LISTS_AT_ONCE - 1:
                 await asyncio.sleep(0)
+        tokens = prompts.truncated(tokens, body)
         if limit is not None and len(tokens) > limit:
             raise context_length_error(prompt_length=len(tokens), limit=limit, param=param)
         tokens = prompts.checked(tokens, param=param, add_bos=body.add_BOS)
         echoed = None
         if body.echo:
+            has_all = isinstance(item, str) and body.truncate_prompt_tokens is None
             is_whole = body.max_tokens == 0  # a character that begins in the prompt is part of the answer
-            echoed = item if isinstance(item, str) else await prompts.decode(item, lease=lease, is_whole=is_whole)
+            echoed = str(item) if has_all else await prompts.decode(tokens, lease=lease, is_whole=is_whole)
         found.append(Prompt(tokens, param=param, echoed=echoed))
     return found
 

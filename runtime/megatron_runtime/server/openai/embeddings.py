@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_runtime.requests.rules import MAX_INT32
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.completions import tokenized_prompts
+from megatron_runtime.server.openai.fields import EMBEDDINGS_POLICY, sampled, served, within
 from megatron_runtime.server.openai.generation import generation_of
 from megatron_runtime.server.openai.jobs import Options
 from megatron_runtime.server.openai.schema import (
-    FREE_JSON,
     MAX_PROMPTS,
     CompletionRequest,
-    Discarded,
     ModelRequest,
     PromptIds,
-    only,
 )
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.streaming import until_disconnect
@@ -34,6 +34,8 @@ _FIELD = "return_hidden_state"
 class EmbeddingRequest(ModelRequest):
     """POST /v1/embeddings."""
 
+    policy = EMBEDDINGS_POLICY
+    own_names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     token_field = "input"
 
     input: (
@@ -41,10 +43,24 @@ class EmbeddingRequest(ModelRequest):
         | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | PromptIds
         | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    ) = Field(description="A text, a list of token ids, or a list of either. Each has a vector, in this order.")
+    encoding_format: Literal["float", "base64"] | None = served(
+        "`float` or `base64`, which is little-endian float32; `float` if absent."
     )
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Any, FREE_JSON, only()] = None
-    user: Discarded = None
+
+    add_special_tokens: StrictBool | None = served(
+        "Put what the model expects before a text, such as its begin-of-sequence token; `true` if absent."
+    )
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] | None = served(
+        "Keep this many tokens of each text. -1 keeps as many as the model takes."
+    )
+    truncation_side: Literal["left", "right"] | None = served(
+        "The side that `truncate_prompt_tokens` removes; `right` if absent."
+    )
+    priority: Annotated[StrictInt, within("priority")] | None = sampled("priority")
+    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = served(
+        "Cached prefixes are shared only among requests of one salt, and of one API key."
+    )
 
     _completion: CompletionRequest | None = PrivateAttr(None)
 
@@ -56,8 +72,18 @@ class EmbeddingRequest(ModelRequest):
 
     def prepared(self) -> Self:
         """Return the request with its input in its completion alone. Raises ApiError 400 for input without a text."""
+        super().prepared()
         try:
-            self._completion = CompletionRequest(model=self.model, prompt=self.input, temperature=0)  # type: ignore[arg-type]
+            self._completion = CompletionRequest(
+                model=self.model,
+                prompt=self.input,  # type: ignore[arg-type]
+                temperature=0,
+                add_special_tokens=self.add_special_tokens,
+                truncate_prompt_tokens=self.truncate_prompt_tokens,
+                truncation_side=self.truncation_side or "right",
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+            )
         except ValueError as error:
             message = "Invalid value for input: give a text, token ids, or a list of texts or of lists of token ids."
             raise ApiError(400, message, param="input", code="invalid_value") from error

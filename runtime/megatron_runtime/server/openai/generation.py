@@ -48,11 +48,13 @@ async def respond(
     *,
     choice: Callable[[Piece], dict[str, Any]],
     chunks: Callable[[Piece], Iterable[dict[str, Any]]],
+    more: Callable[[Sequence[Piece]], dict[str, Any]] = lambda _pieces: {},
 ) -> Response:
     """Run the jobs of a request and return the answer, whole or as a stream of events.
 
     choice: returns a choice of the whole answer, from its only piece.
     chunks: returns the choices of the events for one piece of a stream.
+    more:   returns further fields of the whole answer.
     Raises what generation_of() raises.
     """
     settings, generation = service.settings, generation_of(service, request, body, prompts, options)
@@ -67,7 +69,7 @@ async def respond(
     pieces = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     usage = generation.usage
     head = {"object": body.answer_object, **base}
-    fields = {**head, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
+    fields = {**head, "system_fingerprint": usage.fingerprint, "usage": usage.as_json(), **more(pieces)}
     encoded = []
     for piece in pieces:
         encoded.append(to_json(choice(piece)))
@@ -98,6 +100,7 @@ def generation_of(
         options,
         tokenizer=service.prompts.tokenizer,
         sequence_limit=service.prompts.sequence_limit,
+        defaults=service.defaults,
         cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
     key: ApiKey = request.state.key

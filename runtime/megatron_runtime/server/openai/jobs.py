@@ -4,50 +4,56 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_runtime.client.pending import TOKEN_BYTES
 from megatron_runtime.protocol.messages import pack
+from megatron_runtime.requests.rules import is_number
 from megatron_runtime.requests.sampling_params import (
     IGNORE_EOS,
     MIN_TEMPERATURE,
+    PARAMETERS,
     InvalidSamplingParamsError,
     SamplingParams,
 )
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_structure
-from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value
+from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, shown
 from megatron_runtime.server.guards import load_json
+from megatron_runtime.server.openai.fields import HTTP_FIELDS, converted
 from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.reasoning import ReasoningUse
 from megatron_runtime.tokenization import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
 MAX_SENT_BYTES = 32 << 20
 """Of all choices of one request: each choice is sent to the coordinator with its prompt and parameters."""
 
-_PASSED_ON = {
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "min_tokens": "min_tokens",
-    "bad_words": "bad_words",
-    "stop_words": "stop",
-    "detokenize_stop_sequence": "include_stop_str_in_output",
-    "priority": "priority",
-    "streaming": "stream",
-    "streaming_interval": "streaming_interval",
-}
-"""Request fields by the sampling parameter of the same value."""
+MIN_TOP_P = 1e-6
+"""A lower `top_p` leaves the most likely token only. In SamplingParams 0 keeps all tokens."""
+
 _FIELD_NAMES = {
-    **_PASSED_ON,
-    "num_tokens_to_generate": "max_tokens",
+    **{name: http.name for name, http in HTTP_FIELDS.items()},
     "top_n_logprobs": "logprobs",
     "return_log_probs": "logprobs",
 }
 """Request fields by sampling parameter, for errors."""
-_GUIDED_FIELDS = {
+_GENERATION_CONFIG = {
+    **{
+        name: name
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p"),
+            *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+        )
+    },
+    "num_tokens_to_generate": "max_new_tokens",
+}
+"""Keys of generation_config.json by sampling parameter."""
+GUIDED_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
@@ -75,6 +81,8 @@ class Options:
 
     max_tokens:    None means up to the sequence limit; 0 gives the prompt alone.
     log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
+    echoes_log_probs: report those of the prompt, too, where the answer echoes it.
+    prompt_log_probs: how many of the likeliest tokens to report at each place of the prompt; None: no report.
     forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: it has none.
@@ -83,7 +91,8 @@ class Options:
 
     max_tokens: int | None
     log_probs: int | None
-    prompt_log_probs: bool = False
+    echoes_log_probs: bool = False
+    prompt_log_probs: int | None = None
     forced_format: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
     reasoning: ReasoningUse | None = None
@@ -122,11 +131,13 @@ def jobs_of(
     tokenizer: Tokenizer,
     sequence_limit: int | None,
     cache_salt: str | None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[list[Job], dict[str, str]]:
     """Return the jobs of a request, n for each prompt, and its fields by sampling parameter, for errors.
 
     sequence_limit: most tokens of prompt and answer together.
     cache_salt:     the salt of the prefix cache, in place of that of the request.
+    defaults:       sampling parameters of the model, which hold if the request does not choose others.
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters.
     """
     choices = request.n or 1
@@ -135,29 +146,36 @@ def jobs_of(
     if output is not None and options.reasoning is not None and options.reasoning.is_open:
         output = {**output, "after": list(options.reasoning.closing)}
     field_names = {**_FIELD_NAMES, "structured_output": field}
+    defaults = defaults or {}
     shared = _sampling_params(
         request,
         tokenizer,
+        defaults,
+        num_tokens_to_generate=None,  # each prompt has its own
         structured_output=output,
         cache_salt=cache_salt,
-        return_log_probs=options.log_probs is not None,
-        top_n_logprobs=options.log_probs,
-        skip_prompt_log_probs=not options.prompt_log_probs,
+        return_log_probs=options.log_probs is not None or options.prompt_log_probs is not None,
+        top_n_logprobs=max(options.log_probs or 0, options.prompt_log_probs or 0),
+        skip_prompt_log_probs=not options.echoes_log_probs and options.prompt_log_probs is None,
+        streaming_interval=request.streaming_interval or request.stream_interval,
     )
     if options.hidden_state:
         shared.num_tokens_to_generate = 1
         shared.return_hidden_state = True
     _check_sent_bytes(shared, prompts, choices=choices, format_field=field)
     end_ids = frozenset((*(() if request.ignore_eos else tokenizer.eos_ids), *(request.stop_token_ids or ())))
-    visible = tokenizer.special_ids & {tokenizer.token_id(marker) for marker in options.markers}
+    visible = tokenizer.special_ids
+    if request.skip_special_tokens is not False:
+        visible = visible & {tokenizer.token_id(marker) for marker in options.markers}
     jobs = []
     for place, prompt in enumerate(prompts):
-        budget = _budget(prompt, options.max_tokens, limit=sequence_limit)
+        wanted = defaults.get("num_tokens_to_generate") if options.max_tokens is None else options.max_tokens
+        budget = _budget(prompt, wanted, limit=sequence_limit)
         for choice in range(choices):
             # The copies share the lists and maps, which are validated once.
             params = copy.copy(shared)
             params.num_tokens_to_generate = budget
-            params.seed = choice_seed(request.seed, choice=choice)
+            params.seed = choice_seed(shared.seed, choice=choice)
             job = Job(
                 index=place * choices + choice,
                 prompt=prompt,
@@ -179,7 +197,7 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
     given: list[tuple[str, str, Any]] = []
     response_format, outputs = request.response_format, request.structured_outputs
     if response_format is not None and response_format.type != "text":
-        schema = response_format.json_schema and response_format.json_schema.schema_
+        schema = response_format.schema_of_answer
         given.append(("response_format", "json_object" if schema is None else "json_schema", schema))
     if outputs is not None:
         formats = [(name, value) for name, value in outputs if value not in (None, False)]
@@ -187,7 +205,7 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
             raise invalid_value("structured_outputs", "give exactly one of json, regex, choice, grammar, json_object")
         name, value = formats[0]
         given.append(("structured_outputs", "json_schema" if name == "json_" else name, value))
-    guided = [(field, kind, getattr(request, field)) for field, kind in _GUIDED_FIELDS.items()]
+    guided = [(field, kind, getattr(request, field)) for field, kind in GUIDED_FIELDS.items()]
     given += [item for item in guided if item[2] is not None]
     if not given:
         return None
@@ -218,43 +236,66 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:
     """Return the 64-bit seed of one of n choices: the given seed for the first, an independent one for each other."""
-    if seed is None:
-        return None
-    seed &= (1 << 64) - 1
-    if choice == 0:
+    if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def _sampling_params(request: GenerationRequest, tokenizer: Tokenizer, **others: Any) -> SamplingParams:
-    """Return the parameters that all choices share. A field that the request omits has the default of SamplingParams.
+def _sampling_params(
+    request: GenerationRequest, tokenizer: Tokenizer, defaults: Mapping[str, Any], **others: Any
+) -> SamplingParams:
+    """Return the parameters that all choices share. A field that the request omits has the default of the model, or
+    that of SamplingParams.
 
     others: sampling parameters that do not follow from the request alone.
     """
-    temperature = 1.0 if request.temperature is None else request.temperature
-    greedy = temperature < MIN_TEMPERATURE
+    chosen = {**defaults, **_chosen(request)}
+    if _is_greedy(chosen):
+        chosen |= {"temperature": 0.0, "top_k": 1, "top_p": None, "min_p": None}
     eos = () if request.ignore_eos else tokenizer.eos_ids
     stop_ids = [*eos[1:], *(request.stop_token_ids or ())]
-    biases = {int(token): float(bias) for token, bias in (request.logit_bias or {}).items()}
-    check_vocabulary(biases, tokenizer, param="logit_bias")
+    for name in ("logit_bias", "allowed_token_ids"):
+        check_vocabulary(chosen.get(name, ()), tokenizer, param=name)
     check_vocabulary(stop_ids, tokenizer, param="stop_token_ids")
-    chosen: dict[str, Any] = {
-        **{name: getattr(request, field) for name, field in _PASSED_ON.items()},
-        "temperature": temperature,
-        "top_k": 1 if greedy else max(request.top_k or 0, 0),
-        "top_p": 0.0 if greedy else request.top_p or 0.0,
-        "min_p": None if greedy else request.min_p,
-        "logit_bias": biases,
-        "termination_id": eos[0] if eos else IGNORE_EOS,
-        "stop_token_ids": stop_ids,
-        **others,
-    }
+    chosen |= {"termination_id": eos[0] if eos else IGNORE_EOS, "stop_token_ids": stop_ids, **others}
     try:
         return SamplingParams(**{name: value for name, value in chosen.items() if value not in (None, [], {})})
     except InvalidSamplingParamsError as error:
         param = _FIELD_NAMES.get(error.field, error.field)
         raise ApiError(400, f"{error}.", param=param, code="invalid_value") from error
+
+
+def _chosen(request: GenerationRequest) -> dict[str, Any]:
+    """Return the sampling parameters that the fields of a request choose."""
+    values = {name: getattr(request, http.name) for name, http in HTTP_FIELDS.items()}
+    return {name: converted(name, value) for name, value in values.items() if value is not None}
+
+
+def _is_greedy(chosen: Mapping[str, Any]) -> bool:
+    """Return whether only the most likely token may be sampled."""
+    return chosen.get("temperature", 1.0) < MIN_TEMPERATURE or chosen.get("top_p", 1.0) < MIN_TOP_P
+
+
+def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters that a generation_config.json sets, as vLLM reads it.
+
+    A value that is not allowed is logged and ignored: the model can be served without it.
+    """
+    found: dict[str, Any] = {}
+    for name, key in _GENERATION_CONFIG.items():
+        value = config.get(key)
+        if value is None:
+            continue
+        sent = converted(name, value) if is_number(value) else value
+        rule = PARAMETERS[name].rule
+        if rule.is_valid(sent):
+            found[name] = sent
+        else:
+            logger.warning(
+                "generation_config.json: %s is %s and has no effect: want %s", key, shown(value), rule.allowed
+            )
+    return found
 
 
 def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:

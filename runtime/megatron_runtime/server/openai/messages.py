@@ -6,16 +6,13 @@ those of https://docs.anthropic.com/en/api/messages.
 
 from __future__ import annotations
 
-import re
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     StrictBool,
@@ -29,19 +26,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.server.errors import CONTEXT_LENGTH_PHRASE, ApiError, from_validation
+from megatron_runtime.server.errors import ApiError, ContextLengthError, from_validation
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
+from megatron_runtime.server.openai.fields import COUNT_TOKENS_POLICY, MESSAGES_POLICY, served, within
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
-    FREE_JSON,
     MAX_MESSAGES,
     MAX_TOOLS,
     Body,
     ChatRequest,
-    Discarded,
     JsonObject,
     JsonValue,
     MaxTokens,
@@ -50,49 +46,35 @@ from megatron_runtime.server.openai.schema import (
     StopStrings,
     Temperature,
     TopP,
-    only,
-    within,
 )
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.streaming import EventStream, until_disconnect
 from megatron_runtime.server.tools import CallArguments, CallBegin, Event, Reasoning
 
 _MAX_BLOCKS = 4096
-_CONTEXT_LENGTH = re.compile(
-    rf"{CONTEXT_LENGTH_PHRASE} (?P<limit>\d+) tokens .* the prompt has (?:at least )?(?P<prompt>\d+)"
-)
 _BLOCK_DEPTH = 8
 """Depth of the arguments of a call in a request, at most."""
 
 
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
-
-    cache_control: Discarded = None
-
-
-class TextBlock(_Block):
+class TextBlock(Body):
     type: Literal["text"]
     text: StrictStr
-    citations: Discarded = None
 
 
-class ThinkingBlock(_Block):
+class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: StrictStr
-    signature: Discarded = None
 
 
-class ToolUseBlock(_Block):
+class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Name
     name: Name
     input: JsonValue
     """What a client read from a stream of arguments: not an object if the model wrote another value."""
-    caller: Discarded = None
 
 
-class RedactedThinkingBlock(_Block):
+class RedactedThinkingBlock(Body):
     """Reasoning of another server that no one can read. It is left out."""
 
     type: Literal["redacted_thinking"]
@@ -107,13 +89,12 @@ TextBlocks: TypeAlias = Annotated[
 ]
 
 
-class ToolResultBlock(_Block):
-    """The result of a call. `is_error` changes nothing: the content says it."""
+class ToolResultBlock(Body):
+    """The result of a call. Its content says whether it is an error."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
     content: TextBlocks = Field(default_factory=list)
-    is_error: StrictBool | None = None
 
 
 _Content: TypeAlias = Annotated[
@@ -126,10 +107,8 @@ def _as_content(value: Any, info: ValidationInfo) -> Any:
     return [] if is_empty_answer else _as_blocks(value)
 
 
-class AnthropicMessage(BaseModel):
+class AnthropicMessage(Body):
     """One turn of a conversation. A text is a block of type text. The content of an answer may be missing or empty."""
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     role: Literal["user", "assistant"]
     content: Annotated[list[_Content], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_content)] = (
@@ -162,14 +141,13 @@ def _as_arguments(value: Any) -> Any:
     return value if isinstance(value, dict | str) else json.dumps(value)
 
 
-class AnthropicTool(_Block):
+class AnthropicTool(Body):
     """A function of the client. input_schema: of its arguments."""
 
     type: Literal["custom"] | None = None
     name: Name
     description: StrictStr | None = None
     input_schema: JsonObject
-    strict: StrictBool | None = None
 
     @field_validator("type", mode="before")
     @classmethod
@@ -194,8 +172,6 @@ class Thinking(Body):
     """`thinking`: whether the model thinks first, where its chat template can choose. The budget has no effect."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: Discarded = None
-    display: Discarded = None
 
 
 class AnthropicFormat(Body):
@@ -211,16 +187,35 @@ class OutputConfig(Body):
 class CountTokensRequest(ModelRequest):
     """POST /v1/messages/count_tokens."""
 
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: TextBlocks = Field(default_factory=list)
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    cache_control: Discarded = None
-    speed: Annotated[Any, FREE_JSON, only("standard")] = None
-    user_profile_id: Discarded = None
-    workspace_id: Discarded = None
+    policy = COUNT_TOKENS_POLICY
+    own_names: ClassVar[Mapping[str, str]] = {
+        "chat_template_kwargs": "thinking",
+        "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+    }
+
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="Roles user and assistant. Content is a string, or blocks of type text, thinking, tool_use and "
+        "tool_result: also those of an earlier answer."
+    )
+    system: TextBlocks = Field(default_factory=list, description="The system message: a string, or text blocks.")
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(
+        "Functions: see [tools](http-api-behaviour.md#tools). The server runs no tools itself."
+    )
+    tool_choice: AnthropicToolChoice | None = served(
+        "`auto`, `any`, `none`, or `tool` with a `name`. With `disable_parallel_tool_use` the answer has at most one "
+        "call."
+    )
+    thinking: Thinking | None = served(
+        "`enabled`, `adaptive` or `disabled`: given to the chat template as `enable_thinking`. `budget_tokens` has no "
+        "effect."
+    )
+    output_config: OutputConfig | None = served(
+        "`format`: a JSON schema, which is always enforced. `effort`: see "
+        "[reasoning](http-api-behaviour.md#reasoning); `max` is `xhigh`."
+    )
 
     _chat: ChatRequest | None = PrivateAttr(None)
 
@@ -234,6 +229,7 @@ class CountTokensRequest(ModelRequest):
         """Return the request with the conversation in its chat request alone. Raises ApiError 400 for what chat
         requests do not allow.
         """
+        super().prepared()
         try:
             self._chat = ChatRequest.model_validate(self.as_chat())
         except ValidationError as error:
@@ -279,20 +275,18 @@ class CountTokensRequest(ModelRequest):
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: MaxTokens
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: Annotated[StrictInt, within("top_k")] | None = None
-    stop_sequences: StopStrings = Field(default_factory=list)
-    stream: StrictBool | None = None
+    policy = MESSAGES_POLICY
 
-    container: Annotated[Any, FREE_JSON, only()] = None
-    context_management: Annotated[Any, FREE_JSON, only()] = None
-    mcp_servers: Annotated[Any, FREE_JSON, only([])] = None
-    metadata: Discarded = None
-    service_tier: Discarded = None
-    inference_geo: Discarded = None
-    diagnostics: Discarded = None
+    max_tokens: MaxTokens = Field(description="Most tokens of the answer, reasoning included.")
+    temperature: Temperature | None = served("As of chat completions, up to 2. 0 is greedy.")
+    top_p: TopP | None = served("As of chat completions.")
+    top_k: Annotated[StrictInt, within("top_k", minimum=0)] | None = served(
+        "Keep the k most likely tokens. 0 keeps all."
+    )
+    stop_sequences: StopStrings = Field(
+        default_factory=list, description="Each has at most 1024 characters. The text ends before the match."
+    )
+    stream: StrictBool | None = served("Answer with Anthropic's events, `message_start` to `message_stop`.")
 
     def as_chat(self) -> dict[str, Any]:
         fields = {
@@ -459,8 +453,10 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """Return an error in the format of Anthropic's API."""
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message
-    if (sizes := _CONTEXT_LENGTH.search(message)) is not None:  # in the words by which Claude Code shortens a prompt
-        message = f"prompt is too long: {sizes['prompt']} tokens > {sizes['limit']} maximum"
+    if isinstance(error, ContextLengthError):
+        message = f"prompt is too long: {error.prompt_length} tokens > {error.limit} maximum"
+    elif error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

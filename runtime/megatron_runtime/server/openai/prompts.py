@@ -16,7 +16,7 @@ from megatron_runtime.server.errors import ApiError, context_length_error, inval
 from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
 from megatron_runtime.server.openai.conversation import Conversation
 from megatron_runtime.server.openai.jobs import check_vocabulary
-from megatron_runtime.server.openai.schema import ChatMessage, Tool
+from megatron_runtime.server.openai.schema import ChatMessage, GenerationRequest, Tool
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
 from megatron_runtime.tokenization.chat_template import RENDERERS
 
@@ -80,17 +80,25 @@ class Prompts:
         self.lanes = TextLanes()
 
     async def encode(
-        self, text: str, *, lease: Lease, param: str, add_special: bool = True, in_place: bool | None = None
+        self,
+        text: str,
+        *,
+        lease: Lease,
+        param: str,
+        add_special: bool = True,
+        in_place: bool | None = None,
+        is_cut: bool = False,
     ) -> list[int]:
         """Return the tokens of a text.
 
         lease:    of the request, which then holds the tokens.
         param:    the request field that has it, for errors.
         in_place: tokenize on the event loop; None means if the text is short.
+        is_cut:   the caller removes tokens: the text may have more than the sequence limit.
         Raises ApiError 400 for a text that cannot be tokenized or whose least number of tokens exceeds the sequence
         limit, what TextLanes.run() raises, and 429 if the server holds too much.
         """
-        encode = partial(self._encode, text, param=param, add_special=add_special)
+        encode = partial(self._encode, text, param=param, add_special=add_special, is_cut=is_cut)
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
             tokens = encode()
         else:
@@ -107,10 +115,14 @@ class Prompts:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
         continues: bool = False,
+        add_special: bool = False,
+        is_cut: bool = False,
     ) -> list[int]:
         """Return the tokens of a conversation, with the tools described in it.
 
-        continues: the prompt ends within the last message, which the answer continues.
+        continues:           the prompt ends within the last message, which the answer continues.
+        add_special, is_cut: as of encode().
+
         Raises ApiError 400, and what encode() raises; 500 for a chat template that renders no conversation.
         """
         conversation = Conversation(
@@ -128,7 +140,7 @@ class Prompts:
             raise ApiError(400, f"{error}.", param=error.variable or "messages", code="invalid_value") from error
         size = _bytes_at_most(text)
         lease.add(size)
-        tokens = await self.encode(text, lease=lease, param="messages", add_special=False)
+        tokens = await self.encode(text, lease=lease, param="messages", add_special=add_special, is_cut=is_cut)
         lease.add(-size)
         return tokens
 
@@ -148,6 +160,16 @@ class Prompts:
             await asyncio.sleep(0)
         return "".join([*parts, detokenizer.finish() if is_whole else ""])
 
+    def truncated(self, tokens: list[int], request: GenerationRequest) -> list[int]:
+        """Return the tokens of a prompt that the request keeps."""
+        kept = request.truncate_prompt_tokens
+        if kept is None:
+            return tokens
+        if kept == -1:
+            limit = len(tokens) if self.sequence_limit is None else self.sequence_limit
+            kept = max(limit - max(request.answer_limit or 1, 1), 1)
+        return tokens[:kept] if request.truncation_side == "right" else tokens[max(len(tokens) - kept, 0) :]
+
     def checked(self, tokens: list[int], *, param: str, add_bos: bool | None = False) -> list[int]:
         """Return the tokens of a prompt. Raises ApiError 400 if there are none or one is outside the vocabulary.
 
@@ -164,9 +186,9 @@ class Prompts:
     def close(self) -> None:
         self.lanes.close()
 
-    def _encode(self, text: str, *, param: str, add_special: bool) -> list[int]:
+    def _encode(self, text: str, *, param: str, add_special: bool, is_cut: bool) -> list[int]:
         limit = self.sequence_limit
-        if limit is not None and len(text) > TEXT_TOKENIZED_IN_PLACE:
+        if not is_cut and limit is not None and len(text) > TEXT_TOKENIZED_IN_PLACE:
             fewest = self.tokenizer.bound.fewest_tokens(text)
             if fewest > limit:
                 raise context_length_error(prompt_length=fewest, limit=limit, param=param, is_bound=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, StrictBool, StrictStr, ValidationError, field_validator
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from megatron_runtime.server.errors import ApiError, from_validation
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
+from megatron_runtime.server.openai.fields import RESPONSES_POLICY, served
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
     FREE_JSON,
@@ -26,14 +27,13 @@ from megatron_runtime.server.openai.schema import (
     MAX_TOOLS,
     Body,
     ChatRequest,
-    Discarded,
     Function,
     JsonObject,
     MaxTokens,
-    ModelRequest,
     Name,
-    Temperature,
-    TopP,
+    SampledRequest,
+    StructuredOutputs,
+    TemplateVariables,
     only,
 )
 from megatron_runtime.server.openai.service import Service
@@ -57,9 +57,7 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
-    description: str | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
-    strict: StrictBool | None = None
 
     def as_response_format(self) -> dict[str, Any] | None:
         """Return the `response_format` of a chat request."""
@@ -75,48 +73,50 @@ class TextOptions(Body):
 
 class ReasoningOptions(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Discarded = None
-    generate_summary: Discarded = None
 
 
-class ResponsesRequest(ModelRequest):
-    """POST /v1/responses.
+class ResponsesRequest(SampledRequest):
+    """POST /v1/responses."""
 
-    input: a text, or items of the types message, reasoning, function_call and function_call_output.
-    """
+    policy = RESPONSES_POLICY
+    own_names: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+    }
 
-    input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-    instructions: StrictStr | None = None
-    max_output_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    stream: StrictBool | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
-    parallel_tool_calls: StrictBool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-
-    previous_response_id: Annotated[Any, FREE_JSON, only()] = None
-    conversation: Annotated[Any, FREE_JSON, only()] = None
-    background: Annotated[Any, FREE_JSON, only(False)] = None
-    prompt: Annotated[Any, FREE_JSON, only()] = None
-    truncation: Annotated[Any, FREE_JSON, only("disabled")] = None
-    top_logprobs: Annotated[Any, FREE_JSON, only(0)] = None
-    max_tool_calls: Annotated[Any, FREE_JSON, only()] = None
-    context_management: Annotated[Any, FREE_JSON, only()] = None
-    moderation: Annotated[Any, FREE_JSON, only()] = None
-
-    store: Discarded = None
-    include: Discarded = None
-    metadata: Discarded = None
-    user: Discarded = None
-    safety_identifier: Discarded = None
-    service_tier: Discarded = None
-    prompt_cache_key: Discarded = None
-    prompt_cache_retention: Discarded = None
-    prompt_cache_options: Discarded = None
-    stream_options: Discarded = None
+    input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="A text, or items of type message, reasoning, function_call, function_call_output: also those of "
+        "an earlier answer. Content is a string, or parts with a text."
+    )
+    instructions: StrictStr | None = served("The system message, before the input.")
+    max_output_tokens: MaxTokens | None = served(
+        "Most tokens of the answer, reasoning included. As many as fit if absent."
+    )
+    stream: StrictBool | None = served(
+        "Answer with OpenAI's events, `response.created` to `response.completed` or `response.incomplete`."
+    )
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(
+        "Functions: see [tools](http-api-behaviour.md#tools). The server runs no tools itself."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = served(
+        "See [tools](http-api-behaviour.md#tools)."
+    )
+    parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
+    text: TextOptions | None = served(
+        "`format`: `text`, `json_object`, or `json_schema` with `name` and `schema`. The format is always enforced."
+    )
+    structured_outputs: StructuredOutputs | None = served(
+        "The formats of completions: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
+    )
+    include_reasoning: StrictBool | None = served("`false`: the answer lacks the reasoning.")
+    chat_template_kwargs: TemplateVariables | None = served("Variables of the model's chat template.")
+    reasoning: ReasoningOptions | None = served(
+        "`effort`: see [reasoning](http-api-behaviour.md#reasoning). The answer has the reasoning itself, without a "
+        "summary."
+    )
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -149,6 +149,7 @@ class ResponsesRequest(ModelRequest):
         """Return the request with its input in its chat request alone. Raises ApiError 400 for what chat requests do
         not allow.
         """
+        super().prepared()
         try:
             self._chat = ChatRequest.model_validate(self.as_chat())
         except ValidationError as error:
@@ -162,13 +163,13 @@ class ResponsesRequest(ModelRequest):
         """Return the body of the chat request."""
         choice, tools, text = self.tool_choice, self.tools, self.text
         fields: dict[str, Any] = {
-            "model": self.model,
+            **{name: getattr(self, name) for name in SampledRequest.model_fields},
             "messages": _messages(self),
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "include_reasoning": self.include_reasoning,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "structured_outputs": self.structured_outputs,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "response_format": None if text is None or text.format is None else text.format.as_response_format(),
             "tools": tools and [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in tools],
@@ -250,7 +251,7 @@ async def create_response(service: Service, request: Request) -> Response:
     conversation = await conversation_of(service, request, chat)
     generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
     model = generation.adapter or service.settings.served_name
-    answer = _Answer(body, conversation.reader(), generation.usage, model=model)
+    answer = _Answer(body, conversation.reader(), generation.usage, model=model, defaults=service.defaults)
     if body.stream:
         events = _events(answer, generation)
         seconds = service.settings.keep_alive_seconds
@@ -288,8 +289,18 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 class _Answer:
     """Collects the output items of one answer, and describes each step as an event of a stream."""
 
-    def __init__(self, request: ResponsesRequest, reader: AnswerReader, usage: Usage, *, model: str) -> None:
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        reader: AnswerReader,
+        usage: Usage,
+        *,
+        model: str,
+        defaults: Mapping[str, Any],
+    ) -> None:
+        """defaults: sampling parameters of the model."""
         self._request = request
+        self._defaults = defaults
         self._model = model
         self._reader = reader
         self._usage = usage
@@ -346,11 +357,13 @@ class _Answer:
             "previous_response_id": None,
             "reasoning": {"effort": None if request.reasoning is None else request.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": self._defaults.get("temperature", 1.0)
+            if request.temperature is None
+            else request.temperature,
             "text": {"format": format_},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in request.tools or ()],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": self._defaults.get("top_p", 1.0) if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": usage,
             "metadata": {},

@@ -1,13 +1,13 @@
 """Request bodies of the OpenAI API, with the fields that this server adds and those that it does not offer.
 
-A field that would change the answer and is not offered is rejected by name. A field that only annotates is accepted.
-Every list and map has a maximum length, and validation stops at its first wrong element.
+`fields.py` says which other fields a body may have. Every list and map has a maximum length, and validation stops at
+its first wrong element.
 """
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -27,16 +28,28 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.rules import MAX_INT32
 from megatron_runtime.requests.sampling_params import (
     BIASES,
     MAX_BAD_WORDS,
     MAX_BAD_WORDS_CHARACTERS,
     MAX_LOGIT_BIAS_TOKENS,
-    RULES,
 )
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.errors import shown
 from megatron_runtime.server.guards import JsonScan, load_json
+from megatron_runtime.server.openai.fields import (
+    CHAT_POLICY,
+    COMPLETION_POLICY,
+    TOKENIZE_POLICY,
+    FieldPolicy,
+    NotOffered,
+    meaning,
+    sampled,
+    served,
+    with_sampling_fields,
+    within,
+)
 from megatron_runtime.server.tools import MAX_NAME_CHARACTERS
 
 MAX_TOKEN_IDS = 1 << 20
@@ -46,7 +59,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
-MAX_TEMPERATURE = 2
 MAX_MESSAGES = 4096
 MAX_CALLS = 1024
 """Of one message, of a client or of an answer."""
@@ -64,32 +76,20 @@ THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
 
-def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Return the bounds of the sampling parameter `name`, for the field of a body that becomes it.
-
-    minimum, maximum: of this API, if they differ: a value that the server translates, or the limit of OpenAI.
-    """
-    bounds = RULES[name].bounds
-    assert bounds is not None, f"{name} is a number"
-    limits: dict[str, Any] = {"ge": bounds.minimum if minimum is None else minimum}
-    highest = bounds.maximum if maximum is None else maximum
-    if highest != math.inf:
-        limits["le"] = highest
-    if not bounds.is_whole:
-        limits["allow_inf_nan"] = False
-    return Field(**limits)
-
-
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
 NonEmpty = Annotated[StrictStr, Field(min_length=1)]
 Number = StrictInt | StrictFloat
-Temperature = Annotated[float, within("temperature", maximum=MAX_TEMPERATURE)]
+Temperature = Annotated[float, within("temperature")]
 TopP = Annotated[float, within("top_p")]
-MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate", maximum=math.inf)]
+MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate")]
 """A number that does not fit is cut to what fits."""
 TopLogProbs = Annotated[StrictInt, within("top_n_logprobs", maximum=MAX_TOP_LOGPROBS)]
 StopTokenIds = Annotated[
     list[Annotated[StrictInt, within("stop_token_ids")]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
+]
+AllowedTokenIds = Annotated[
+    list[Annotated[StrictInt, within("allowed_token_ids")]],
+    Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True),
 ]
 TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
@@ -102,19 +102,14 @@ TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLAT
 GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
 OptionalText = Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)]
 """A text; a value of another type, which another server may have written, is dropped."""
-Discarded = Annotated[Any, BeforeValidator(lambda _: None)]
-"""A field that is accepted without effect: its value, of any type, is dropped."""
 
 
 def only(*neutral: Any) -> BeforeValidator:
-    """Return a validator for a field that is not offered. It accepts null and `neutral`, which change nothing."""
+    """Return a validator for a member of an object that is not offered. It accepts null and `neutral`."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
-        # True equals 1 in Python.
-        if value is None or any(value == item and (value is True) == (item is True) for item in neutral):
-            return value
-        remedy = " or use " + " or ".join(map(repr, neutral)) if neutral else ""
-        raise ValueError(f"{info.field_name} is not offered by this server: leave it out{remedy}")
+        NotOffered(neutral).check(str(info.field_name), value)
+        return value
 
     return BeforeValidator(check)
 
@@ -124,6 +119,17 @@ def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get(other) != wanted:
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
+def without(other: str, problem: str) -> AfterValidator:
+    """Return a validator that rejects a value if the field `other`, which is above this one, is true."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get(other):
             raise ValueError(problem)
         return value
 
@@ -150,44 +156,61 @@ BadWords = Annotated[
 
 
 class Body(BaseModel):
-    """An object of a request: an unknown key is an error."""
+    """An object of a request: an unknown key is ignored."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class ModelRequest(Body):
     """The body of a request to the model. model: None takes the one that is served.
 
     token_field: field that may have a long list, of token ids.
+    policy:      of the fields that the class does not declare.
+    own_names:   the fields of a route by their names in the request that is made of it.
     """
 
-    token_field: ClassVar[str | None] = None
+    model_config = ConfigDict(extra="allow")
 
-    model: Name | None = None
+    token_field: ClassVar[str | None] = None
+    policy: ClassVar[FieldPolicy] = FieldPolicy()
+    own_names: ClassVar[Mapping[str, str]] = {}
+
+    model: Name | None = served("The name in `/v1/models`.")
+
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Return the names of the unknown fields, of a request that was prepared()."""
+        return self._ignored
 
     def prepared(self) -> Self:
-        """Return the request in the form that its route reads. Called where the body was parsed."""
+        """Return the request in the form that its route reads. Called where the body was parsed.
+
+        Raises ApiError 400 for a field that is not offered.
+        """
+        extra = self.__pydantic_extra__ or {}
+        self._ignored = tuple(self.policy.unknown(extra))
+        extra.clear()
         return self
 
 
 class StreamOptions(Body):
-    include_usage: StrictBool = False
-    include_obfuscation: StrictBool | None = None
+    include_usage: StrictBool | None = None
 
 
 class JsonSchemaFormat(Body):
-    """The `json_schema` of a response format. `strict` changes nothing: the format is always enforced."""
+    """The `json_schema` of a response format. It is always enforced, `strict` or not."""
 
-    name: Annotated[StrictStr, Field(min_length=1, max_length=256)]
-    description: str | None = None
+    name: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
-    strict: StrictBool | None = None
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`. As on other servers, `json_object` may have a `schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     json_schema: Annotated[JsonSchemaFormat | None, Field(validate_default=True)] = None
 
     @field_validator("json_schema")
@@ -200,6 +223,11 @@ class ResponseFormat(Body):
             raise ValueError(f"type {kind!r} takes no json_schema: leave it out or use type 'json_schema'")
         return value
 
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer; None: it may be any object."""
+        return self.schema_ if self.json_schema is None else self.json_schema.schema_
+
 
 class StructuredOutputs(Body):
     """The formats of the guided_ fields under one field. Exactly one is given."""
@@ -211,63 +239,30 @@ class StructuredOutputs(Body):
     json_object: StrictBool | None = None
 
 
-class GenerationRequest(ModelRequest):
-    """The common fields of completions and chat completions. A validator has access to the fields above its own.
-
-    answer_id, answer_object, chunk_object: prefix of the answer's `id`, and `object` of a whole answer and of an event.
+@with_sampling_fields(without=("max_tokens",))
+class SampledRequest(ModelRequest):
+    """The fields of generations on all routes that have the names of OpenAI and vLLM. Numbers and flags that become a
+    sampling parameter come from its declaration.
     """
 
-    answer_id: ClassVar[str]
-    answer_object: ClassVar[str]
-    chunk_object: ClassVar[str]
-
-    max_tokens: MaxTokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stream: StrictBool | None = None
-    stream_options: Annotated[
-        StreamOptions | None, only_with("stream", True, "stream_options is allowed only with stream: true")
-    ] = None
-    stop: StopStrings = Field(default_factory=list)
-    seed: Annotated[StrictInt, within("seed", minimum=-(1 << 63))] | None = None
-    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIAS_TOKENS)] | None = None
-
-    # Additions to OpenAI's fields, under the names that other servers use.
-    top_k: Annotated[StrictInt, within("top_k", minimum=-1)] | None = None
-    min_p: Annotated[float, within("min_p")] | None = None
-    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
-    min_tokens: Annotated[StrictInt, within("min_tokens")] | None = None
-    bad_words: BadWords | None = None
-    ignore_eos: StrictBool | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: StrictBool | None = None
-    streaming_interval: Annotated[StrictInt, within("streaming_interval")] | None = None
-    return_token_ids: StrictBool | None = None
-    add_BOS: StrictBool | None = None
-    skip_prompt_log_probs: StrictBool | None = None
-    priority: Annotated[StrictInt, within("priority")] | None = None
-    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = None
-
-    # At most one of these is given.
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | StrictStr | None = None
-    guided_regex: NonEmpty | None = None
-    guided_choice: GuidedChoice | None = None
-    guided_grammar: NonEmpty | None = None
-
-    # Annotations, without effect on the answer.
-    user: Discarded = None
-    metadata: Discarded = None
-    store: Discarded = None
-    service_tier: Discarded = None
-    safety_identifier: Discarded = None
-    prompt_cache_key: Discarded = None
-    prompt_cache_retention: Discarded = None
-    prompt_cache_options: Discarded = None
+    temperature: Temperature | None = sampled("temperature")
+    top_p: TopP | None = sampled("top_p")
+    stream: StrictBool | None = sampled("stream")
+    stop: StopStrings = Field(default_factory=list, description=meaning("stop"))
+    seed: Annotated[StrictInt, within("seed")] | None = sampled("seed")
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIAS_TOKENS)] | None = sampled("logit_bias")
+    bad_words: BadWords | None = sampled("bad_words")
+    stop_token_ids: StopTokenIds | None = sampled("stop_token_ids")
+    allowed_token_ids: AllowedTokenIds | None = sampled("allowed_token_ids")
+    priority: Annotated[StrictInt, within("priority")] | None = sampled("priority")
+    streaming_interval: Annotated[StrictInt, within("streaming_interval")] | None = sampled("streaming_interval")
+    ignore_eos: StrictBool | None = served("The model's own end tokens do not end the answer.")
+    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = served(
+        "Cached prefixes are shared only among requests of one salt, and of one API key."
+    )
+    skip_special_tokens: StrictBool | None = served(
+        "`false`: the text of the answer has its special tokens, but not the one that ended it."
+    )
 
     @field_validator("logit_bias")
     @classmethod
@@ -279,9 +274,76 @@ class GenerationRequest(ModelRequest):
                 raise ValueError(f"the bias of token {token} is {shown(bias)}: use {BIASES}")
         return value
 
+
+class GenerationRequest(SampledRequest):
+    """The common fields of completions and chat completions. A validator has access to the fields above its own.
+
+    answer_id, answer_object, chunk_object: prefix of the answer's `id`, and `object` of a whole answer and of an event.
+    """
+
+    answer_id: ClassVar[str]
+    answer_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    max_tokens: MaxTokens | None = sampled("max_tokens")
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = served(
+        "Choices of each prompt. Prompts times `n` may be at most 1024."
+    )
+    stream_options: Annotated[
+        StreamOptions | None, only_with("stream", True, "stream_options is allowed only with stream: true")
+    ] = served("`include_usage`: a last event with the usage.")
+    return_token_ids: StrictBool | None = served("Each choice, or chunk, has `token_ids`.")
+    add_BOS: StrictBool | None = served("The prompt begins with the model's first token, unless it does already.")
+
+    add_special_tokens: StrictBool | None = served(
+        "Put what the model expects before a text, such as its begin-of-sequence token. Completions: `true` if absent. "
+        "Chat: `false` if absent, because the chat template writes it."
+    )
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] | None = served(
+        "Keep this many tokens of each prompt. -1 keeps as many as fit with `max_tokens`."
+    )
+    truncation_side: Literal["left", "right"] | None = served(
+        "The side that `truncate_prompt_tokens` removes; `left` if absent."
+    )
+    return_tokens_as_token_ids: StrictBool | None = served(
+        "Log-probabilities name a token `token_id:N` instead of its text."
+    )
+    prompt_logprobs: Annotated[
+        TopLogProbs | None,
+        without("stream", "prompt_logprobs is not allowed with stream: true: leave one of them out"),
+    ] = served(
+        "Log-probabilities of the prompt's tokens and of the most likely ones at their places, in `prompt_logprobs`: "
+        "by token id `logprob`, `rank` (null for a token that is not among the most likely) and `decoded_token`. Not "
+        "with `stream`."
+    )
+    stream_interval: Annotated[StrictInt, within("streaming_interval")] | None = served(
+        "Another name of `streaming_interval`."
+    )
+
+    # At most one of these is given.
+    response_format: ResponseFormat | None = served(
+        "`text`, `json_object`, or `json_schema` with `json_schema: {name, schema}`. The format is always enforced, "
+        "`strict` or not. `json_object` may have a `schema`, too."
+    )
+    structured_outputs: StructuredOutputs | None = served(
+        "The same formats under one field: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
+    )
+    guided_json: JsonSchema | StrictStr | None = served(
+        "A JSON schema. One structured output per request; see "
+        "[limits](structured-output.md#limits-of-structured-output)."
+    )
+    guided_regex: NonEmpty | None = served("A regular expression.")
+    guided_choice: GuidedChoice | None = served("One of these texts.")
+    guided_grammar: NonEmpty | None = served("A grammar in Lark's syntax.")
+
+    @property
+    def answer_limit(self) -> int | None:
+        """Return the maximum number of tokens of the answer that the request asks for."""
+        return self.max_tokens
+
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionRequest(GenerationRequest):
@@ -289,16 +351,20 @@ class CompletionRequest(GenerationRequest):
 
     answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
     token_field = "prompt"
+    policy = COMPLETION_POLICY
 
-    max_tokens: Annotated[StrictInt, within("num_tokens_to_generate", minimum=0, maximum=math.inf)] | None = None
+    max_tokens: Annotated[StrictInt, within("num_tokens_to_generate", minimum=0)] | None = sampled("max_tokens")
     prompt: (
         Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    ) = Field(
+        description="A string, a list of token ids, or a list of either. Choices come in the order of the prompts."
     )
-    echo: StrictBool | None = None
-    logprobs: TopLogProbs | None = None
-    best_of: Annotated[Any, FREE_JSON, only(1)] = None
-    suffix: Annotated[Any, FREE_JSON, only("")] = None
+    echo: StrictBool | None = served("The prompt before the answer; with `max_tokens: 0` the prompt alone.")
+    logprobs: TopLogProbs | None = served(
+        "Tokens, their log-probabilities, the most likely ones (and the token itself), and offsets into the text; with "
+        "`echo` those of the prompt, too. A token that is part of a character reads `bytes:\\xNN`."
+    )
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -317,12 +383,11 @@ def _is_token_ids(value: Any) -> bool:
 
 
 class Function(Body):
-    """One function. `strict` changes nothing: arguments follow the schema if tool_choice forces the call."""
+    """One function. Arguments follow the schema if tool_choice forces the call, `strict` or not."""
 
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: StrictBool | None = None
 
     @field_validator("parameters")
     @classmethod
@@ -367,10 +432,8 @@ def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else value
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Body):
     """The function of a call in a conversation. Chat templates format arguments themselves, as an object."""
-
-    model_config = ConfigDict(extra="ignore")
 
     name: Name
     arguments: Annotated[Any, FREE_JSON, WithJsonSchema({"type": "string"}), BeforeValidator(_arguments)] = Field(
@@ -378,9 +441,7 @@ class CalledFunction(BaseModel):
     )
 
 
-class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
+class ToolCall(Body):
     id: Name
     type: Literal["function"] | None = None
     function: CalledFunction
@@ -389,13 +450,11 @@ class ToolCall(BaseModel):
 _ABSENT = object()
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     """One message of a conversation. What an answer has is accepted back, and fields without effect are dropped.
 
     The content of an answer may be missing or empty.
     """
-
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Name | None = None
@@ -410,10 +469,6 @@ class ChatMessage(BaseModel):
     audio: Annotated[Any, FREE_JSON, only()] = None
     prompt_token_ids: TokenIds | None = None
     generation_token_ids: TokenIds | None = None
-
-    generation_log_probs: Discarded = None
-    raw_text: Discarded = None
-    annotations: Discarded = None
     reasoning: OptionalText = None
     reasoning_content: Annotated[
         str | None,
@@ -487,32 +542,48 @@ class ChatRequest(GenerationRequest):
 
     answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: MaxTokens | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    prevent_retokenization: StrictBool | None = None
-    return_tokenized_data: StrictBool | None = None
-    return_raw_text: StrictBool | None = None
-    logprobs: StrictBool | None = None
+    policy = CHAT_POLICY
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        description="Roles system, developer (the same), user, assistant, tool. Content is a string, or parts of type "
+        "text."
+    )
+    max_completion_tokens: MaxTokens | None = served("The newer name of `max_tokens`.")
+    chat_template_kwargs: TemplateVariables | None = served(
+        "Variables of the model's chat template, such as `enable_thinking`."
+    )
+    prevent_retokenization: StrictBool | None = served(
+        "The message of the answer has `prompt_token_ids` and `generation_token_ids`. Sent back as history, the next "
+        "prompt begins with exactly these tokens, not with those that the text would have. For training."
+    )
+    return_tokenized_data: StrictBool | None = served("The message has the same two lists.")
+    return_raw_text: StrictBool | None = served(
+        "The message has `raw_text`: prompt and answer as the model saw them, special tokens included."
+    )
+    logprobs: StrictBool | None = served(
+        "Log-probabilities of the tokens of the answer. A message that carries its tokens then carries "
+        "`generation_log_probs`, too: one number for each token, the end token included."
+    )
     top_logprobs: Annotated[
         TopLogProbs | None,
         only_with("logprobs", True, "top_logprobs is allowed only with logprobs: true"),
-    ] = None
-    tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: StrictBool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    add_generation_prompt: StrictBool | None = None
-    continue_final_message: ContinueFinalMessage = None
-
-    functions: Annotated[Any, FREE_JSON, only([])] = None
-    function_call: Annotated[Any, FREE_JSON, only("none", "auto")] = None
-    modalities: Annotated[Any, FREE_JSON, only(["text"])] = None
-    audio: Annotated[Any, FREE_JSON, only()] = None
-    prediction: Annotated[Any, FREE_JSON, only()] = None
-    web_search_options: Annotated[Any, FREE_JSON, only()] = None
-    verbosity: Annotated[Any, FREE_JSON, only("medium")] = None
-    moderation: Annotated[Any, FREE_JSON, only()] = None
+    ] = served("The most likely tokens at each position, and their bytes. Needs `logprobs`.")
+    tools: Tools | None = served("See [tools](http-api-behaviour.md#tools).")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = served(
+        "See [tools](http-api-behaviour.md#tools)."
+    )
+    parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
+    include_reasoning: StrictBool | None = served("`false`: the answer lacks the reasoning.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = served(
+        "`none` to `xhigh`, given to a chat template that reads `reasoning_effort` or `enable_thinking`. See "
+        "[reasoning](http-api-behaviour.md#reasoning)."
+    )
+    add_generation_prompt: StrictBool | None = served(
+        "End the prompt with the start of the assistant's message. `false` leaves it out."
+    )
+    continue_final_message: ContinueFinalMessage = served(
+        "Continue the last message: the prompt ends within it, and the answer has only what follows."
+    )
 
     @field_validator("tools")
     @classmethod
@@ -536,28 +607,35 @@ class ChatRequest(GenerationRequest):
         return value
 
     @property
+    def answer_limit(self) -> int | None:
+        """Return the maximum number of tokens of the answer that the request asks for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def offered_tools(self) -> list[Tool]:
         """Return the tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TokenizeRequest(ModelRequest):
-    """POST /v1/tokenize: either `prompt`, or `messages` and their options.
+    """POST /v1/tokenize: either `prompt`, or `messages` and their options."""
 
-    add_special_tokens: add the special tokens that the model expects, such as its begin-of-sequence token.
-    return_token_strs:  answer with the text of each token too.
-    """
+    policy = TOKENIZE_POLICY
 
-    prompt: str | None = None
+    prompt: str | None = served("A text. Either this or `messages`.")
     messages: Annotated[
         list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, validate_default=True)
-    ] = None
-    tools: Tools | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    add_special_tokens: StrictBool | None = None
-    add_generation_prompt: StrictBool | None = None
-    continue_final_message: ContinueFinalMessage = None
-    return_token_strs: StrictBool | None = None
+    ] = served("A conversation. Either this or `prompt`.")
+    tools: Tools | None = served("Tools that the chat template describes.")
+    chat_template_kwargs: TemplateVariables | None = served("Variables of the chat template.")
+    add_special_tokens: StrictBool | None = served(
+        "Put what the model expects before a prompt, such as its begin-of-sequence token."
+    )
+    add_generation_prompt: StrictBool | None = served("End with the start of the assistant's message.")
+    continue_final_message: ContinueFinalMessage = served(
+        "End within the last message, which an answer would continue."
+    )
+    return_token_strs: StrictBool | None = served("Answer with the text of each token, too.")
 
     @field_validator("messages")
     @classmethod
@@ -572,4 +650,4 @@ class DetokenizeRequest(ModelRequest):
 
     token_field = "tokens"
 
-    tokens: TokenIds
+    tokens: TokenIds = Field(description="Token ids. Special tokens are written out in the answer.")

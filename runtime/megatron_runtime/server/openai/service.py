@@ -6,7 +6,7 @@ import asyncio
 import collections
 import math
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +21,18 @@ from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.auth import ApiKey, ApiKeys
 from megatron_runtime.server.errors import ApiError, context_length_error, shown, try_again
-from megatron_runtime.server.guards import MAX_ELEMENTS, JsonLimitError, JsonScan, NotJsonError, check_content_type
+from megatron_runtime.server.guards import (
+    MAX_ELEMENTS,
+    Gunzip,
+    JsonLimitError,
+    JsonScan,
+    NotJsonError,
+    check_content_type,
+)
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.bodies import PARSED_IN_PLACE_BYTES, BodyBudget, Lease, parse, parse_in_child
-from megatron_runtime.server.openai.jobs import MAX_JOBS
+from megatron_runtime.server.openai.fields import reported
+from megatron_runtime.server.openai.jobs import MAX_JOBS, model_defaults
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
 from megatron_runtime.server.rate_limits import LimitReachedError, RateLimits, Reservation
@@ -72,6 +80,8 @@ class Service:
     """The bytes that requests hold until they are answered."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: requests that are still open are answered with an error."""
+    defaults: Mapping[str, Any] = field(init=False)
+    """The model's own sampling parameters, which hold below those of a request."""
     rate_limits: RateLimits = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,6 +91,8 @@ class Service:
             reserved_tokens=self.settings.reserve_tokens,
             wait_seconds=self.settings.coordinator_wait_seconds,
         )
+        config = self.prompts.tokenizer.generation_config if self.settings.generation_config == "auto" else {}
+        self.defaults = model_defaults(config)
         self.bodies = BodyBudget(self.settings.max_bodies_bytes)
 
     def missing(self) -> list[str]:
@@ -96,19 +108,19 @@ class Service:
     @property
     def adapter_names(self) -> list[str]:
         """Names of the adapters that requests may give as their model. The base model hides one of its own name."""
-        base = self.settings.served_name
-        return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name != base)
+        base = self.settings.served_names
+        return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 
     def adapter_of(self, model: str | None) -> str:
         """Return the adapter of a model; empty for the base model, for None and for UNNAMED_MODEL. Raises ApiError 404
         if the model is not served.
         """
-        if model in (None, UNNAMED_MODEL, self.settings.served_name):
+        if model in (None, UNNAMED_MODEL, *self.settings.served_names):
             return ""
         names = self.adapter_names
         if model in names:
             return model
-        offered = ", ".join(repr(name) for name in [self.settings.served_name, *names[:_NAMED_MODELS]])
+        offered = ", ".join(repr(name) for name in [*self.settings.served_names, *names[:_NAMED_MODELS]])
         more = f" and {len(names) - _NAMED_MODELS} more" if len(names) > _NAMED_MODELS else ""
         message = f"The model {shown(model)} does not exist: this server offers {offered}{more}."
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -124,11 +136,12 @@ class Service:
         Raises ApiError 400, 403 for a model that the key may not use, 404 for another model, 413, 415, 429 if the
         server holds too much or the tenant has used its time for large bodies.
         """
-        check_content_type(request.headers)
+        is_compressed = check_content_type(request.headers)
         # The lists of a request are tokens of one prompt, or have limits of their own below this one.
         longest = max(self.prompts.sequence_limit or MAX_ELEMENTS, MAX_ALTERNATIVES)
         scan, lease = JsonScan(long_list=longest), self.lease(request)
-        parts = await self._body(request, scan, lease, token_field=model.token_field)
+        chunks = _decompressed(request) if is_compressed else request.stream()
+        parts = await self._body(request, chunks, scan, lease, token_field=model.token_field)
         size: int = request.state.body_bytes
         lease.add(scan.parsed_bytes)
         if size <= PARSED_IN_PLACE_BYTES:
@@ -137,6 +150,9 @@ class Service:
             work = self.prompts.lanes.run("parse", lease, partial(parse_in_child, model, parts, scan))
             validated = await until_disconnect(request.receive, work, expired=self.expired)
         lease.add(-size)
+        if validated.ignored:
+            self.metrics.ignored_fields.inc(len(validated.ignored))
+            request.state.ignored_fields = reported(validated.ignored)
         self.check_model(request.state.key, validated.model)
         return validated
 
@@ -164,9 +180,18 @@ class Service:
         self.lease(request).force(len(content))
         return JsonAnswer(content)
 
-    async def _body(self, request: Request, scan: JsonScan, lease: Lease, *, token_field: str | None) -> list[bytes]:
+    async def _body(
+        self,
+        request: Request,
+        stream: AsyncIterator[bytes],
+        scan: JsonScan,
+        lease: Lease,
+        *,
+        token_field: str | None,
+    ) -> list[bytes]:
         """Return the parts of the body, and write its size into the state of the request for charge_rejected_body().
 
+        stream: the body, not compressed.
         token_field: the field with a list that is longer than a prompt may be.
         """
         limit = self.settings.max_body_bytes
@@ -176,7 +201,7 @@ class Service:
             raise too_large
         chunks: list[bytes] = []
         size, rejection = 0, None
-        async for chunk in request.stream():
+        async for chunk in stream:
             size += len(chunk)
             request.state.body_bytes = size
             if size > limit:
@@ -326,3 +351,13 @@ class Service:
         if open_by_tenant.total() + more > limit and open_by_tenant[tenant] + more > share:
             message = f"This server has {limit} requests open, or would have: try again."
             raise try_again(429, message, code="too_many_requests")
+
+
+async def _decompressed(request: Request) -> AsyncIterator[bytes]:
+    """Yield a gzip body in pieces. Other requests run in between. Raises ApiError 400 for anything but gzip."""
+    gunzip = Gunzip()
+    async for chunk in request.stream():
+        for piece in gunzip.feed(chunk):
+            yield piece
+            await asyncio.sleep(0)
+    gunzip.finish()

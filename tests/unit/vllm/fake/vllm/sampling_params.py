@@ -30,6 +30,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     max_tokens: int = 16
