@@ -228,19 +228,19 @@ def test_an_engine_that_does_not_know_a_parameter_is_skipped_and_the_request_is_
 async def test_a_parameter_that_was_added_later_reaches_only_engines_that_announce_it(
     stage, params, monkeypatch, is_later
 ) -> None:
-    monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"min_p": 0.0})
-    monkeypatch.setattr(records, "FIRST_PARAMETERS", capabilities.FIRST_PARAMETERS - {"min_p"})
+    monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"top_p": 0.0})
+    monkeypatch.setattr(records, "FIRST_PARAMETERS", capabilities.FIRST_PARAMETERS - {"top_p"})
     stage.coordinator()
     engine = await stage.engine(parameters=capabilities.KNOWN_PARAMETERS if is_later else None)
     client = await stage.client()
     await client.add_request([1], params(1))
-    answer = client.add_request([1], params(1, min_p=0.1))
+    answer = client.add_request([1], params(1, top_p=0.1))
     if is_later:
         await answer
     else:
-        with pytest.raises(InvalidRequestError, match="sampling parameter min_p is of a later release"):
+        with pytest.raises(InvalidRequestError, match="sampling parameter top_p is of a later release"):
             await answer
-    assert [dispatch.meta.needs for dispatch in engine.dispatches] == ["", "min_p"][: 1 + is_later]
+    assert [dispatch.meta.needs for dispatch in engine.dispatches] == ["", "top_p"][: 1 + is_later]
 
 
 def test_a_request_that_comes_with_tokens_waits_at_a_restarted_coordinator() -> None:

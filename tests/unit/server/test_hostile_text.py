@@ -165,7 +165,7 @@ async def test_a_prompt_that_cannot_fit_is_rejected_without_tokenization(
     ):
         error = (await running.post(f"/v1/{path}", {"model": "smollm2", **body})).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-        assert "the prompt alone is at least 90" in error["message"]
+        assert "the prompt alone has at least 90" in error["message"]
     assert set(tokenized) <= {"Hi"}
 
 

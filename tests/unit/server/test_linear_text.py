@@ -239,7 +239,13 @@ def test_a_choice_becomes_text_in_linear_time(
     prompt = SimpleNamespace(echoed=None, tokens=[1])
     visible = frozenset({MARKER})
     job = SimpleNamespace(
-        index=0, params=params, prompt=prompt, visible=visible, end_ids=frozenset(), is_prompt_only=False
+        index=0,
+        params=params,
+        prompt=prompt,
+        visible=visible,
+        end_ids=frozenset(),
+        is_prompt_only=False,
+        options=SimpleNamespace(log_probs=None, echoes_log_probs=False, prompt_log_probs=None),
     )
 
     def choice() -> Any:
@@ -276,7 +282,7 @@ def test_the_events_of_a_stream_cost_what_they_say(counted: CountedModules, rout
     elif route == "messages":
         take = module._Answer(reader, usage, model="m", prompt_tokens=1).take
     else:
-        take = module._Answer(None, reader, usage, model="m").take
+        take = module._Answer(None, reader, usage, model="m", defaults={}).take
 
     def feed(text: str) -> None:
         for _ in take(Piece(0, text=text)):

@@ -50,7 +50,7 @@ class _Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatTemplateInput:
     """The messages of a request, as chat templates read them, and what else the request says about its prompt.
 
     tools:     functions that the model may call, as JSON.

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from megatron_runtime.process.fair_lanes import BudgetExceededError, FairLanes
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
 from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
-from megatron_runtime.server.openai.conversation import Conversation
+from megatron_runtime.server.openai.conversation import ChatTemplateInput
 from megatron_runtime.server.openai.jobs import check_vocabulary
 from megatron_runtime.server.openai.schema import ChatMessage, GenerationRequest, Tool
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
@@ -125,7 +125,7 @@ class Prompts:
 
         Raises ApiError 400, and what encode() raises; 500 for a chat template that renders no conversation.
         """
-        conversation = Conversation(
+        conversation = ChatTemplateInput(
             [message.for_template() for message in messages],
             tools=[tool.model_dump(exclude_none=True) for tool in tools],
             variables=variables or {},
