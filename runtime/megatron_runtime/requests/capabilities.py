@@ -23,7 +23,6 @@ class Capability(StrEnum):
     STRUCTURE_AFTER_REASONING = "structured output after reasoning"
     LOGIT_BIAS = "logit bias"
     BAD_WORDS = "bad words"
-    ALLOWED_TOKENS = "allowed tokens"
     LOG_PROBS = "log-probabilities"
     PROMPT_LOG_PROBS = "log-probabilities of prompt tokens"
     HIDDEN_STATES = "hidden states"
@@ -50,7 +49,6 @@ NEEDS = (
     ),
     Need("logit_bias", Capability.LOGIT_BIAS, lambda params: bool(params.logit_bias)),
     Need("bad_words", Capability.BAD_WORDS, lambda params: bool(params.bad_words)),
-    Need("allowed_token_ids", Capability.ALLOWED_TOKENS, lambda params: params.allowed_token_ids is not None),
     Need("return_log_probs", Capability.LOG_PROBS, lambda params: params.return_log_probs),
     Need("top_n_logprobs", Capability.LOG_PROBS, lambda params: params.top_n_logprobs > 0),
     Need("skip_prompt_log_probs", Capability.PROMPT_LOG_PROBS, lambda params: params.wants_prompt_log_probs),

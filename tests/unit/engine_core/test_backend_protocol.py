@@ -20,7 +20,6 @@ USES = {
     "structured_output": ({"structured_output": {"type": "json_object"}}, Capability.STRUCTURED_OUTPUT),
     "logit_bias": ({"logit_bias": {7: 1.0}}, Capability.LOGIT_BIAS),
     "bad_words": ({"bad_words": ["a"]}, Capability.BAD_WORDS),
-    "allowed_token_ids": ({"allowed_token_ids": [7]}, Capability.ALLOWED_TOKENS),
     "return_log_probs": ({"return_log_probs": True}, Capability.LOG_PROBS),
     "top_n_logprobs": ({"top_n_logprobs": 2}, Capability.LOG_PROBS),
     "skip_prompt_log_probs": ({"return_log_probs": True, "skip_prompt_log_probs": False}, Capability.PROMPT_LOG_PROBS),

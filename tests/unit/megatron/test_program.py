@@ -50,7 +50,7 @@ def test_it_gives_the_tokens_of_megatron() -> None:
     report = report_of(1)
     assert report["answers"] == report["expected"]
     assert report["after"] == report["answers"][0]
-    assert report["text"] == " ".join(map(str, report["answers"][1]))
+    assert report["text"] == "".join(f" {token}" for token in report["answers"][1])
 
 
 def test_with_tensor_parallel_ranks_it_gives_the_same() -> None:

@@ -34,7 +34,7 @@ JSON = {"type": "json_object"}
         ({"structured_output": JSON}, "STRUCTURED_OUTPUT"),
         ({"structured_output": {**JSON, "after": [7]}}, "STRUCTURED_OUTPUT STRUCTURE_AFTER_REASONING"),
         ({"logit_bias": {7: 1.0}}, "LOGIT_BIAS"),
-        ({"allowed_token_ids": [7]}, "ALLOWED_TOKENS"),
+        ({"allowed_token_ids": [7]}, "allowed_token_ids"),
         ({"return_log_probs": True, "top_n_logprobs": 2}, "LOG_PROBS PROMPT_LOG_PROBS"),
         ({"return_log_probs": True, "skip_prompt_log_probs": True}, "LOG_PROBS"),
         ({"return_hidden_state": True, "num_tokens_to_generate": 1}, "HIDDEN_STATES"),
@@ -62,9 +62,9 @@ def test_a_sampling_parameter_that_was_added_after_the_first_release_is_a_need(
 ) -> None:
     """Nothing but the field is declared: what is not in the list of the first release is a later parameter."""
     assert capabilities.LATER_PARAMETERS.keys() == set(KNOWN_PARAMETERS) - FIRST_PARAMETERS
-    monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"min_p": 0.0, "stop_words": None})
+    monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"top_p": 0.0, "stop_words": None})
     assert needs_of(SamplingParams()) == ""
-    assert needs_of(SamplingParams(min_p=0.1, priority=1)) == "PRIORITY min_p"
+    assert needs_of(SamplingParams(top_p=0.1, priority=1)) == "PRIORITY top_p"
     assert needs_of(SamplingParams(stop_words=["."])) == "stop_words"
 
 

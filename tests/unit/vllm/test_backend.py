@@ -102,7 +102,7 @@ async def test_a_stop_token_ends_the_answer_and_is_named(running: Running, model
     ("prompt", "params", "kind", "text"),
     [
         ([], {}, ValueError, "prompt is empty"),
-        ([1] * 256, {}, MaxSequenceLengthOverflowError, "has 256 tokens; prompt and answer together may have 256"),
+        ([1] * 256, {}, MaxSequenceLengthOverflowError, "the prompt alone has 256 tokens"),
         (PROMPT, {"num_tokens_total": 3}, InvalidSamplingParamsError, "num_tokens_total=3"),
         (PROMPT, {"temperature": 3.0}, ValueError, "temperature must be in"),
         (
