@@ -199,7 +199,7 @@ def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _Tool
         schema = offered[name]
         forced = {"type": "json_schema", "value": schema}
         return _ToolUse(parser=lambda: NamedParser(name), forced_format=forced)
-    if choice == "required":
+    if request.requires_a_call:
         schema = _schema_of_any_call(tools, is_single=request.parallel_tool_calls is False)
         forced = {"type": "json_schema", "value": schema}
         return _ToolUse(parser=lambda: RequiredParser(offered), forced_format=forced)

@@ -236,7 +236,7 @@ COMPLETION_POLICY = FieldPolicy(
     {**_VLLM_GENERATION, "prompt_embeds": NotOffered(([],)), "suffix": NotOffered(("",))},
 )
 CHAT_POLICY = FieldPolicy(
-    _GENERATION_WITHOUT_EFFECT,
+    _GENERATION_WITHOUT_EFFECT | {"verbosity"},
     {
         **_VLLM_GENERATION,
         **_TEMPLATES,
@@ -248,12 +248,11 @@ CHAT_POLICY = FieldPolicy(
         "moderation": NotOffered(),
         "prediction": NotOffered(),
         "return_prompt_text": _OFF,
-        "verbosity": NotOffered(("medium",)),
         "web_search_options": NotOffered(),
     },
 )
 RESPONSES_POLICY = FieldPolicy(
-    _ANNOTATIONS | _VLLM_WITHOUT_EFFECT | {"include", "stream_options"},
+    _ANNOTATIONS | _VLLM_WITHOUT_EFFECT | {"client_metadata", "include", "stream_options", "truncation"},
     {
         **_VLLM_NOT_OFFERED,
         "background": _OFF,
@@ -266,7 +265,6 @@ RESPONSES_POLICY = FieldPolicy(
         "previous_response_id": NotOffered((), "The server keeps no answers: send the items again"),
         "prompt": NotOffered(),
         "top_logprobs": NotOffered((0,)),
-        "truncation": NotOffered(("disabled",)),
     },
 )
 _COUNT_WITHOUT_EFFECT = frozenset(
