@@ -146,7 +146,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
     """Return the variables for the chat template: those of the request, its reasoning effort, and what it begins.
 
-    Raises ApiError 400 for an effort if the template reads none.
+    A template that reads no effort ignores it: clients send one to every model.
     """
     given = request.chat_template_kwargs or {}
     effort, template = request.reasoning_effort, service.prompts.tokenizer.template_for(request.offered_tools)
@@ -156,11 +156,6 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
         return dict(given)
     values = {"reasoning_effort": _EFFORTS[effort], "enable_thinking": effort != "none"}
     read = {name: values[name] for name in values if template is not None and name in template.variables}
-    if not read:
-        problem = (
-            "the chat template of this model reads neither reasoning_effort nor enable_thinking: leave the field out"
-        )
-        raise invalid_value("reasoning_effort", problem)
     return {**read, **given}
 
 

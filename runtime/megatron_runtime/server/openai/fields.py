@@ -268,14 +268,13 @@ RESPONSES_POLICY = FieldPolicy(
     },
 )
 _COUNT_WITHOUT_EFFECT = frozenset(
-    {"cache_control", "mm_payload", "return_mm_kwargs", "user_profile_id", "workspace_id"}
+    {"cache_control", "context_management", "mm_payload", "return_mm_kwargs", "user_profile_id", "workspace_id"}
 )
 COUNT_TOKENS_POLICY = FieldPolicy(_COUNT_WITHOUT_EFFECT, {"speed": NotOffered(("standard",))})
 MESSAGES_POLICY = FieldPolicy(
     _COUNT_WITHOUT_EFFECT | {"diagnostics", "inference_geo", "metadata", "service_tier"},
     {
         "container": NotOffered(),
-        "context_management": NotOffered(({},)),
         "ec_transfer_params": _EMPTY_MAP,
         "kv_transfer_params": _EMPTY_MAP,
         "mcp_servers": NotOffered(([],)),

@@ -387,11 +387,12 @@ FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
-    """One function. Arguments follow the schema if tool_choice forces the call, `strict` or not."""
+    """One function. Arguments follow the schema if tool_choice forces the call, with `strict` in every keyword."""
 
     name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: StrictBool | None = None
 
     @field_validator("parameters")
     @classmethod
