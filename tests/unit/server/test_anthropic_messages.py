@@ -136,7 +136,10 @@ async def test_forced_calls_and_formats_become_structured_output(running: Any, c
     running.backend.answer = '{"a": 1}'
     reply = await messages.create(**shared, output_config={"format": {"type": "json_schema", "schema": schema}})
     assert reply.content[0].text == '{"a": 1}'
-    assert running.backend.requests[-1][1].structured_output == {"type": "json_schema", "value": schema}
+    assert running.backend.requests[-1][1].structured_output == {
+        "type": "json_schema",
+        "value": {**schema, "additionalProperties": False},
+    }
 
 
 async def test_extensions_of_agents_are_accepted(start_with_template: Any) -> None:

@@ -165,7 +165,9 @@ async def test_structured_output_begins_after_the_reasoning(start_with_template:
     assert running.backend.requests[1][1].structured_output["after"] == [closing]
 
 
-async def test_the_effort_reaches_a_template_that_reads_it_and_others_ignore_it(start_with_template: Any, start: Any) -> None:
+async def test_the_effort_reaches_a_template_that_reads_it_and_others_ignore_it(
+    start_with_template: Any, start: Any
+) -> None:
     running = await start_with_template(SWITCHED, special=SPECIAL)
     for effort, prompt in (("high", "Hi;high"), ("none", "Hi;low<think>\n\n</think>\n\n")):
         body = {"model": "smollm2", "messages": MESSAGES, "reasoning_effort": effort, "max_tokens": 1}

@@ -102,7 +102,7 @@ class FieldPolicy:
 
 
 def reported(names: Iterable[str]) -> str:
-    """Return the value of the header x-ignored-fields: at most 20 names of 64 printable ASCII characters."""
+    """Return the value of a header of names: at most 20 of 64 printable ASCII characters."""
     shown = dict.fromkeys(
         "".join(char if "!" <= char <= "~" and char != "," else "?" for char in name[:MAX_REPORTED_CHARACTERS])
         or "?"  # a header value neither begins nor ends with a space

@@ -176,12 +176,14 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
 
     def as_response_format(self) -> dict[str, Any] | None:
         """Return the `response_format` of a chat request."""
         if self.type != "json_schema":
             return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_ or {}}}
+        schema = {"name": self.name or "answer", "schema": self.schema_ or {}, "strict": self.strict}
+        return {"type": self.type, "json_schema": schema}
 
 
 class TextOptions(Body):

@@ -201,10 +201,11 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """The `json_schema` of a response format. It is always enforced, `strict` or not."""
+    """The `json_schema` of a response format. It is always enforced, with `strict` in every keyword."""
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
 
 
 class ResponseFormat(Body):
@@ -324,7 +325,7 @@ class GenerationRequest(SampledRequest):
     # At most one of these is given.
     response_format: ResponseFormat | None = served(
         "`text`, `json_object`, or `json_schema` with `json_schema: {name, schema}`. The format is always enforced, "
-        "`strict` or not. `json_object` may have a `schema`, too."
+        "with `strict` in [every keyword](structured-output.md#json-schemas). `json_object` may have a `schema`, too."
     )
     structured_outputs: StructuredOutputs | None = served(
         "The same formats under one field: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
@@ -335,7 +336,7 @@ class GenerationRequest(SampledRequest):
     )
     guided_regex: NonEmpty | None = served("A regular expression.")
     guided_choice: GuidedChoice | None = served("One of these texts.")
-    guided_grammar: NonEmpty | None = served("A grammar in Lark's syntax.")
+    guided_grammar: NonEmpty | None = served("A grammar in Lark's syntax, or in GBNF or EBNF.")
 
     @property
     def answer_limit(self) -> int | None:
