@@ -175,7 +175,7 @@ def _prepare(setup: bytes) -> Callable[[bytes], bytes]:
         error, matcher, structure, before = None, None, json.loads(request), _resident_bytes()
         converted = None
         try:
-            if structure["type"] == "grammar" and is_gbnf(str(structure["value"])):
+            if structure["type"] == "grammar" and is_gbnf(str(structure.get("value"))):
                 structure = converted = {"type": "grammar", "value": lark_of(structure["value"])}
                 check_structure(converted)
             matcher = compile_grammar(tokenizer, structure)

@@ -97,7 +97,7 @@ class _Normaliser:
             return not set(_names(schema.get("properties"))) <= set(_names(required))
         if key == "format":
             is_text = schema.get("type") not in ("integer", "number", "boolean", "null", "object", "array")
-            return is_text and value not in _FORMATS
+            return is_text and isinstance(value, str) and value not in _FORMATS
         return key in _NARROWING or (key == "pattern" and isinstance(value, str) and unsupported(value) is not None)
 
     def _is_known_name(self, key: str, name: str) -> bool:
@@ -125,7 +125,8 @@ def _is_closed(schema: Mapping[str, Any]) -> bool:
         return False
     if schema.get("unevaluatedProperties") not in (None, False):
         return False
-    members = (item for key in _IN_PLACE for item in schema.get(key) or () if isinstance(item, Mapping))
+    lists = (value for key in _IN_PLACE if isinstance(value := schema.get(key), list))
+    members = (item for items in lists for item in items if isinstance(item, Mapping))
     # A property that is required and not declared is one of the others.
     return set(_names(schema.get("required"))) <= set(properties) and all(_DECLARING.isdisjoint(m) for m in members)
 

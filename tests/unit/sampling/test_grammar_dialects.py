@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.grammar_dialects import normalised, unsupported, with_ascii_classes
@@ -216,6 +218,35 @@ def test_errors_are_about_what_the_client_wrote(compiler: GrammarCompiler, kind:
         compiler.begin({"type": kind, "value": value})
     assert reason in str(raised.value)
     assert "start:" not in str(raised.value)
+
+
+KEYWORDS = st.sampled_from(
+    [
+        *("properties", "patternProperties", "$defs", "items", "prefixItems", "additionalProperties", "anyOf", "allOf"),
+        *("oneOf", "$ref", "required", "minProperties", "format", "pattern", "not", "type", "unevaluatedProperties"),
+        *("#/$defs/a", "a", "(?=x", "["),
+    ]
+)
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | KEYWORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(KEYWORDS, ANY_JSON, max_size=5), st.booleans(), st.booleans())
+def test_no_schema_is_too_odd_to_be_normalised(schema: dict[str, Any], closes: bool, is_strict: bool) -> None:
+    before = json.dumps(schema)
+    known, _ = normalised(schema, closes=closes, is_strict=is_strict)
+    assert json.dumps(schema) == before
+    assert normalised(known, closes=closes, is_strict=is_strict)[1] == []
+
+
+@given(st.text(alphabet=r"\[]()?=!<>^-dDwWsSb1pP{}xa", max_size=30))
+def test_no_expression_is_too_odd_to_be_rewritten(pattern: str) -> None:
+    unsupported(pattern)
+    rewritten = with_ascii_classes(pattern)
+    assert with_ascii_classes(rewritten) == rewritten
 
 
 def test_a_definition_behind_many_references_stays_open() -> None:
