@@ -231,7 +231,13 @@ def lark_of(grammar: str) -> str:
         code = int(match[1], 16)
         return chr(code) if code >= 0xA0 and not 0xD800 <= code < 0xE000 else match[0]
 
+    lines = [""]
+    for line in _GBNF_ESCAPE.sub(character, grammar).split("\n"):
+        if line.lstrip().startswith("|") and "#" not in lines[-1]:  # EBNF continues a rule on the next line
+            lines[-1] = f"{lines[-1]} {line.strip()}"
+        else:
+            lines.append(line)
     try:
-        return str(gbnf_to_lark(_GBNF_ESCAPE.sub(character, grammar)))
+        return str(gbnf_to_lark("\n".join(lines)))
     except Exception as error:
         raise ValueError(f"as GBNF, {error}") from error

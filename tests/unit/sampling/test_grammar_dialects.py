@@ -178,6 +178,7 @@ def test_gbnf_and_ebnf_are_compiled(compiler: GrammarCompiler, tokenizer: Tokeni
         assert is_answer(compiler, tokenizer, "grammar", GBNF, text)
     assert not is_answer(compiler, tokenizer, "grammar", GBNF, "x")
     assert is_answer(compiler, tokenizer, "grammar", 'root ::= "yes" | "no"', "no")
+    assert is_answer(compiler, tokenizer, "grammar", 'root ::= a\n  | "no"\n  | "maybe"\na ::= "yes"\n', "maybe")
     assert is_answer(compiler, tokenizer, "grammar", 'start: "yes" | "no"', "no")
 
 
