@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ import llguidance
 from megatron_runtime.process.sacrificial_process import SacrificialProcess, serve
 from megatron_runtime.protocol import codec
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
+from megatron_runtime.sampling.grammar_dialects import is_gbnf, lark_of
+from megatron_runtime.sampling.grammar_limits import check_structure
 
 STACK_BYTES = 1 << 20
 """Stack on which the trial process compiles a grammar."""
@@ -47,8 +51,25 @@ _LIMITS = {
 _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
 
 
+_ERROR = re.compile(r"(?m)^error: (.+)")
+_PLACE = re.compile(r"^at \d+\(\d+\): (?:invalid regex .*?\(in regex\): )?")
+_KEYWORDS = re.compile(r"^Unimplemented keys: \[(.*)\]")
+_OVERLAPPING = "oneOf constraints are not supported"
+
+
 class InvalidGrammarError(ValueError):
-    """The compiler rejects the grammar. The message is the compiler's."""
+    """The compiler rejects the grammar. The message is about what the client wrote."""
+
+    @classmethod
+    def of(cls, message: str) -> InvalidGrammarError:
+        """message: of the compiler, which names its options and quotes the whole grammar."""
+        if (error := _ERROR.search(message)) is not None:
+            return cls(error[1])
+        if (keywords := _KEYWORDS.match(message)) is not None:
+            return cls(f"the keywords {keywords[1]} cannot be enforced: leave them out")
+        if message.startswith(_OVERLAPPING):
+            return cls("oneOf cannot be enforced where its schemas overlap: use anyOf")
+        return cls(_PLACE.sub("", message.strip()))
 
 
 @dataclass(frozen=True)
@@ -112,11 +133,11 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, A
         else:
             grammar = llguidance.LLMatcher.grammar_from_lark(str(value))
     except ValueError as error:
-        raise InvalidGrammarError(str(error)) from error
+        raise InvalidGrammarError.of(str(error)) from error
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise InvalidGrammarError(matcher.get_error())
+        raise InvalidGrammarError.of(matcher.get_error())
     return matcher
 
 
@@ -128,8 +149,9 @@ def trial_process(vocabulary: VocabularyTable) -> SacrificialProcess:
     return SacrificialProcess(__name__, memory_bytes=MEMORY_BYTES, stack_bytes=STACK_BYTES, setup=vocabulary.pack())
 
 
-def try_grammar(process: SacrificialProcess, structure: Mapping[str, Any]) -> int:
-    """Compile a grammar in the trial process. Return the bytes of memory that it takes.
+def try_grammar(process: SacrificialProcess, structure: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    """Compile a grammar in the trial process. Return the bytes of memory that it takes, and the description that was
+    compiled: a GBNF grammar becomes one in Lark's notation.
 
     Raises:
         InvalidGrammarError: the compiler rejects it, or it takes more than MAX_COMPILED_BYTES.
@@ -143,21 +165,27 @@ def try_grammar(process: SacrificialProcess, structure: Mapping[str, Any]) -> in
         raise InvalidGrammarError(
             f"it is too complex: compiled it takes {reply['bytes'] >> 20} MiB, at most {MAX_COMPILED_BYTES >> 20}"
         )
-    return int(reply["bytes"])
+    return int(reply["bytes"]), reply["structure"] or structure
 
 
 def _prepare(setup: bytes) -> Callable[[bytes], bytes]:
     tokenizer = VocabularyTable.unpack(setup).tokenizer()
 
     def handle(request: bytes) -> bytes:
-        error, matcher, before = None, None, _resident_bytes()
+        error, matcher, structure, before = None, None, json.loads(request), _resident_bytes()
+        converted = None
         try:
-            matcher = compile_grammar(tokenizer, json.loads(request))
-        except InvalidGrammarError as invalid:
+            if structure["type"] == "grammar" and is_gbnf(str(structure.get("value"))):
+                structure = converted = {"type": "grammar", "value": lark_of(structure["value"])}
+                check_structure(converted)
+            matcher = compile_grammar(tokenizer, structure)
+        except InvalidSamplingParamsError as invalid:
+            error = f"in Lark's notation, {invalid.allowed}"
+        except ValueError as invalid:
             error = str(invalid)
         size = max(0, _resident_bytes() - before)
         del matcher  # held until its memory was measured
-        return json.dumps({"error": error, "bytes": size}).encode()
+        return json.dumps({"error": error, "bytes": size, "structure": converted}).encode()
 
     return handle
 

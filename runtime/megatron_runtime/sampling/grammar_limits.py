@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
+from megatron_runtime.sampling.grammar_dialects import is_gbnf
 
 MAX_GRAMMAR_BYTES = 64 * 1024  # of the description, as JSON or text
 MAX_NESTING = 64  # levels of a JSON schema's values, and of brackets in a regular expression or grammar
@@ -85,6 +86,8 @@ def check_structure(structure: Mapping[str, Any]) -> None:
         _check_references(kind, value)
     elif kind == "regex":
         _check_expression(kind, value or "")
+    elif kind == "grammar" and is_gbnf(value or ""):
+        _check_expression(kind, str(value))  # its rules are checked in Lark's notation
     elif kind == "grammar":
         _check_rules(kind, value or "")
 

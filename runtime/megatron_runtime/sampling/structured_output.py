@@ -256,8 +256,8 @@ class GrammarCompiler:
         if known is not None:
             return known
         try:
-            size = try_grammar(self._process, structure)
-            matcher = compile_grammar(self._tokenizer, structure)
+            size, compiled = try_grammar(self._process, structure)
+            matcher = compile_grammar(self._tokenizer, compiled)
         except (ProcessLostError, InvalidGrammarError) as error:
             reason = str(error)
             if isinstance(error, ProcessLostError):

@@ -199,6 +199,8 @@ class RequestMiddleware:
         headers += self._origins.headers(request)
         if ignored := state.get("ignored_fields"):
             headers.append((b"x-ignored-fields", ignored.encode()))
+        if ignored := state.get("ignored_keywords"):
+            headers.append((b"x-ignored-keywords", ignored.encode()))
         if self._service.draining:
             headers.append((b"connection", b"close"))
         return headers

@@ -76,6 +76,10 @@ class ContextLengthError(ApiError):
     limit: int = field(kw_only=True)
 
 
+_STRUCTURE = re.compile(r"^sampling parameter structured_output=.{0,40}? is invalid: ")
+"""The beginning of an engine's message about a format. The client knows the format by the name of its field."""
+
+
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """Return the error with the name that the route has for its field. names: by the name in the error."""
     base = re.match(r"[^.\[]*", error.param or "")
@@ -145,6 +149,8 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
         kind = "rate_limit_exceeded"
     field = error.get("field")
     param = field_names.get(field, field) if isinstance(field, str) else None
+    if field == "structured_output":
+        message = _STRUCTURE.sub(f"Invalid value for {param}: ", message)
     if kind == "NotFiniteError":
         kind = "not_finite"
     if status == 404:  # the adapter was removed since the server looked

@@ -34,7 +34,7 @@ _CONTAINER_BYTES, _MEMBER_BYTES, _ELEMENT_BYTES = 512, 100, 40
 """Of a validated object or array, a member of an object, and an element: a number with its place in a list."""
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
 _PIECE_BYTES = 64 * 1024
-_EXPOSED = "Retry-After, x-ignored-fields, x-request-id, x-should-retry"
+_EXPOSED = "Retry-After, x-ignored-fields, x-ignored-keywords, x-request-id, x-should-retry"
 _COMMON_HEADERS = "authorization, content-type, x-api-key, api-key, x-request-id"
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2048}")
 _JSON_TYPE = re.compile(r"application/(?:json|[\w.!#$&^-]+\+json)", re.ASCII)

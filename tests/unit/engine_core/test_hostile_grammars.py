@@ -523,5 +523,5 @@ def test_a_rejection_is_forgotten_after_a_while(compiler: GrammarCompiler, monke
     assert compiler.begin(structure).failure is None
 
 
-def _lost(*_: Any) -> int:
+def _lost(*_: Any) -> tuple[int, Any]:
     raise structured_output.ProcessLostError("it was killed by signal SIGKILL")

@@ -136,16 +136,86 @@ async def test_forced_calls_and_formats_become_structured_output(running: Any, c
     running.backend.answer = '{"a": 1}'
     reply = await messages.create(**shared, output_config={"format": {"type": "json_schema", "schema": schema}})
     assert reply.content[0].text == '{"a": 1}'
-    assert running.backend.requests[-1][1].structured_output == {"type": "json_schema", "value": schema}
+    assert running.backend.requests[-1][1].structured_output == {
+        "type": "json_schema",
+        "value": {**schema, "additionalProperties": False},
+    }
+
+
+async def test_extensions_of_agents_are_accepted(start_with_template: Any) -> None:
+    running = await start_with_template(TEMPLATE, tool_call_parser="hermes")
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    parts = [{"type": "text", "text": "see"}, image, {"type": "tool_reference", "tool_name": "weather"}]
+    history = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": parts}]},
+        {"role": "system", "content": [{"type": "text", "text": "reminder", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}]},
+        {"role": "user", "content": "c"},
+    ]
+    body = {
+        "model": "smollm2",
+        "max_tokens": 500,
+        "temperature": 0,
+        "messages": history,
+        "tools": [
+            {**WEATHER, "defer_loading": True, "eager_input_streaming": True},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        ],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        reply = await running.post(path, body)
+        assert reply.status_code == 200, reply.text
+    prompt = running.tokenizer.decode(running.backend.requests[-1][0])
+    assert prompt == (
+        "weather!user:|a;assistant:|[t1 weather {}];tool:|see\n[image]\n[tool_reference weather]t1;"
+        "system:|reminder;assistant:|;user:|c;True"
+    )
+
+
+async def test_a_late_system_message_is_text_of_the_user_where_the_template_rejects_it(
+    start_with_template: Any,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+        "{{ m.role }}:{{ m.content }};{% endfor %}"
+    )
+    running = await start_with_template(template)
+    history = [*HI, {"role": "system", "content": "reminder"}]
+    reply = await running.post("/v1/messages", {"model": "smollm2", "max_tokens": 5, "messages": history})
+    assert reply.status_code == 200, reply.text
+    assert running.tokenizer.decode(running.backend.requests[-1][0]) == "user:Hi\n\nreminder;"
+
+
+async def test_allowed_tools_limit_what_the_model_may_call(running: Any) -> None:
+    running.backend.answer = '[{"name": "b", "arguments": {}}]'
+    tools = [{**WEATHER, "name": name} for name in "ab"]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "b"}]}
+    body = {"model": "smollm2", "max_tokens": 50, "temperature": 0, "messages": HI, "tools": tools}
+    reply = await running.post("/v1/messages", {**body, "tool_choice": choice})
+    assert reply.json()["content"][0]["name"] == "b"
+    (call,) = running.backend.requests[-1][1].structured_output["value"]["items"]["anyOf"]
+    assert call["properties"]["name"] == {"const": "b"}
 
 
 @pytest.mark.parametrize(
     ("fields", "phrase"),
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
         ({"messages": []}, "messages"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]}, "'custom'"),
+        (
+            {
+                "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "no function 'web_search'",
+        ),
+        ({"tools": [{**WEATHER, "name": "a b"}]}, "tools[0].name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({"mcp_servers": [{}]}, "not offered"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -118,7 +118,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format", "cannot be combined with tools"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
     ({"functions": [{"name": "f"}]}, "functions", "not offered"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "leave the field out"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "Missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0].tool_call_id", "'tool'"),
     (

@@ -210,7 +210,8 @@ async def test_a_schema_of_json_object_is_enforced(running: Any) -> None:
     ):
         reply = await running.chat(response_format=format_)
         assert reply.status_code == 200, reply.text
-        assert running.backend.requests[-1][1].structured_output == {"type": "json_schema", "value": schema}
+        closed = {**schema, "additionalProperties": False}
+        assert running.backend.requests[-1][1].structured_output == {"type": "json_schema", "value": closed}
     await running.chat(response_format={"type": "json_object"})
     assert running.backend.requests[-1][1].structured_output == {"type": "json_object", "value": None}
 

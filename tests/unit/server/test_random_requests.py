@@ -120,7 +120,7 @@ BAD_CHAT: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (5, 21, "x"),
     "tools": (5, [{"type": "function", "function": {"name": "f"}}] * 2),
     "tool_choice": ("required", "x", 5),
-    "reasoning_effort": ("high",),
+    "reasoning_effort": ("highest", 5),
     "functions": ([{"name": "f"}],),
 }
 BAD_COMPLETION: dict[str, tuple[Any, ...]] = {

@@ -165,13 +165,15 @@ async def test_structured_output_begins_after_the_reasoning(start_with_template:
     assert running.backend.requests[1][1].structured_output["after"] == [closing]
 
 
-async def test_the_effort_reaches_a_template_that_reads_it(start_with_template: Any, start: Any) -> None:
+async def test_the_effort_reaches_a_template_that_reads_it_and_others_ignore_it(
+    start_with_template: Any, start: Any
+) -> None:
     running = await start_with_template(SWITCHED, special=SPECIAL)
     for effort, prompt in (("high", "Hi;high"), ("none", "Hi;low<think>\n\n</think>\n\n")):
         body = {"model": "smollm2", "messages": MESSAGES, "reasoning_effort": effort, "max_tokens": 1}
         assert (await running.post("/v1/chat/completions", body)).status_code == 200
         assert running.tokenizer.decode(running.backend.requests[-1][0], skip_special=False) == prompt
     plain = await start()
-    rejected = await plain.chat(reasoning_effort="high")
-    assert (rejected.status_code, rejected.json()["error"]["param"]) == (400, "reasoning_effort")
-    assert "leave the field out" in rejected.json()["error"]["message"]
+    for effort in ("high", "none"):
+        assert (await plain.chat(reasoning_effort=effort)).status_code == 200
+    assert plain.backend.requests[0][0] == plain.backend.requests[1][0]

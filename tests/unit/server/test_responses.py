@@ -119,8 +119,10 @@ async def test_formats_and_forced_calls_become_structured_output(running: Any) -
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not offered"),
         ({"background": True}, "background", "not offered"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "use type 'function'"),
-        ({"input": [{"type": "image_generation_call"}]}, "input", "use message, reasoning, function_call"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "input", "there are no tools"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "pattern"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "use message, reasoning, function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "not 'input_image'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "tool_calls"),
         ({"input": []}, "input", "at least one item"),
@@ -135,3 +137,146 @@ async def test_what_is_not_offered_is_rejected_by_name(
     assert error["param"] == param
     assert phrase in error["message"]
     assert not running.backend.requests
+
+
+AGENT_TOOLS: list[dict[str, Any]] = [
+    FUNCTION,
+    {
+        "type": "namespace",
+        "name": "mcp__files",
+        "description": "Files.",
+        "tools": [{"type": "function", "name": "read", "parameters": {"type": "object", "properties": {}}}],
+    },
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Edit files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+    },
+    {"type": "web_search", "external_web_access": True},
+    {"type": "local_shell"},
+]
+
+
+def call_of(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def test_tools_of_agents_are_functions_for_the_model_and_come_back_as_their_kind(
+    start_with_template: Any,
+) -> None:
+    running = await start_with_template(TEMPLATE, tool_call_parser="hermes")
+    patch = "*** Begin Patch\n+ä\n"
+    running.backend.answer = call_of("mcp__files__read", {"path": "/a"}) + call_of("apply_patch", {"input": patch})
+    body: dict[str, Any] = {
+        "model": "smollm2",
+        "temperature": 0,
+        "input": "Hi",
+        "tools": AGENT_TOOLS,
+        "truncation": "auto",
+        "include": ["reasoning.encrypted_content"],
+        "text": {"verbosity": "low"},
+        "extra_body": {"client_metadata": {"originator": "cli"}},
+    }
+    whole = await running.openai.responses.create(**body)
+    prompt = running.tokenizer.decode(running.backend.requests[-1][0])
+    assert prompt.startswith("weather!mcp__files__read!apply_patch!user:")
+    read, edit = whole.output
+    assert (read.type, read.namespace, read.name) == ("function_call", "mcp__files", "read")
+    assert json.loads(read.arguments) == {"path": "/a"}
+    assert (edit.type, edit.name, edit.input) == ("custom_tool_call", "apply_patch", patch)
+    assert [tool.type for tool in whole.tools] == [tool["type"] for tool in AGENT_TOOLS]
+
+    events = [event async for event in await running.openai.responses.create(**body, stream=True)]
+    deltas = [event for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(event.delta for event in deltas) == patch
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert (done.input, done.item_id) == (patch, deltas[0].item_id)
+    assert [item.type for item in events[-1].response.output] == ["function_call", "custom_tool_call"]
+
+    history = [
+        {"role": "user", "content": "Hi"},
+        *(item.model_dump(exclude_none=True) for item in whole.output),
+        {"type": "function_call_output", "call_id": read.call_id, "output": [{"type": "input_text", "text": "data"}]},
+        {"type": "custom_tool_call_output", "call_id": edit.call_id, "output": "done"},
+    ]
+    await running.openai.responses.create(**{**body, "input": history})
+    prompt = running.tokenizer.decode(running.backend.requests[-1][0])
+    assert f'[{read.call_id} mcp__files__read {{"path": "/a"}}]' in prompt
+    assert f"[{edit.call_id} apply_patch {json.dumps({'input': patch}, ensure_ascii=False)}]" in prompt
+    assert prompt.endswith(f"tool:|data{read.call_id};tool:|done{edit.call_id};")
+
+
+async def test_the_input_of_a_custom_tool_that_was_cut_is_what_the_model_wrote(running: Any) -> None:
+    running.backend.answer = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Beg'
+    reply = await running.openai.responses.create(model="smollm2", temperature=0, input="Hi", tools=AGENT_TOOLS)
+    assert reply.output[0].input == '{"input": "*** Beg'
+
+
+async def test_a_custom_tool_can_be_forced_and_its_input_is_a_string(running: Any) -> None:
+    running.backend.answer = '{"input": "x"}'
+    for choice, tools in (
+        ({"type": "custom", "name": "apply_patch"}, AGENT_TOOLS),
+        ({"type": "function", "namespace": "mcp__files", "name": "read"}, AGENT_TOOLS),
+    ):
+        reply = await running.openai.responses.create(
+            model="smollm2", temperature=0, input="Hi", tools=tools, tool_choice=choice
+        )
+        assert reply.output[0].name == choice["name"]
+    schema = running.backend.requests[0][1].structured_output["value"]
+    assert schema["properties"] == {"input": {"type": "string"}}
+
+
+async def test_items_of_agents_are_accepted_as_history(start_with_template: Any) -> None:
+    running = await start_with_template(TEMPLATE)
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "local_shell_call", "call_id": "c1", "status": "completed", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "c1", "output": "a.txt"},
+        {"type": "tool_search_call", "call_id": "c2", "execution": "client", "arguments": {"query": "files"}},
+        {"type": "tool_search_output", "call_id": "c2", "execution": "client", "tools": [{"name": "read"}]},
+        {"type": "function_call", "call_id": "c3", "name": "view", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "c3",
+            "output": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "data:,"}],
+        },
+        {"type": "compaction", "encrypted_content": "x"},
+    ]
+    reply = await running.post("/v1/responses", {"model": "smollm2", "input": items, "temperature": 0})
+    assert reply.status_code == 200, reply.text
+    prompt = running.tokenizer.decode(running.backend.requests[-1][0])
+    assert '[c1 local_shell {"command": ["ls"]}];tool:|a.txtc1;' in prompt
+    assert '[c2 tool_search {"query": "files"}];tool:|[{"name": "read"}]c2;' in prompt
+    assert prompt.endswith("tool:|see\n[image]c3;")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("route", ["responses", "chat"])
+async def test_allowed_tools_limit_what_the_model_may_call(running: Any, route: str, mode: str) -> None:
+    if mode == "required":
+        running.backend.answer = '[{"name": "b", "arguments": {}}]'
+    if route == "chat":
+        tools: list[Any] = [{"type": "function", "function": {"name": name}} for name in "abc"]
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "b"}}]}
+        choice: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": allowed}
+        reply = await running.chat(tools=tools, tool_choice=choice)
+    else:
+        tools = [{"type": "function", "name": name} for name in "abc"]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "b"}]}
+        body = {"model": "smollm2", "temperature": 0, "input": "Hi", "tools": tools, "tool_choice": choice}
+        reply = await running.post("/v1/responses", body)
+    assert reply.status_code == 200, reply.text
+    tokens, params = running.backend.requests[-1]
+    described = running.tokenizer.decode(tokens)
+    assert '"name": "b"' in described
+    assert '"name": "a"' not in described
+    assert (params.structured_output is not None) == (mode == "required")
+
+
+async def test_allowed_tools_that_do_not_exist_cannot_be_required(running: Any) -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "x"}]}
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    reply = await running.chat(tools=tools, tool_choice=choice)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tool_choice")

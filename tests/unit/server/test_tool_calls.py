@@ -105,7 +105,77 @@ async def test_a_named_call_has_its_own_schema_and_ends_with_stop(running: Any) 
     assert (choice.finish_reason, choice.message.content) == ("stop", "")
     assert choice.message.tool_calls[0].function.name == "weather"
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
-    assert running.backend.requests[0][1].structured_output == {"type": "json_schema", "value": CITY}
+    assert running.backend.requests[0][1].structured_output == {
+        "type": "json_schema",
+        "value": {**CITY, "additionalProperties": False},
+    }
+
+
+NARROW = {"type": "object", "properties": {"n": {"type": "integer", "not": {"const": 0}}}, "uniqueItems": True}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "narrow"}}])
+async def test_a_tool_with_an_unknown_keyword_does_not_disable_the_others(running: Any, choice: Any) -> None:
+    running.backend.answer = '[{"name": "time", "arguments": {}}]' if choice == "required" else '{"n": 0}'
+    narrow = {"type": "function", "function": {"name": "narrow", "parameters": NARROW}}
+    reply = await running.chat(tools=[*TOOLS, narrow], tool_choice=choice)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-ignored-keywords"] == "not, uniqueItems"
+    assert '"not"' not in json.dumps(running.backend.requests[-1][1].structured_output)
+    strict = {"type": "function", "function": {**narrow["function"], "strict": True}}
+    reply = await running.chat(tools=[*TOOLS, strict], tool_choice=choice)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "tools")
+    assert "not, uniqueItems" in error["message"]
+    assert (await running.chat(tools=[*TOOLS, strict])).status_code == 200
+
+
+async def test_a_strict_format_is_enforced_in_every_keyword_or_rejected(running: Any) -> None:
+    running.backend.answer = '{"n": 0}'
+    for strict, status in ((False, 200), (True, 400)):
+        format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": NARROW, "strict": strict}}
+        reply = await running.chat(response_format=format_)
+        assert reply.status_code == status, reply.text
+        text = {"format": {"type": "json_schema", "name": "x", "schema": NARROW, "strict": strict}}
+        reply = await running.post("/v1/responses", {"input": "Hi", "text": text, "temperature": 0})
+        assert reply.status_code == status, reply.text
+        if status == 200:
+            assert reply.headers["x-ignored-keywords"] == "not, uniqueItems"
+    open_schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": open_schema, "strict": True}}
+    await running.chat(response_format=format_)
+    assert running.backend.requests[-1][1].structured_output["value"] == open_schema
+
+
+async def test_regular_expressions_mean_ascii_and_look_around_is_rejected(running: Any) -> None:
+    for fields in ({"guided_regex": r"\d+"}, {"structured_outputs": {"regex": r"\d+"}}):
+        await running.chat(**fields)
+        assert running.backend.requests[-1][1].structured_output == {"type": "regex", "value": "[0-9]+"}
+    reply = await running.chat(guided_regex="(?!no)a")
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "guided_regex")
+    assert "(?!" in error["message"]
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}, "required": []}])
+async def test_a_tool_without_parameters_is_called_with_an_empty_object(running: Any, parameters: Any) -> None:
+    running.backend.answer = "{}"
+    tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+    await running.chat(tools=[tool], tool_choice={"type": "function", "function": {"name": "now"}})
+    schema = running.backend.requests[-1][1].structured_output["value"]
+    assert (schema["properties"], schema["additionalProperties"]) == ({}, False)
+
+
+@pytest.mark.parametrize("name", ["1st", "-list", "a.b", "_", "x" * 128])
+async def test_a_tool_has_any_name_of_128_letters_digits_and_signs(running: Any, name: str) -> None:
+    tool = {"type": "function", "function": {"name": name}}
+    assert (await running.chat(tools=[tool])).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 129])
+async def test_other_names_of_tools_are_rejected(running: Any, name: str) -> None:
+    reply = await running.chat(tools=[{"type": "function", "function": {"name": name}}])
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools[0].function.name")
 
 
 async def test_a_call_cut_by_the_token_limit_has_reason_length(running: Any) -> None:

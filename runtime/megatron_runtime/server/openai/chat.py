@@ -22,7 +22,7 @@ from megatron_runtime.server.openai.answer import (
 )
 from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.generation import respond
-from megatron_runtime.server.openai.jobs import Options, Prompt, structured_output
+from megatron_runtime.server.openai.jobs import Options, OutputFormat, Prompt, enforceable, structured_output
 from megatron_runtime.server.openai.schema import MAX_CALLS, ChatRequest, NamedTool, Tool
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.reasoning import AnswerParser, ReasoningUse
@@ -51,6 +51,8 @@ _EFFORTS: Mapping[str, str] = {
 }
 """The efforts that chat templates know."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
+"""Members of a schema that only says that a function has no parameters."""
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
@@ -146,7 +148,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
     """Return the variables for the chat template: those of the request, its reasoning effort, and what it begins.
 
-    Raises ApiError 400 for an effort if the template reads none.
+    A template that reads no effort ignores it: clients send one to every model.
     """
     given = request.chat_template_kwargs or {}
     effort, template = request.reasoning_effort, service.prompts.tokenizer.template_for(request.offered_tools)
@@ -156,11 +158,6 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
         return dict(given)
     values = {"reasoning_effort": _EFFORTS[effort], "enable_thinking": effort != "none"}
     read = {name: values[name] for name in values if template is not None and name in template.variables}
-    if not read:
-        problem = (
-            "the chat template of this model reads neither reasoning_effort nor enable_thinking: leave the field out"
-        )
-        raise invalid_value("reasoning_effort", problem)
     return {**read, **given}
 
 
@@ -175,7 +172,7 @@ class _ToolUse:
 
     parser: Callable[[], ToolParser] | None = None
     markers: tuple[str, ...] = ()
-    forced_format: dict[str, Any] | None = None
+    forced_format: OutputFormat | None = None
 
 
 def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _ToolUse:
@@ -191,37 +188,49 @@ def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _Tool
         message = "tools are not offered by this server: leave them out, or start it with another --tool-call-parser."
         raise ApiError(400, message, param="tools", code="invalid_value")
     if (own := structured_output(request)) is not None:
-        message = f"{own[1]} cannot be combined with tools: leave one of them out, or use tool_choice 'none'."
-        raise ApiError(400, message, param=own[1], code="invalid_value")
-    offered = {tool.function.name: _parameters(tool) for tool in tools}
+        message = f"{own.param} cannot be combined with tools: leave one of them out, or use tool_choice 'none'."
+        raise ApiError(400, message, param=own.param, code="invalid_value")
+    offered = {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in tools}
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        schema = offered[name]
-        forced = {"type": "json_schema", "value": schema}
-        return _ToolUse(parser=lambda: NamedParser(name), forced_format=forced)
-    if choice == "required":
-        schema = _schema_of_any_call(tools, is_single=request.parallel_tool_calls is False)
-        forced = {"type": "json_schema", "value": schema}
+        schema, ignored = _parameters(next(tool for tool in tools if tool.function.name == name))
+        return _ToolUse(parser=lambda: NamedParser(name), forced_format=_forced(schema, ignored))
+    if request.requires_a_call:
+        schemas = {tool.function.name: _parameters(tool) for tool in tools}
+        schema = _schema_of_any_call(
+            {name: schema for name, (schema, _) in schemas.items()}, is_single=request.parallel_tool_calls is False
+        )
+        forced = _forced(schema, sorted({keyword for _, ignored in schemas.values() for keyword in ignored}))
         return _ToolUse(parser=lambda: RequiredParser(offered), forced_format=forced)
     return _ToolUse(parser=lambda: parser(offered), markers=parser.markers)
 
 
-def _parameters(tool: Tool) -> Mapping[str, Any]:
-    return tool.function.parameters or _NO_PARAMETERS
+def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
+    return OutputFormat(structure={"type": "json_schema", "value": schema}, param="tool_choice", ignored=tuple(ignored))
 
 
-def _schema_of_any_call(tools: list[Tool], *, is_single: bool) -> dict[str, Any]:
+def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the schema of the arguments, and its keywords that are not enforced. Raises ApiError 400."""
+    function = tool.function
+    schema = function.parameters
+    if not schema or (schema.get("properties") == {} and schema.keys() <= _OF_NO_PARAMETERS):
+        return dict(_NO_PARAMETERS), ()
+    return enforceable(schema, param="tools", is_strict=bool(function.strict), closes=True)
+
+
+def _schema_of_any_call(tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls. tools: the schemas of their arguments, by name."""
     calls = [
         {
             "type": "object",
             "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": _moved(_parameters(tool), to=f"#/items/anyOf/{place}/properties/arguments"),
+                "name": {"const": name},
+                "arguments": _moved(schema, to=f"#/items/anyOf/{place}/properties/arguments"),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for place, tool in enumerate(tools)
+        for place, (name, schema) in enumerate(tools.items())
     ]
     limit = {"maxItems": 1} if is_single else {}
     return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}

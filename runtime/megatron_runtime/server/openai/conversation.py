@@ -112,10 +112,15 @@ class ChatTemplateInput:
             yield _Form(messages=self.messages, tools=self.tools or None)
             if any(message.get("tool_calls") for message in self.messages):
                 yield _Form(messages=[_strict(message) for message in self.messages], tools=self.tools or None)
+            if _has_late_system(self.messages):
+                late = [_strict(message) for message in _with_first_system(self.messages)]
+                yield _Form(messages=late, tools=self.tools or None)
             return
         plain = [_without_calls(message) for message in self.messages]
         if not self.tools and plain == self.messages:
             yield _Form(messages=plain, tools=None)  # the client gets the rejection of the template
+            if _has_late_system(plain):
+                yield _Form(messages=_merged(_with_first_system(plain)), tools=None)
             return
         if self.tools:
             described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in self.tools)
@@ -165,6 +170,17 @@ def _without_system(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield messages whose roles are user and assistant: system text becomes text of the user."""
     for message in messages:
         yield {**message, "role": "user"} if message["role"] == "system" else message
+
+
+def _has_late_system(messages: Sequence[Message]) -> bool:
+    """Return whether a system message follows another message, which some templates reject."""
+    return any(message["role"] == "system" for message in messages[1:])
+
+
+def _with_first_system(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield the messages; a system message that follows another message becomes text of the user."""
+    yield messages[0]
+    yield from _without_system(messages[1:])
 
 
 def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ class FieldPolicy:
 
 
 def reported(names: Iterable[str]) -> str:
-    """Return the value of the header x-ignored-fields: at most 20 names of 64 printable ASCII characters."""
+    """Return the value of a header of names: at most 20 of 64 printable ASCII characters."""
     shown = dict.fromkeys(
         "".join(char if "!" <= char <= "~" and char != "," else "?" for char in name[:MAX_REPORTED_CHARACTERS])
         or "?"  # a header value neither begins nor ends with a space
@@ -236,7 +236,7 @@ COMPLETION_POLICY = FieldPolicy(
     {**_VLLM_GENERATION, "prompt_embeds": NotOffered(([],)), "suffix": NotOffered(("",))},
 )
 CHAT_POLICY = FieldPolicy(
-    _GENERATION_WITHOUT_EFFECT,
+    _GENERATION_WITHOUT_EFFECT | {"verbosity"},
     {
         **_VLLM_GENERATION,
         **_TEMPLATES,
@@ -248,12 +248,11 @@ CHAT_POLICY = FieldPolicy(
         "moderation": NotOffered(),
         "prediction": NotOffered(),
         "return_prompt_text": _OFF,
-        "verbosity": NotOffered(("medium",)),
         "web_search_options": NotOffered(),
     },
 )
 RESPONSES_POLICY = FieldPolicy(
-    _ANNOTATIONS | _VLLM_WITHOUT_EFFECT | {"include", "stream_options"},
+    _ANNOTATIONS | _VLLM_WITHOUT_EFFECT | {"client_metadata", "include", "stream_options", "truncation"},
     {
         **_VLLM_NOT_OFFERED,
         "background": _OFF,
@@ -266,18 +265,16 @@ RESPONSES_POLICY = FieldPolicy(
         "previous_response_id": NotOffered((), "The server keeps no answers: send the items again"),
         "prompt": NotOffered(),
         "top_logprobs": NotOffered((0,)),
-        "truncation": NotOffered(("disabled",)),
     },
 )
 _COUNT_WITHOUT_EFFECT = frozenset(
-    {"cache_control", "mm_payload", "return_mm_kwargs", "user_profile_id", "workspace_id"}
+    {"cache_control", "context_management", "mm_payload", "return_mm_kwargs", "user_profile_id", "workspace_id"}
 )
 COUNT_TOKENS_POLICY = FieldPolicy(_COUNT_WITHOUT_EFFECT, {"speed": NotOffered(("standard",))})
 MESSAGES_POLICY = FieldPolicy(
     _COUNT_WITHOUT_EFFECT | {"diagnostics", "inference_geo", "metadata", "service_tier"},
     {
         "container": NotOffered(),
-        "context_management": NotOffered(({},)),
         "ec_transfer_params": _EMPTY_MAP,
         "kv_transfer_params": _EMPTY_MAP,
         "mcp_servers": NotOffered(([],)),

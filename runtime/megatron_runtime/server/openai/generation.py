@@ -24,6 +24,7 @@ from megatron_runtime.server.errors import ApiError, from_reply_error, invalid_v
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.metrics import RequestObserver
 from megatron_runtime.server.openai.answer import Choice, Piece
+from megatron_runtime.server.openai.fields import reported
 from megatron_runtime.server.openai.jobs import Job, Options, Prompt, jobs_of
 from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.openai.service import Service
@@ -103,6 +104,8 @@ def generation_of(
         defaults=service.defaults,
         cache_salt=tenant_salt("" if settings.share_prefix_cache else tenant, body.cache_salt),
     )
+    if jobs[0].ignored_keywords:
+        request.state.ignored_keywords = reported(jobs[0].ignored_keywords)
     key: ApiKey = request.state.key
     service.check_prompt(key, sum(len(prompt.tokens) for prompt in prompts))
     if key.tokens_per_minute is not None:

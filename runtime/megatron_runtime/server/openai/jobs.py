@@ -19,6 +19,7 @@ from megatron_runtime.requests.sampling_params import (
     InvalidSamplingParamsError,
     SamplingParams,
 )
+from megatron_runtime.sampling.grammar_dialects import normalised, unsupported, with_ascii_classes
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_structure
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, shown
 from megatron_runtime.server.guards import load_json
@@ -62,6 +63,20 @@ GUIDED_FIELDS = {
 """Kinds of structured output by request field."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFormat:
+    """The format of an answer.
+
+    structure: as SamplingParams has it.
+    param:     the request field that asks for it.
+    ignored:   keywords of its JSON schema that are not enforced.
+    """
+
+    structure: dict[str, Any]
+    param: str
+    ignored: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A tokenized prompt.
@@ -93,7 +108,7 @@ class Options:
     log_probs: int | None
     echoes_log_probs: bool = False
     prompt_log_probs: int | None = None
-    forced_format: dict[str, Any] | None = None
+    forced_format: OutputFormat | None = None
     markers: tuple[str, ...] = ()
     reasoning: ReasoningUse | None = None
     hidden_state: bool = False
@@ -107,6 +122,7 @@ class Job:
     end_ids: tokens that may end the answer and are not part of its text.
     visible: special tokens that the answer shows as text.
     counts_prompt: its prompt enters the usage: true for the first of the n choices of a prompt.
+    ignored_keywords: of the JSON schema of its format, which are not enforced.
     """
 
     index: int
@@ -116,6 +132,7 @@ class Job:
     end_ids: frozenset[int]
     visible: frozenset[int]
     counts_prompt: bool
+    ignored_keywords: tuple[str, ...] = ()
 
     @property
     def is_prompt_only(self) -> bool:
@@ -141,8 +158,8 @@ def jobs_of(
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters.
     """
     choices = request.n or 1
-    own_format = structured_output(request)
-    output, field = (options.forced_format, "tool_choice") if own_format is None else own_format
+    format_ = structured_output(request) or options.forced_format
+    output, field = (None, "tool_choice") if format_ is None else (format_.structure, format_.param)
     if output is not None and options.reasoning is not None and options.reasoning.is_open:
         output = {**output, "after": list(options.reasoning.closing)}
     field_names = {**_FIELD_NAMES, "structured_output": field}
@@ -184,15 +201,17 @@ def jobs_of(
                 end_ids=end_ids,
                 visible=visible,
                 counts_prompt=choice == 0,
+                ignored_keywords=() if format_ is None else format_.ignored,
             )
             jobs.append(job)
     return jobs, field_names
 
 
-def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] | None:
-    """Return the output format as SamplingParams has it, and the request field that asks for it; None for free text.
+def structured_output(request: GenerationRequest) -> OutputFormat | None:
+    """Return the format of the answer; None for free text.
 
-    Raises ApiError 400 for several formats, and for one without a grammar.
+    Raises ApiError 400 for several formats, for one without a grammar, and for a strict schema with a keyword that
+    cannot be enforced.
     """
     given: list[tuple[str, str, Any]] = []
     response_format, outputs = request.response_format, request.structured_outputs
@@ -213,7 +232,7 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
     if len(given) > 1:
         raise invalid_value(given[1][0], f"cannot be combined with {field}: give one of them")
     if kind == "json_object":
-        return {"type": kind, "value": None}, field
+        return OutputFormat(structure={"type": kind, "value": None}, param=field)
     if kind == "json_schema" and isinstance(value, str):
         if len(value) > MAX_GRAMMAR_BYTES:
             raise invalid_value(field, f"use at most {MAX_GRAMMAR_BYTES} bytes: shorten it (it has {len(value)})")
@@ -231,7 +250,33 @@ def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] 
         check_structure({"type": kind, "value": value})
     except InvalidSamplingParamsError as error:
         raise invalid_value(field, f"use {error.allowed}") from error
-    return {"type": kind, "value": value}, field
+    ignored: tuple[str, ...] = ()
+    if kind == "json_schema":
+        schema_format = None if response_format is None else response_format.json_schema
+        is_strict = schema_format is not None and bool(schema_format.strict)
+        value, ignored = enforceable(value, param=field, is_strict=is_strict, closes=not is_strict)
+    elif kind == "regex":
+        if (construct := unsupported(value)) is not None:
+            problem = f"{construct} is look-around or a reference to a group, which no grammar has: leave it out"
+            raise invalid_value(field, problem)
+        value = with_ascii_classes(value)
+    return OutputFormat(structure={"type": kind, "value": value}, param=field, ignored=ignored)
+
+
+def enforceable(
+    schema: Mapping[str, Any], *, param: str, is_strict: bool, closes: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a JSON schema without the keywords that the grammar does not enforce, and these keywords.
+
+    param:  the request field that has it, for errors.
+    closes: as of normalised().
+    Raises ApiError 400 for such a keyword in a strict schema.
+    """
+    result, ignored = normalised(schema, is_strict=is_strict, closes=closes)
+    if is_strict and ignored:
+        keywords = ", ".join(ignored)
+        raise invalid_value(param, f"the schema has {keywords}, not enforceable: leave that out, or leave strict out")
+    return result, tuple(ignored)
 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:

@@ -13,14 +13,15 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     PrivateAttr,
     StrictBool,
     StrictInt,
     StrictStr,
+    Tag,
     ValidationError,
     ValidationInfo,
-    field_validator,
 )
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,8 +37,10 @@ from megatron_runtime.server.openai.generation import Generation, Usage, generat
 from megatron_runtime.server.openai.schema import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    AllowedTool,
     Body,
     ChatRequest,
+    FunctionName,
     JsonObject,
     JsonValue,
     MaxTokens,
@@ -84,9 +87,24 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _as_result(value: Any) -> Any:
+    return [] if value is None else _as_blocks(value)
+
+
 TextBlocks: TypeAlias = Annotated[
     list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_blocks)
 ]
+
+
+class ResultPart(Body):
+    """A part of the result of a call. One that is no text, such as an image, is a placeholder for the model."""
+
+    type: StrictStr
+    text: StrictStr | None = None
+    tool_name: StrictStr | None = None
+
+    def as_text(self) -> str:
+        return self.text or "" if self.type == "text" else f"[{' '.join(filter(None, (self.type, self.tool_name)))}]"
 
 
 class ToolResultBlock(Body):
@@ -94,11 +112,31 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: TextBlocks = Field(default_factory=list)
+    content: Annotated[list[ResultPart], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_result)] = (
+        Field(default_factory=list)
+    )
+
+
+class ServerToolBlock(Body):
+    """A call of a tool that another server ran, or its result. It is left out."""
+
+    type: Literal[
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "container_upload",
+    ]
 
 
 _Content: TypeAlias = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ServerToolBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -110,7 +148,7 @@ def _as_content(value: Any, info: ValidationInfo) -> Any:
 class AnthropicMessage(Body):
     """One turn of a conversation. A text is a block of type text. The content of an answer may be missing or empty."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[list[_Content], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_content)] = (
         Field(default=None, validate_default=True)
     )
@@ -120,7 +158,7 @@ class AnthropicMessage(Body):
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                content = "\n".join(part.text for part in block.content)
+                content = "\n".join(part.as_text() for part in block.content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         calls = [block for block in self.content if isinstance(block, ToolUseBlock)]
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
@@ -145,26 +183,45 @@ class AnthropicTool(Body):
     """A function of the client. input_schema: of its arguments."""
 
     type: Literal["custom"] | None = None
-    name: Name
+    name: FunctionName
     description: StrictStr | None = None
     input_schema: JsonObject
+    strict: StrictBool | None = None
 
-    @field_validator("type", mode="before")
-    @classmethod
-    def _of_the_client(cls, value: Any) -> Any:
-        if value not in (None, "custom"):
-            raise ValueError(f"this server runs no tools itself: use type 'custom', not {str(value)[:40]!r}")
-        return value
+
+class ServerTool(Body):
+    """A tool that Anthropic's servers run, or whose schema they know. It is left out."""
+
+    type: StrictStr
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "of the client" if kind in (None, "custom") else "of a server"
+
+
+# The names of the tags are no identifiers, so that errors leave them out of the name of the field.
+_Tool: TypeAlias = Annotated[
+    Annotated[AnthropicTool, Tag("of the client")] | Annotated[ServerTool, Tag("of a server")],
+    Discriminator(_kind_of_tool),
+]
 
 
 class AnthropicToolChoice(Body):
-    type: Literal["auto", "any", "tool", "none"]
+    """`tool_choice`. mode, tools: of type allowed_tools, which OpenAI's routes have, too."""
+
+    type: Literal["auto", "any", "tool", "none", "allowed_tools"]
     name: Name | None = None
     disable_parallel_tool_use: StrictBool | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[AllowedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
 
     def as_chat(self) -> str | dict[str, Any]:
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name or ""}}
+        if self.type == "allowed_tools":
+            tools = [tool.model_dump() for tool in self.tools]
+            return {"type": self.type, "mode": self.mode or "auto", "tools": tools}
         return "required" if self.type == "any" else self.type
 
 
@@ -197,16 +254,17 @@ class CountTokensRequest(ModelRequest):
     }
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
-        description="Roles user and assistant. Content is a string, or blocks of type text, thinking, tool_use and "
-        "tool_result: also those of an earlier answer."
+        description="Roles user, assistant and system. Content is a string, or blocks of type text, thinking, tool_use "
+        "and tool_result: also those of an earlier answer. An image in a result is a placeholder for the model."
     )
     system: TextBlocks = Field(default_factory=list, description="The system message: a string, or text blocks.")
-    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(
-        "Functions: see [tools](http-api-behaviour.md#tools). The server runs no tools itself."
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(
+        "Functions: see [tools](http-api-behaviour.md#tools). Other tools are left out: the server runs no tools "
+        "itself."
     )
     tool_choice: AnthropicToolChoice | None = served(
-        "`auto`, `any`, `none`, or `tool` with a `name`. With `disable_parallel_tool_use` the answer has at most one "
-        "call."
+        "`auto`, `any`, `none`, `tool` with a `name`, or `allowed_tools`. With `disable_parallel_tool_use` the "
+        "answer has at most one call."
     )
     thinking: Thinking | None = served(
         "`enabled`, `adaptive` or `disabled`: given to the chat template as `enable_thinking`. `budget_tokens` has no "
@@ -253,13 +311,19 @@ class CountTokensRequest(ModelRequest):
         }
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             fields["continue_final_message"] = True
-        if self.tools:
+        tools = [tool for tool in self.tools or () if isinstance(tool, AnthropicTool)]
+        if tools:
             fields["tools"] = [
                 {
                     "type": "function",
-                    "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+                    "function": {
+                        "name": tool.name,
+                        "description": tool.description,
+                        "parameters": tool.input_schema,
+                        "strict": tool.strict,
+                    },
                 }
-                for tool in self.tools
+                for tool in tools
             ]
         if choice is not None:
             fields["tool_choice"] = choice.as_chat()

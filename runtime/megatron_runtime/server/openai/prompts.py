@@ -127,7 +127,7 @@ class Prompts:
         """
         conversation = ChatTemplateInput(
             [message.for_template() for message in messages],
-            tools=[tool.model_dump(exclude_none=True) for tool in tools],
+            tools=[tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools],
             variables=variables or {},
             continues=continues,
         )

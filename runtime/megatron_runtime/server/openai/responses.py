@@ -9,36 +9,56 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr, StrictBool, StrictStr, ValidationError, field_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictStr,
+    Tag,
+    ValidationError,
+    field_validator,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
 from megatron_runtime.server.openai.fields import RESPONSES_POLICY, served
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
-    FREE_JSON,
     MAX_MESSAGES,
     MAX_TOOLS,
+    AllowedTools,
     Body,
     ChatRequest,
     Function,
+    FunctionName,
     JsonObject,
     MaxTokens,
     Name,
     SampledRequest,
     StructuredOutputs,
     TemplateVariables,
-    only,
 )
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.streaming import EventStream, until_disconnect
 from megatron_runtime.server.tools import CallBegin, Event, Reasoning, Text
+
+_CUSTOM_INPUT: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The parameters of the function that stands for a custom tool."""
 
 
 class FunctionTool(Function):
@@ -46,10 +66,108 @@ class FunctionTool(Function):
 
     type: Literal["function"]
 
+    def as_function(self) -> dict[str, Any]:
+        """Return the function of a chat request."""
+        return self.model_dump(exclude={"type"}, exclude_none=True)
+
+
+class CustomFormat(Body):
+    """The form of the input of a custom tool. It is described to the model and not enforced."""
+
+    type: StrictStr | None = None
+    syntax: StrictStr | None = None
+    definition: StrictStr | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is a text."""
+
+    type: Literal["custom"]
+    name: FunctionName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        """Return a function with one string, `input`."""
+        parts = [self.description] if self.description else []
+        if self.format is not None and self.format.definition:
+            parts.append(f"The input follows this {self.format.syntax or ''} grammar:\n{self.format.definition}")
+        return {"name": self.name, "description": "\n\n".join(parts), "parameters": dict(_CUSTOM_INPUT)}
+
+
+class OtherTool(Body):
+    """A tool that OpenAI's servers run and that this server lacks. It is left out unless tool_choice forces it."""
+
+    type: StrictStr
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"a {kind}" if kind in ("function", "custom", "namespace") else "a tool"
+
+
+# The names of the tags are no identifiers, so that errors leave them out of the name of the field.
+_InnerTool = Annotated[
+    Annotated[FunctionTool, Tag("a function")]
+    | Annotated[CustomTool, Tag("a custom")]
+    | Annotated[OtherTool, Tag("a tool")],
+    Discriminator(_kind_of_tool),
+]
+
+
+class NamespaceTool(Body):
+    """Tools whose names have a common prefix, as those of one MCP server."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[list[_InnerTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+_Tool = Annotated[
+    Annotated[FunctionTool, Tag("a function")]
+    | Annotated[CustomTool, Tag("a custom")]
+    | Annotated[NamespaceTool, Tag("a namespace")]
+    | Annotated[OtherTool, Tag("a tool")],
+    Discriminator(_kind_of_tool),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool that the model may call, and its names for the client.
+
+    function:  of the chat request.
+    name:      for the client, within its namespace.
+    """
+
+    function: Mapping[str, Any]
+    name: str
+    namespace: str | None
+    is_custom: bool
+
+
+def _joined(namespace: str | None, name: str) -> str:
+    """Return the name of a function for the model."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _offered(tools: Sequence[FunctionTool | CustomTool | NamespaceTool | OtherTool]) -> Iterator[OfferedTool]:
+    """Yield the tools that the model may call."""
+    for tool in tools:
+        namespace, inner = (tool.name, tool.tools) if isinstance(tool, NamespaceTool) else (None, [tool])
+        for member in inner:
+            if isinstance(member, FunctionTool | CustomTool):
+                function = {**member.as_function(), "name": _joined(namespace, member.name)}
+                yield OfferedTool(function, member.name, namespace, isinstance(member, CustomTool))
+
 
 class NamedFunctionTool(Body):
-    type: Literal["function"]
+    """`tool_choice` that names a function or a custom tool."""
+
+    type: Literal["function", "custom"]
     name: Name
+    namespace: Name | None = None
 
 
 class TextFormat(Body):
@@ -58,17 +176,18 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
 
     def as_response_format(self) -> dict[str, Any] | None:
         """Return the `response_format` of a chat request."""
         if self.type != "json_schema":
             return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_ or {}}}
+        schema = {"name": self.name or "answer", "schema": self.schema_ or {}, "strict": self.strict}
+        return {"type": self.type, "json_schema": schema}
 
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, FREE_JSON, only("medium")] = None
 
 
 class ReasoningOptions(Body):
@@ -88,8 +207,9 @@ class ResponsesRequest(SampledRequest):
     }
 
     input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
-        description="A text, or items of type message, reasoning, function_call, function_call_output: also those of "
-        "an earlier answer. Content is a string, or parts with a text."
+        description="A text, or items: messages, reasoning, calls of functions, custom tools and shells, and their "
+        "results; also those of an earlier answer. Content is a string, or parts with a text. Items of tools that "
+        "another server ran are left out."
     )
     instructions: StrictStr | None = served("The system message, before the input.")
     max_output_tokens: MaxTokens | None = served(
@@ -98,10 +218,11 @@ class ResponsesRequest(SampledRequest):
     stream: StrictBool | None = served(
         "Answer with OpenAI's events, `response.created` to `response.completed` or `response.incomplete`."
     )
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(
-        "Functions: see [tools](http-api-behaviour.md#tools). The server runs no tools itself."
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(
+        "Functions, custom tools and namespaces of them: see [tools](http-api-behaviour.md#tools). Other tools are "
+        "left out: the server runs no tools itself."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = served(
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedTools | None = served(
         "See [tools](http-api-behaviour.md#tools)."
     )
     parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
@@ -118,12 +239,15 @@ class ResponsesRequest(SampledRequest):
         "summary."
     )
 
-    @field_validator("tools", mode="before")
+    @field_validator("tool_choice", mode="before")
     @classmethod
-    def _functions_only(cls, value: Any) -> Any:
-        for tool in value if isinstance(value, list) else ():
-            if isinstance(tool, dict) and (kind := tool.get("type")) != "function":
-                raise ValueError(f"this server runs no tools itself: use type 'function', not {str(kind)[:40]!r}")
+    def _can_be_called(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else "function"
+        if kind not in ("function", "custom", "allowed_tools"):
+            raise ValueError(
+                f"it forces a tool of type {str(kind)[:40]!r}, and this server runs no tools itself: name a function "
+                "or a custom tool, or use 'auto'"
+            )
         return value
 
     @field_validator("input")
@@ -136,6 +260,10 @@ class ResponsesRequest(SampledRequest):
             if kind not in _ITEM_KINDS:
                 raise ValueError(f"item {place} has type {str(kind)[:40]!r}: use {', '.join(_ITEM_KINDS)}")
         return value
+
+    def offered(self) -> dict[str, OfferedTool]:
+        """Return the tools that the model may call, by the name of their function."""
+        return {tool.function["name"]: tool for tool in _offered(self.tools or ())}
 
     _chat: ChatRequest | None = PrivateAttr(None)
 
@@ -161,7 +289,8 @@ class ResponsesRequest(SampledRequest):
 
     def as_chat(self) -> dict[str, Any]:
         """Return the body of the chat request."""
-        choice, tools, text = self.tool_choice, self.tools, self.text
+        choice, text = self.tool_choice, self.text
+        tools = [{"type": "function", "function": dict(tool.function)} for tool in _offered(self.tools or ())]
         fields: dict[str, Any] = {
             **{name: getattr(self, name) for name in SampledRequest.model_fields},
             "messages": _messages(self),
@@ -172,16 +301,39 @@ class ResponsesRequest(SampledRequest):
             "structured_outputs": self.structured_outputs,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "response_format": None if text is None or text.format is None else text.format.as_response_format(),
-            "tools": tools and [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in tools],
-            "tool_choice": choice,
+            "tools": tools or None,
+            "tool_choice": choice.model_dump() if isinstance(choice, AllowedTools) else choice,
             "continue_final_message": _is_unfinished(self.input) or None,
         }
         if isinstance(choice, NamedFunctionTool):
-            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+            name = _joined(choice.namespace, choice.name)
+            fields["tool_choice"] = {"type": "function", "function": {"name": name}}
         return {name: value for name, value in fields.items() if value is not None}
 
 
-_ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output")
+_CALLS: Mapping[str, str] = {
+    "function_call": "arguments",
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "tool_search_call": "arguments",
+}
+"""Items that are calls, and the member with their arguments. One without a name is a call of the tool of its type."""
+_OUTPUTS: Mapping[str, str] = {
+    **{f"{kind}_output": "output" for kind in _CALLS if kind != "tool_search_call"},
+    "tool_search_output": "tools",
+}
+"""Items that are results of calls, and the member with the result."""
+_LEFT_OUT = (
+    *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call"),
+    *("computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    *("compaction", "compaction_summary", "context_compaction", "ghost_snapshot"),
+)
+"""Items of tools that another server ran, and of clients, that have no text for the model."""
+_ITEM_KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT)
+_IMAGE_TEXT = "[image]"
+"""In place of an image in the result of a call."""
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -193,9 +345,11 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": request.input}]
     for item in request.input:
         kind, role = item.get("type", "message"), item.get("role")
-        if kind == "function_call_output":
-            content = _text_of(item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        if kind in _LEFT_OUT:
+            continue
+        if kind in _OUTPUTS:
+            content = _result_of(item.get(_OUTPUTS[kind]))
+            messages.append({"role": "tool", "tool_call_id": _call_id_of(item), "content": content})
         elif kind == "message" and role != "assistant":
             messages.append({"role": role, "content": _text_of(item.get("content"))})
         else:
@@ -213,10 +367,41 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
                 text = _text_of(item.get("content") or "")
                 answer["content"] = answer.get("content", "") + text if isinstance(text, str) else text
             else:
-                function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                call = {"id": _call_id_of(item), "type": "function", "function": _called_function(kind, item)}
                 answer.setdefault("tool_calls", []).append(call)
     return messages
+
+
+def _call_id_of(item: dict[str, Any]) -> Any:
+    return item.get("call_id") or item.get("id")
+
+
+def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    """Return the function of a call, as a chat request has it."""
+    arguments = item.get(_CALLS[kind])
+    if kind == "custom_tool_call":
+        arguments = {"input": arguments}
+    if kind not in ("function_call", "custom_tool_call"):
+        return {"name": kind.removesuffix("_call"), "arguments": arguments}
+    name, namespace = item.get("name"), item.get("namespace")
+    if isinstance(name, str) and isinstance(namespace, str):
+        name = _joined(namespace, name)
+    return {"name": name, "arguments": arguments}
+
+
+def _result_of(output: Any) -> Any:
+    """Return the text of the result of a call. An image becomes a placeholder, and an object JSON."""
+    if output is None or isinstance(output, str):
+        return output
+    parts = output if isinstance(output, list) else [output]
+    texts = [_IMAGE_TEXT if _is_image(part) else _text_of([part]) for part in parts]
+    if all(isinstance(text, str) for text in texts):
+        return "\n".join(texts)
+    return json.dumps(output, ensure_ascii=False)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_image", "image")
 
 
 def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
@@ -300,6 +485,7 @@ class _Answer:
     ) -> None:
         """defaults: sampling parameters of the model."""
         self._request = request
+        self._tools = request.offered()
         self._defaults = defaults
         self._model = model
         self._reader = reader
@@ -314,7 +500,7 @@ class _Answer:
     def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece."""
         for event in self._reader.read(piece):
-            kind = _item_kind(event)
+            kind = self._kind(event)
             if (
                 not self._items
                 or self._items[-1]["status"] != "in_progress"
@@ -325,7 +511,8 @@ class _Answer:
                 yield from self._open(event)
             if not isinstance(event, CallBegin):
                 self._texts.append(event.text)
-                yield self._event(f"{_PREFIX[kind]}.delta", delta=event.text)
+                if kind != "custom_tool_call":  # its input is known when the call is complete
+                    yield self._event(f"{_PREFIX[kind]}.delta", delta=event.text)
         if piece.finish_reason is not None:
             is_cut = piece.finish_reason == "length"
             self._status = "incomplete" if is_cut else "completed"
@@ -362,7 +549,7 @@ class _Answer:
             else request.temperature,
             "text": {"format": format_},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in request.tools or ()],
+            "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
             "top_p": self._defaults.get("top_p", 1.0) if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": usage,
@@ -370,10 +557,17 @@ class _Answer:
         }
 
     def _open(self, event: Event) -> Iterator[dict[str, Any]]:
-        kind, self._texts = _item_kind(event), []
+        kind, self._texts = self._kind(event), []
         item: dict[str, Any] = {"id": f"{_ID[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
         if isinstance(event, CallBegin):
-            item |= {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": event.name, "arguments": ""}
+            tool = self._tools.get(event.name)
+            item |= {
+                "call_id": f"call_{uuid.uuid4().hex[:24]}",
+                "name": event.name if tool is None else tool.name,
+                _CALLS[kind]: "",
+            }
+            if tool is not None and tool.namespace is not None:
+                item["namespace"] = tool.namespace
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:
@@ -392,6 +586,10 @@ class _Answer:
         if kind == "function_call":
             item["arguments"] = text
             yield self._event(f"{_PREFIX[kind]}.done", arguments=text, name=item["name"])
+        elif kind == "custom_tool_call":
+            item["input"] = _input_of(text)
+            yield self._event(f"{_PREFIX[kind]}.delta", delta=item["input"])
+            yield self._event(f"{_PREFIX[kind]}.done", input=item["input"])
         else:
             part = _part(kind, text)
             item["content"] = [part]
@@ -400,9 +598,18 @@ class _Answer:
                 yield self._event("response.content_part.done", part=part)
         yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
 
+    def _kind(self, event: Event) -> str:
+        """Return the type of the item that an event belongs to."""
+        if isinstance(event, Text | Reasoning):
+            return "message" if isinstance(event, Text) else "reasoning"
+        if not isinstance(event, CallBegin):
+            return str(self._items[-1]["type"])
+        tool = self._tools.get(event.name)
+        return "custom_tool_call" if tool is not None and tool.is_custom else "function_call"
+
     def _event(self, type_: str, **fields: Any) -> dict[str, Any]:
         item = self._items[-1]
-        place: dict[str, Any] = {} if item["type"] == "function_call" else {"content_index": 0}
+        place: dict[str, Any] = {} if item["type"] in _CALLS else {"content_index": 0}
         if type_.startswith("response.output_text"):
             place["logprobs"] = []
         return {"type": type_, "item_id": item["id"], "output_index": len(self._items) - 1, **place, **fields}
@@ -412,14 +619,19 @@ _PREFIX = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
-_ID = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
-def _item_kind(event: Event) -> str:
-    if isinstance(event, Text):
-        return "message"
-    return "reasoning" if isinstance(event, Reasoning) else "function_call"
+def _input_of(arguments: str) -> str:
+    """Return the text that the model gave to a custom tool; all of the arguments if they are cut or malformed."""
+    try:
+        value = load_json(arguments)
+    except ValueError:
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -200,10 +201,11 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """The `json_schema` of a response format. It is always enforced, `strict` or not."""
+    """The `json_schema` of a response format. It is always enforced, with `strict` in every keyword."""
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
 
 
 class ResponseFormat(Body):
@@ -323,7 +325,7 @@ class GenerationRequest(SampledRequest):
     # At most one of these is given.
     response_format: ResponseFormat | None = served(
         "`text`, `json_object`, or `json_schema` with `json_schema: {name, schema}`. The format is always enforced, "
-        "`strict` or not. `json_object` may have a `schema`, too."
+        "with `strict` in [every keyword](structured-output.md#json-schemas). `json_object` may have a `schema`, too."
     )
     structured_outputs: StructuredOutputs | None = served(
         "The same formats under one field: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
@@ -334,7 +336,7 @@ class GenerationRequest(SampledRequest):
     )
     guided_regex: NonEmpty | None = served("A regular expression.")
     guided_choice: GuidedChoice | None = served("One of these texts.")
-    guided_grammar: NonEmpty | None = served("A grammar in Lark's syntax.")
+    guided_grammar: NonEmpty | None = served("A grammar in Lark's syntax, or in GBNF or EBNF.")
 
     @property
     def answer_limit(self) -> int | None:
@@ -382,12 +384,16 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-class Function(Body):
-    """One function. Arguments follow the schema if tool_choice forces the call, `strict` or not."""
+FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
-    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
+
+class Function(Body):
+    """One function. Arguments follow the schema if tool_choice forces the call, with `strict` in every keyword."""
+
+    name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
+    strict: StrictBool | None = None
 
     @field_validator("parameters")
     @classmethod
@@ -415,6 +421,41 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTool(Body):
+    """A tool that the model may call. A function of a chat request has a level around its name."""
+
+    type: StrictStr | None = None
+    name: Name | None = None
+    function: NamedFunction | None = None
+    namespace: Name | None = None
+
+    @property
+    def full_name(self) -> str | None:
+        """Return the name of the function in a chat request; None for a tool that the server does not run."""
+        name = self.name if self.function is None else self.function.name
+        return f"{self.namespace}__{name}" if self.namespace and name else name
+
+
+class AllowedTools(Body):
+    """`tool_choice` that names the tools which the model may call, and says whether it must call one."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_level(cls, value: Any) -> Any:
+        """Chat requests have the members in an object `allowed_tools`."""
+        inner = value.get("allowed_tools") if isinstance(value, dict) else None
+        return {**value, **inner} if isinstance(inner, dict) else value
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of the functions of a chat request."""
+        return frozenset(name for tool in self.tools if (name := tool.full_name) is not None)
 
 
 def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
@@ -569,7 +610,7 @@ class ChatRequest(GenerationRequest):
         only_with("logprobs", True, "top_logprobs is allowed only with logprobs: true"),
     ] = served("The most likely tokens at each position, and their bytes. Needs `logprobs`.")
     tools: Tools | None = served("See [tools](http-api-behaviour.md#tools).")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = served(
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = served(
         "See [tools](http-api-behaviour.md#tools)."
     )
     parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
@@ -596,8 +637,15 @@ class ChatRequest(GenerationRequest):
 
     @field_validator("tool_choice")
     @classmethod
-    def _chooses_a_tool(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+    def _chooses_a_tool(
+        cls, value: str | NamedTool | AllowedTools | None, info: ValidationInfo
+    ) -> str | NamedTool | AllowedTools | None:
         names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if isinstance(value, AllowedTools) and "tools" in info.data:
+            allowed = value.names.intersection(names)
+            if value.mode == "required" and not allowed:
+                raise ValueError("it forces a call, and none of the tools that it allows is among the tools")
+            return value
         if value in (None, "none", "auto") or "tools" not in info.data:
             return value
         if not names:
@@ -614,7 +662,16 @@ class ChatRequest(GenerationRequest):
     @property
     def offered_tools(self) -> list[Tool]:
         """Return the tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        choice, tools = self.tool_choice, self.tools or []
+        if isinstance(choice, AllowedTools):
+            return [tool for tool in tools if tool.function.name in choice.names]
+        return [] if choice == "none" else tools
+
+    @property
+    def requires_a_call(self) -> bool:
+        """Return whether the answer must be a call of any of the tools."""
+        choice = self.tool_choice
+        return choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
 
 
 class TokenizeRequest(ModelRequest):
