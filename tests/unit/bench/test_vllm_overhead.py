@@ -17,6 +17,7 @@ SIZES = Sizes("float32", arguments={"enforce_eager": True, "block_size": 16, "kv
 def test_both_servers_have_the_same_engine_arguments() -> None:
     ours = [part.format(port=1) for part in our_command(Path("/m"), SIZES, threads=2)]
     options = serve.make_context("serve", ours[4:]).params
+    [options["model_name"]] = options.pop("model_names")
     theirs = [part.format(port=1) for part in vllm_command(Path("/m"), SIZES)]
     values = dict(pairwise(theirs))
     same = {

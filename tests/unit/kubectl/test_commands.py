@@ -136,8 +136,9 @@ async def test_top_shows_each_engine_with_its_rates(run: Command) -> None:
     assert title.startswith("default/demo: Running, 2/2 engines ready; 3 queued in the coordinator; ")
     assert header.split("   ")[0].strip() == "ENGINE"
     for number, row in enumerate(engines):
-        name, _, queue, running, use, hits, rate, epoch, _ = row.split()
+        name, _, queue, running, use, hits, drafts, rate, epoch, _ = row.split()
         assert (name, queue, running, hits, epoch) == (f"demo-engine-{number}", "2", "4", "75%", "7")
+        assert drafts == "-", "this engine does not speculate"
         assert use.endswith("%")
         assert int(rate) > 0
     found = json.loads((await run("top", "demo", "--interval", "0.5", "-o", "json"))[1])
