@@ -55,7 +55,7 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.resource.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.spec import parse_stored_spec
 from megatron_operator.resource.states import CoordinatorState
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.security import KeyPair
@@ -197,14 +197,19 @@ class Observer:
         Raises:
             pydantic.ValidationError: this version cannot parse the stored spec.
         """
-        spec = parse_spec(resource.spec)
+        spec, unknown_fields = parse_stored_spec(resource.spec)
         secret = await self._read_keys(resource) if self._options.admin is not None else None
         coordinator = await self._coordinator(resource, secret)
         await self._read_optional(resource)
         return World(
             resource=ResourceSnapshot(
-                **{each.name: getattr(resource, each.name) for each in fields(ResourceSnapshot) if each.name != "spec"},
+                **{
+                    each.name: getattr(resource, each.name)
+                    for each in fields(ResourceSnapshot)
+                    if each.name not in ("spec", "unknown_fields")
+                },
                 spec=spec,
+                unknown_fields=unknown_fields,
             ),
             settings=self._options.settings,
             now=datetime.now(UTC),

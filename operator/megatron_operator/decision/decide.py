@@ -113,7 +113,7 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
         lost = after["state"] == "Unknown" and not replaced
         severity = "Warning" if after["state"] == "Failed" or lost else "Normal"
         events.append(EmitEvent(severity, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
-    for kind in (ConditionType.DEGRADED, ConditionType.UPDATE_AVAILABLE):
+    for kind in (ConditionType.DEGRADED, ConditionType.UPDATE_AVAILABLE, ConditionType.UNKNOWN_FIELDS):
         found, earlier = _condition(after, kind), _condition(before, kind)
         known = (earlier.get("status"), earlier.get("reason")) == ("True", found.get("reason"))
         if found.get("status") == "True" and not known:

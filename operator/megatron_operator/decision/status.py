@@ -29,6 +29,8 @@ REACHED = {state: ResourceState(state.value) for state in DesiredState}
 """The state of a resource that is as desired."""
 STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
+NAMED_FIELDS = 8
+
 ConditionFinding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
 
@@ -255,6 +257,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
         T.PROGRESSING: _progressing(scene, verdict),
         T.DEGRADED: _degraded(scene, verdict),
         T.UPDATE_AVAILABLE: scene.update.finding,
+        T.UNKNOWN_FIELDS: _unknown_fields(scene),
     }
     before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
     return [
@@ -283,6 +286,21 @@ def condition(
         "observedGeneration": generation,
         "lastTransitionTime": kept,
     }
+
+
+def _unknown_fields(scene: Scene) -> ConditionFinding:
+    paths = scene.world.resource.unknown_fields
+    if not paths:
+        return "False", Reason.ALL_WELL, "every field of the spec is known"
+    more = f" and {len(paths) - NAMED_FIELDS} more" if len(paths) > NAMED_FIELDS else ""
+    return (
+        "True",
+        Reason.FIELDS_IGNORED,
+        (
+            f"{', '.join(paths[:NAMED_FIELDS])}{more}: operator {scene.world.settings.version} does not know these fields "
+            "and ignores them; upgrade the operator to use them"
+        ),
+    )
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:

@@ -60,6 +60,9 @@ class ResourceSnapshot:
     uid: str
     generation: int
     spec: MegatronInferenceSpec
+    """The fields that this version knows."""
+    unknown_fields: tuple[str, ...] = ()
+    """Paths of the other fields, which a later release knows."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """`.status` as stored; empty before the first write."""
     deleting: bool = False

@@ -29,6 +29,10 @@ class ConditionType(Documented):
     PROGRESSING = "Progressing", "The operator or a pod is making progress towards the spec."
     DEGRADED = "Degraded", "An error that waiting alone may not resolve; the message names it."
     UPDATE_AVAILABLE = "UpdateAvailable", "The operator has another release than the resource."
+    UNKNOWN_FIELDS = (
+        "UnknownFields",
+        "The spec has fields that this version of the operator does not know and ignores; the message names them.",
+    )
 
 
 class Reason(Documented):
@@ -112,7 +116,8 @@ class Reason(Documented):
         "RequestEndsEngines",
         "A request crashed the engines that ran it and was answered with engine_failed; the Event names its id.",
     )
-    INVALID_SPEC = "InvalidSpec", "This version of the operator cannot parse the spec."
+    FIELDS_IGNORED = "FieldsIgnored", "A later release knows the fields; everything else in the spec is carried out."
+    INVALID_SPEC = "InvalidSpec", "This version of the operator does not accept the value of a field."
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server rejects the result."
     NOT_ALLOWED = (
         "NotAllowed",

@@ -94,8 +94,10 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "engine pods too. Check who has the keys of the resource, and which image the coordinator runs.",
     },
     Symptom.SPEC_REJECTED: {
-        Reason.INVALID_SPEC: "Remove the field that the message names, or upgrade the operator to the version that "
-        "knows it. What runs is not touched.",
+        Reason.INVALID_SPEC: "Correct the field that the message names, or upgrade the operator to the version that "
+        "accepts its value. What runs is not touched.",
+        Reason.FIELDS_IGNORED: "Upgrade the operator to the release that knows the fields, or remove them. After a "
+        "rollback of the operator there is nothing to do: everything else in the spec is carried out.",
         Reason.INVALID_POD_TEMPLATE: "Correct the podTemplate according to the message. What runs keeps serving, and "
         "verbs still work.",
         Reason.NOT_ALLOWED: "Remove the field, or have an administrator set the chart value that the message names.",
