@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megatron_operator.cluster.kinds import OPTIONAL_KINDS
 from megatron_operator.cluster.projection import SeenChild, SeenResource
 from megatron_operator.decision.world import ChildRef, ChildView, PodView
+from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
 
 Key = tuple[str, str]
 """Namespace and name of a resource."""
@@ -86,12 +87,25 @@ class ResourceCache:
         }
 
     def pods(self) -> tuple[PodView, ...]:
+        """Return the pods of the resource's children, and those without a controller, which may adopt them."""
         pods = [
             replace(seen, deleting=True) if seen.uid in self._deleted else seen
             for seen in self._known_pods().values()
-            if seen.uid not in self._gone
+            if seen.uid not in self._gone and self._is_ours(seen)
         ]
         return tuple(sorted(pods, key=lambda pod: pod.name))
+
+    def _is_ours(self, pod: PodView) -> bool:
+        """Return whether the controller of a pod, if it has one, is the resource or one of its workloads."""
+        kind, name = pod.controller
+        component = {f"{self._key[1]}-{component}": component for component in (COORDINATOR, STANDBY, SERVER)}
+        match kind:
+            case "Deployment":
+                return component.get(name) == pod.component
+            case "StatefulSet":
+                return name == pod.engine
+            case _:
+                return not kind or pod.owner == self._uid
 
     def _known_pods(self) -> dict[str, PodView]:
         """Return the pods that the watch shows, and those that this process created and that it does not show yet."""

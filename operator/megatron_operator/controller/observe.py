@@ -24,6 +24,7 @@ from megatron_operator.cluster.kinds import (
     NODE,
     OPTIONAL_KINDS,
     POD,
+    POD_SELECTOR,
     RESOURCE,
     SECRET,
     SERVICE,
@@ -63,6 +64,7 @@ from megatron_runtime.transport.security import KeyPair
 logger = logging.getLogger(__name__)
 
 
+_SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MOST_DOWNLOADS = 4
 """Limit of the pods that are asked at a time."""
 _PROGRESS_SECONDS = 2.0
@@ -413,12 +415,12 @@ class Observer:
         self._audit_due = time.monotonic() + self._resync_in()
         self._keys = None
         self._optional_known = False
-        selector = f"{CHILD_SELECTOR},{LABEL_INSTANCE}={resource.name}"
+        instance = f"{LABEL_INSTANCE}={resource.name}"
         kinds = (*CHILD_KINDS, POD)
         async with self._options.audits:
             before = self._cache.uids()
             answers = await asyncio.gather(
-                *(self._api.list(kind, resource.namespace, selector=selector) for kind in kinds)
+                *(self._api.list(kind, resource.namespace, selector=f"{_SELECTORS[kind]},{instance}") for kind in kinds)
             )
         children: list[SeenChild] = []
         pods: list[PodView] = []

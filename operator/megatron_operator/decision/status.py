@@ -297,8 +297,8 @@ def _unknown_fields(scene: Scene) -> ConditionFinding:
         "True",
         Reason.FIELDS_IGNORED,
         (
-            f"{', '.join(paths[:NAMED_FIELDS])}{more}: operator {scene.world.settings.version} does not know these fields "
-            "and ignores them; upgrade the operator to use them"
+            f"{', '.join(paths[:NAMED_FIELDS])}{more}: operator {scene.world.settings.version} does not know these "
+            "fields and ignores them; upgrade the operator to use them"
         ),
     )
 

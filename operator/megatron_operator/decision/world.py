@@ -190,6 +190,8 @@ class PodView:
     created_at: datetime | None = None
     owner: str = ""
     """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
+    controller: tuple[str, str] = ("", "")
+    """Kind and name of its Deployment, StatefulSet or other controller; empty without one."""
     node: str = ""
     """Name of its node; empty before it is scheduled."""
     ends_at: datetime | None = None

@@ -1069,7 +1069,7 @@ def test_a_frozen_engine_is_unresponsive_then_lost_and_never_starting(make_clust
     # The coordinator removes it, then its readiness probe fails.
     del cluster.coordinator.engines["demo-engine-1"]
     pod = cluster.pods["demo-engine-1-0"]
-    running = {"ready": True, "started": True, "restartCount": 0, "state": {"running": {}}}
+    running = {"name": "engine", "ready": True, "started": True, "restartCount": 0, "state": {"running": {}}}
     for ready in (True, False):
         status = "True" if ready else "False"
         pod["status"]["conditions"] = [{"type": "Ready", "status": status}]
