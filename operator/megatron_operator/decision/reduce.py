@@ -47,6 +47,7 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         release=annotations.get(ANNOTATION_RELEASE, ""),
         inputs=annotations.get(ANNOTATION_INPUTS, ""),
         rolled_out=obj["kind"] != "Deployment" or _rolled_out(obj),
+        stuck=_stuck(status),
         creation_error=_creation_error(status),
         data=_revision_data(obj),
         verified=verified,
@@ -59,6 +60,11 @@ def _rolled_out(deployment: Object) -> bool:
     seen = int(status.get("observedGeneration") or 0) >= int(deployment["metadata"].get("generation") or 0)
     counts = (int(status.get(name) or 0) for name in ("replicas", "updatedReplicas", "readyReplicas"))
     return seen and all(count == wanted for count in counts)
+
+
+def _stuck(status: Object) -> str:
+    progress = _condition(status, "Progressing") or {}
+    return str(progress.get("message") or "") if progress.get("reason") == "ProgressDeadlineExceeded" else ""
 
 
 def _creation_error(status: Object) -> str:

@@ -61,6 +61,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "history": _history(scene, operation, state),
     }
     unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
+    progress = _progress(scene, verdict)
     optional = {
         "verifiedRevisions": list(scene.rollout.verified),
         "weights": _weights(scene, serving=[*serving, *unknown]),
@@ -68,7 +69,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "keys": _keys(scene),
         "failedRequests": _failed_requests(scene),
         "download": _download(scene),
-        "plan": verdict.step and step_status(world.resource.status, verdict.step, verdict.waiting_on, now=world.now),
+        "plan": progress and step_status(world.resource.status, *progress[1:], now=world.now),
     }
     present = {name: value for name, value in optional.items() if value}
     return {**status, **present, **scene.update.status(complete=_has_release(scene))}
@@ -345,9 +346,20 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
     return "False", verdict.reason, f"{scene.desired.state.value} is requested, {state.value} is observed"
 
 
-def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
+def _progress(scene: Scene, verdict: Verdict) -> tuple[Reason, str, str] | None:
+    """Return reason, step and what it waits for; None if nothing is left to do. The Deployments are rolled out while
+    everything serves, by their controller."""
     if verdict.step:
-        return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
+        return verdict.reason, verdict.step, verdict.waiting_on
+    unfinished = scene.blockers.unfinished
+    return None if unfinished is None else (unfinished[0], "rolling out Deployments", unfinished[1])
+
+
+def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
+    progress = _progress(scene, verdict)
+    if progress is not None:
+        reason, step, on = progress
+        return "True", reason, f"{step}: waiting for {on}"
     if scene.rollout.paused:
         count = f"{len(scene.rollout.outdated)} of {len(scene.engines.wanted)} engines keep their earlier revision"
         return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.rollout.revision} is paused; {count}"

@@ -124,6 +124,8 @@ class ChildView:
     """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the fields of the spec in its template."""
     rolled_out: bool = True
     """All pods of a Deployment are of its current template, and ready."""
+    stuck: str = ""
+    """Why the rollout of a Deployment makes no progress: the message of its condition Progressing."""
     creation_error: str = ""
     """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     data: Mapping[str, Any] | None = None

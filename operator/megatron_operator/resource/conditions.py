@@ -72,7 +72,14 @@ class Reason(Documented):
         "An engine cannot load an adapter of spec.model.adapters; the others serve.",
     )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
-    ROLLING_OUT = "RollingOut", "Engines are replaced one after another with the spec's new revision."
+    ROLLING_OUT = (
+        "RollingOut",
+        "Engines are replaced one after another with the spec's new revision, or pods of a coordinator or of servers.",
+    )
+    ROLLOUT_STUCK = (
+        "RolloutStuck",
+        "New pods of a coordinator or of servers have not become ready before the Deployment's progress deadline.",
+    )
     ROLLOUT_PAUSED = "RolloutPaused", "spec.rollout.paused holds a rollout: engines keep their earlier revision."
     UPDATE_AVAILABLE = "UpdateAvailable", "The resource can be updated to the release of the operator."
     SECURITY_UPDATE_AVAILABLE = (

@@ -49,8 +49,10 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
     Symptom.CONTAINER_ENDS: {
         Reason.CRASH_LOOPING: "Read the termination message in the status: it has the rank, the exit code and the "
         "last output. `kubectl logs POD --previous` has the whole log.",
-        Reason.OUT_OF_MEMORY: "Raise resources.limits.memory in podTemplate, or lower "
-        "spec.engine.batching.kvCacheMemory.",
+        Reason.OUT_OF_MEMORY: "Raise resources.limits.memory in the podTemplate of the component that the message "
+        "names. For an engine, lowering spec.engine.batching.kvCacheMemory helps too.",
+        Reason.ROLLOUT_STUCK: "Read the new pods with `kubectl describe pod` and `kubectl logs`. Correct the spec, or "
+        "revert it: earlier pods serve on.",
         Reason.GPU_OUT_OF_MEMORY: "Lower spec.engine.batching.kvCacheMemory or spec.model.maxSequenceLength, choose a "
         "smaller dtype, or raise spec.parallelism.tensor.",
         Reason.NO_GPU: "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node "
