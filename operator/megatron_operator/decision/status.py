@@ -30,6 +30,9 @@ REACHED = {state: ResourceState(state.value) for state in DesiredState}
 STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
 NAMED_FIELDS = 8
+FULL_TEXTS = 64
+"""Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
+ENGINE_TEXT, SHORT_TEXT = 1024, 80
 
 ConditionFinding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
@@ -57,7 +60,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "lifecycle": _lifecycle(scene, operation),
         "restarts": [restarts.to_status() for restarts in scene.restarts],
         "attempt": scene.engines.attempt,
-        "engines": [_engine(scene, engine) for engine in scene.engines.all],
+        "engines": _engines(scene),
         "history": _history(scene, operation, state),
     }
     unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
@@ -197,6 +200,17 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
 def _last_revision(scene: Scene, engine: EngineView) -> str:
     """Return the revision of an engine. A deleted StatefulSet is created again with its last revision."""
     return "" if engine.surplus else str(scene.world.resource.engine_status(engine.name).get("revision", ""))
+
+
+def _engines(scene: Scene) -> list[dict[str, Any]]:
+    """Return the entries of all engines. Their texts are bounded: etcd accepts objects of 1.5 MiB."""
+    entries = [_engine(scene, engine) for engine in scene.engines.all]
+    texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]
+    for number, (entry, name) in enumerate(texts):
+        limit = ENGINE_TEXT if number < FULL_TEXTS else SHORT_TEXT
+        if len(entry[name]) > limit:
+            entry[name] = entry[name][: limit - 1] + "…"
+    return entries
 
 
 def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
@@ -384,7 +398,9 @@ def _degradation(scene: Scene) -> Finding | None:
     for engine in (*scene.engines.wanted, *scene.rollout.extras):
         error = blockers.engine(engine)
         if error is not None:
-            return error
+            failed = [each for each in scene.engines.wanted if each.budget.exhausted is not None and each != engine]
+            more = f"; {len(failed)} more engines have failed" if failed else ""
+            return error[0], f"{error[1][: 1000 - len(more)]}{more}"
     return (
         scene.weights.finding
         or blockers.component(COORDINATOR)
