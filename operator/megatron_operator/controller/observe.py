@@ -218,6 +218,7 @@ class Observer:
             new_operation_id=secrets.token_hex(8),
             term=term,
             children=self._cache.views(),
+            contests=self._cache.contests(),
             pods=await self._explained(self._cache.pods(), resource),
             coordinator=coordinator,
             keys=self._keys_view(secret),

@@ -408,4 +408,15 @@ def _degradation(scene: Scene) -> Finding | None:
         or blockers.component(SERVER)
         or scene.check.finding
         or scene.adapters.finding
+        or _contested(scene)
     )
+
+
+def _contested(scene: Scene) -> Finding | None:
+    """Return that another program fights over a child; None if none does."""
+    for ref, contest in sorted(scene.world.contests.items(), key=lambda pair: str(pair[0])):
+        opponent = f"field manager {contest.opponent}" if contest.opponent else "another program"
+        return Reason.CHILD_CONTESTED, (
+            f"{ref}: {opponent} changes what the operator applies; it is applied once per minute until that ends"
+        )
+    return None

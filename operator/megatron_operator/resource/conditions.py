@@ -145,6 +145,14 @@ class Reason(Documented):
         "the pool goes on.",
     )
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and has another owner."
+    CHILD_CONTESTED = (
+        "ChildContested",
+        "Another program changes a child as often as the operator applies it; the message names its field manager.",
+    )
+    OPERATOR_ISOLATED = (
+        "OperatorIsolated",
+        "The operator has lost many coordinators at once and suspects its own network; it replaces none of them.",
+    )
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."
     AVAILABLE = "Available", "The component of the condition works."

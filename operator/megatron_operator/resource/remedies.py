@@ -92,6 +92,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.COORDINATOR_STARTING: "Wait. If it lasts, look at the coordinator's pod with `kubectl describe pod`.",
         Reason.COORDINATOR_RECOVERING: "Wait. The coordinator learns state, epoch and fence from the engines, and "
         "then continues.",
+        Reason.OPERATOR_ISOLATED: "Check the network of the operator's pod, its node, and the NetworkPolicies between "
+        "its namespace and the resources. Delete a coordinator's pod if it is really lost.",
         Reason.STALE_FENCE: "Delete the coordinator's pod. If the fence comes back, an engine reports it: delete the "
         "engine pods too. Check who has the keys of the resource, and which image the coordinator runs.",
     },
@@ -100,6 +102,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "accepts its value. What runs is not touched.",
         Reason.FIELDS_IGNORED: "Upgrade the operator to the release that knows the fields, or remove them. After a "
         "rollback of the operator there is nothing to do: everything else in the spec is carried out.",
+        Reason.CHILD_CONTESTED: "Configure the program with the field manager that the message names so that it leaves "
+        "the object alone. Until then the operator applies the object once per minute.",
         Reason.INVALID_POD_TEMPLATE: "Correct the podTemplate according to the message. What runs keeps serving, and "
         "verbs still work.",
         Reason.NOT_ALLOWED: "Remove the field, or have an administrator set the chart value that the message names.",
