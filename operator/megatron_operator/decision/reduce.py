@@ -89,7 +89,7 @@ def owner_uid(obj: Object) -> str:
 def _controller(obj: Object) -> tuple[str, str]:
     """Return kind and name of the controller of a pod; empty without one. Of a ReplicaSet, those of its Deployment."""
     references = obj["metadata"].get("ownerReferences") or ()
-    controller = next((reference for reference in references if reference.get("controller")), {})
+    controller: Object = next((reference for reference in references if reference.get("controller")), {})
     kind, name = str(controller.get("kind", "")), str(controller.get("name", ""))
     return ("Deployment", name.rpartition("-")[0]) if kind == "ReplicaSet" else (kind, name)
 

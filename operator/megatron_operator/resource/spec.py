@@ -575,7 +575,8 @@ def parse_stored_spec(spec: Mapping[str, Any]) -> tuple[MegatronInferenceSpec, t
 
 @lru_cache(maxsize=1024)
 def _parse_stored_spec(text: str) -> tuple[MegatronInferenceSpec, tuple[str, ...]]:
-    known, paths = json.loads(text), []
+    known = json.loads(text)
+    paths: list[str] = []
     while True:
         try:
             return _parse_spec(json.dumps(known)), tuple(sorted(paths, key=lambda path: (path.count("."), path)))
