@@ -50,7 +50,7 @@ from megatron_operator.render.keys import keys_secret
 from megatron_operator.resource.names import ANNOTATION_SERVER_KEY
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.spec import parse_stored_spec
 from megatron_operator.resource.states import (
     LEGAL_SIGNALS,
     SIGNAL_TARGET,
@@ -284,13 +284,15 @@ class Cluster:
         views: dict[ChildRef, ChildView] = {}
         for ref, obj in self.objects.items():
             views[ref] = reduce_child(obj, owner_uid=OWNER_UID, verified=ref not in self.unverified)
+        spec, unknown_fields = parse_stored_spec(self.spec)
         return World(
             resource=ResourceSnapshot(
                 name=self.name,
                 namespace="default",
                 uid=OWNER_UID,
                 generation=self.generation,
-                spec=parse_spec(self.spec),
+                spec=spec,
+                unknown_fields=unknown_fields,
                 status=copy.deepcopy(self.status),
                 restarted_at=self.restarted_at,
                 update_to=self.update_to,
@@ -352,7 +354,7 @@ class Cluster:
 
     def act(self, action: Any) -> None:
         if isinstance(action, CreateKeys):
-            ctx = RenderContext(self.name, "default", OWNER_UID, parse_spec(self.spec), self.settings)
+            ctx = RenderContext(self.name, "default", OWNER_UID, parse_stored_spec(self.spec)[0], self.settings)
             files = new_resource_keys(self.admin)
             self._store(keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(self.now)))
         elif isinstance(action, RotateKeys):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from megatron_operator.cluster.kinds import OPTIONAL_KINDS
 from megatron_operator.cluster.projection import SeenChild, SeenResource
-from megatron_operator.decision.world import ChildRef, ChildView, PodView
+from megatron_operator.decision.world import ChildRef, ChildView, Contest, PodView
+from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
 
 Key = tuple[str, str]
 """Namespace and name of a resource."""
@@ -30,6 +31,26 @@ class Index:
     pods: Mapping[Key, Iterable[PodView]]
     resources: Mapping[str, Iterable[SeenResource]]
     """By UID."""
+
+
+FIGHT_APPLIES = 3
+"""After this many applies of one manifest onto one object, each of which was changed by another program, further ones
+wait."""
+FIGHT_SECONDS = 60.0
+"""Time between two applies in a fight. It is over when the object has kept the manifest for twice as long."""
+
+
+@dataclass(slots=True)
+class _Applied:
+    uid: str
+    fingerprint: str
+    manifest: tuple[str, int]
+    """Its hash, and the replicas of a StatefulSet."""
+    at: float
+    count: int = 1
+    """Number of applies of this manifest onto this object in short succession."""
+    opponent: str = ""
+    """The field manager that changed the object before the last apply."""
 
 
 @dataclass(slots=True)
@@ -53,7 +74,7 @@ class ResourceCache:
         self._resource_gone = False
         self._written: dict[ChildRef, _Written] = {}
         self._unwatched: dict[ChildRef, SeenChild] = {}
-        self._applied: dict[ChildRef, tuple[str, str]] = {}
+        self._applied: dict[ChildRef, _Applied] = {}
         self._created: dict[str, PodView] = {}
         self._deleted: set[str] = set()
         self._gone: set[str] = set()
@@ -80,18 +101,50 @@ class ResourceCache:
                 seen.view,
                 owned=seen.owner_uid == self._uid,
                 deleting=seen.view.deleting or seen.uid in self._deleted,
-                verified=self._applied.get(ref) == (seen.uid, seen.fingerprint),
+                verified=self._is_verified(ref, seen),
             )
             for ref, seen in self._merged().items()
         }
 
+    def _is_verified(self, ref: ChildRef, seen: SeenChild) -> bool:
+        applied = self._applied.get(ref)
+        return applied is not None and (applied.uid, applied.fingerprint) == (seen.uid, seen.fingerprint)
+
+    def contests(self) -> dict[ChildRef, Contest]:
+        """Return the children whose manifests another program changes as often as they are applied."""
+        now = self._clock()
+        return {
+            ref: Contest(
+                uid=applied.uid,
+                hash=applied.manifest[0],
+                replicas=applied.manifest[1],
+                opponent=applied.opponent,
+                retry_in=applied.at + FIGHT_SECONDS - now,
+            )
+            for ref, applied in self._applied.items()
+            if applied.count >= FIGHT_APPLIES and now < applied.at + 2 * FIGHT_SECONDS
+        }
+
     def pods(self) -> tuple[PodView, ...]:
+        """Return the pods of the resource's children, and those without a controller, which may adopt them."""
         pods = [
             replace(seen, deleting=True) if seen.uid in self._deleted else seen
             for seen in self._known_pods().values()
-            if seen.uid not in self._gone
+            if seen.uid not in self._gone and self._is_ours(seen)
         ]
         return tuple(sorted(pods, key=lambda pod: pod.name))
+
+    def _is_ours(self, pod: PodView) -> bool:
+        """Return whether the controller of a pod, if it has one, is the resource or one of its workloads."""
+        kind, name = pod.controller
+        component = {f"{self._key[1]}-{component}": component for component in (COORDINATOR, STANDBY, SERVER)}
+        match kind:
+            case "Deployment":
+                return component.get(name) == pod.component
+            case "StatefulSet":
+                return name == pod.engine
+            case _:
+                return not kind or pod.owner == self._uid
 
     def _known_pods(self) -> dict[str, PodView]:
         """Return the pods that the watch shows, and those that this process created and that it does not show yet."""
@@ -138,11 +191,22 @@ class ResourceCache:
 
     def applied(self, child: SeenChild) -> None:
         """Record the answer to an apply: it is current, and verified while its fingerprint is unchanged."""
+        before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
+        manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
+        again = last is not None and (last.uid, last.manifest) == (child.uid, manifest)
+        recent = last is not None and now < last.at + 2 * FIGHT_SECONDS
         if child.ref.kind in _UNWATCHED:
             self._unwatched[child.ref] = child
         else:
             self._remember(child)
-        self._applied[child.ref] = (child.uid, child.fingerprint)
+        self._applied[child.ref] = _Applied(
+            uid=child.uid,
+            fingerprint=child.fingerprint,
+            manifest=manifest,
+            at=now,
+            count=last.count + 1 if last is not None and again and recent else 1,
+            opponent=before.changed_by if before is not None else "",
+        )
 
     def observed(self, ref: ChildRef, child: SeenChild | None, *, before: SeenChild | None) -> None:
         """Record a direct read of a child; None: it does not exist. `before`: the version known before the read."""

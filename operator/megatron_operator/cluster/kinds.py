@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.resource.names import FIELD_MANAGER, GROUP, KIND, LABEL_MANAGED_BY, PLURAL, VERSION
+from megatron_operator.resource.names import (
+    APP_NAME,
+    FIELD_MANAGER,
+    GROUP,
+    KIND,
+    LABEL_MANAGED_BY,
+    LABEL_NAME,
+    PLURAL,
+    VERSION,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,9 @@ CHILD_KINDS: tuple[ObjectKind, ...] = (
 name."""
 
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
+POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
+"""A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another
+label may be changed by users and webhooks."""
 
 _ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}

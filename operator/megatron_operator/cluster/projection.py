@@ -33,6 +33,8 @@ class SeenChild:
     """Hash of the fields that a user could change: everything but status and bookkeeping."""
     cluster_ip: str = ""
     """Services: the virtual address; empty for headless ones."""
+    changed_by: str = ""
+    """The other field manager that changed it last, apart from its status; empty without one."""
     owns_replicas: bool = False
     """This operator's applies own `spec.replicas`."""
 
@@ -93,6 +95,7 @@ def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
         view=view,
         fingerprint=fingerprint(obj),
         cluster_ip="" if cluster_ip == "None" else cluster_ip,
+        changed_by=_other_manager(obj["metadata"]),
         owns_replicas=any(entry.get("manager") == FIELD_MANAGER for entry in _owners(obj["metadata"], "f:replicas")),
     )
 
@@ -120,6 +123,16 @@ def _changed_by(metadata: Object) -> str:
     owners = _owners(metadata, "f:desiredState")
     latest = max(owners, key=lambda entry: str(entry.get("time") or ""), default=None)
     return str(latest.get("manager", "")) if latest else ""
+
+
+def _other_manager(metadata: Object) -> str:
+    others = [
+        entry
+        for entry in metadata.get("managedFields") or ()
+        if entry.get("manager") != FIELD_MANAGER and not entry.get("subresource")
+    ]
+    latest = max(others, key=lambda entry: str(entry.get("time") or ""), default=None)
+    return str(latest.get("manager") or "") if latest else ""
 
 
 def _owners(metadata: Object, field: str) -> list[Object]:

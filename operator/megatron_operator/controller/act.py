@@ -39,7 +39,7 @@ from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.spec import parse_stored_spec
 from megatron_operator.resource.states import SignalKind
 from megatron_operator.resource.text import stamp_seconds
 from megatron_runtime.transport.security import KeyPair
@@ -212,7 +212,8 @@ class Actor:
     async def _create_keys(self, action: CreateKeys, resource: SeenResource) -> bool:
         if self.admin is None:
             raise ValueError(f"Secret {action.name}: keys were asked for, but this operator runs without security")
-        ctx = RenderContext(resource.name, resource.namespace, resource.uid, parse_spec(resource.spec), self.settings)
+        spec, _ = parse_stored_spec(resource.spec)
+        ctx = RenderContext(resource.name, resource.namespace, resource.uid, spec, self.settings)
         try:
             files = new_resource_keys(self.admin)
             manifest = keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(datetime.now(UTC)))

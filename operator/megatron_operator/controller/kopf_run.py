@@ -22,7 +22,7 @@ from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster.auth import kopf_session
 from megatron_operator.cluster.cache import Index, Key
-from megatron_operator.cluster.kinds import CHILD_KINDS, CHILD_SELECTOR, POD, RESOURCE, ObjectKind
+from megatron_operator.cluster.kinds import CHILD_KINDS, CHILD_SELECTOR, POD, POD_SELECTOR, RESOURCE, ObjectKind
 from megatron_operator.cluster.projection import (
     SeenChild,
     SeenResource,
@@ -34,7 +34,7 @@ from megatron_operator.cluster.watch_ages import GRACE_SECONDS, WatchAges
 from megatron_operator.controller.task import TaskSupervisor
 from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import PodView
-from megatron_operator.resource.names import FIELD_MANAGER, LABEL_MANAGED_BY
+from megatron_operator.resource.names import APP_NAME, FIELD_MANAGER, LABEL_MANAGED_BY, LABEL_NAME
 
 END_SECONDS = 10.0
 """Timeout of the shutdown. kopf itself waits 5 s before it cancels its remaining tasks."""
@@ -102,6 +102,7 @@ def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]
         kopf.index(*where, registry=registry, id="children", labels=labels)(index_of(kind))
         kopf.on.event(*where, registry=registry, id=f"wake-{kind.plural}", labels=labels)(event)
     where = (POD.group, POD.version, POD.plural)
+    labels = {LABEL_NAME: APP_NAME}
     kopf.index(*where, registry=registry, id="pods", labels=labels)(index_pod)
     kopf.on.event(*where, registry=registry, id="wake-pods", labels=labels)(event)
 
@@ -142,8 +143,9 @@ def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     # It would kill a process whose kopf has ended and was restarted.
     settings.process.ultimate_exiting_timeout = None
     settings.persistence.diffbase_storage = _NoDifferences()
-    for kind in (*CHILD_KINDS, POD):
+    for kind in CHILD_KINDS:
         settings.watching.label_selectors[kind.group, kind.version, kind.plural] = CHILD_SELECTOR
+    settings.watching.label_selectors[POD.group, POD.version, POD.plural] = POD_SELECTOR
     return settings
 
 

@@ -309,6 +309,7 @@ class OperatorProcess:
             metrics=self._metrics,
             updates=self._updates,
             decide=decide,
+            isolated=lambda: self._supervisor is not None and self._supervisor.isolated,
             resync_seconds=options.resync_seconds,
         )
         return ResourceTask(uid=uid, key=key, woken=woken, parts=parts)

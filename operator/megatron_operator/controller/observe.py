@@ -24,6 +24,7 @@ from megatron_operator.cluster.kinds import (
     NODE,
     OPTIONAL_KINDS,
     POD,
+    POD_SELECTOR,
     RESOURCE,
     SECRET,
     SERVICE,
@@ -55,7 +56,7 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.resource.names import COORDINATOR, ENGINE, LABEL_INSTANCE, PORT_HEALTH, STANDBY
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import parse_spec
+from megatron_operator.resource.spec import parse_stored_spec
 from megatron_operator.resource.states import CoordinatorState
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.security import KeyPair
@@ -63,6 +64,7 @@ from megatron_runtime.transport.security import KeyPair
 logger = logging.getLogger(__name__)
 
 
+_SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MOST_DOWNLOADS = 4
 """Limit of the pods that are asked at a time."""
 _PROGRESS_SECONDS = 2.0
@@ -197,20 +199,26 @@ class Observer:
         Raises:
             pydantic.ValidationError: this version cannot parse the stored spec.
         """
-        spec = parse_spec(resource.spec)
+        spec, unknown_fields = parse_stored_spec(resource.spec)
         secret = await self._read_keys(resource) if self._options.admin is not None else None
         coordinator = await self._coordinator(resource, secret)
         await self._read_optional(resource)
         return World(
             resource=ResourceSnapshot(
-                **{each.name: getattr(resource, each.name) for each in fields(ResourceSnapshot) if each.name != "spec"},
+                **{
+                    each.name: getattr(resource, each.name)
+                    for each in fields(ResourceSnapshot)
+                    if each.name not in ("spec", "unknown_fields")
+                },
                 spec=spec,
+                unknown_fields=unknown_fields,
             ),
             settings=self._options.settings,
             now=datetime.now(UTC),
             new_operation_id=secrets.token_hex(8),
             term=term,
             children=self._cache.views(),
+            contests=self._cache.contests(),
             pods=await self._explained(self._cache.pods(), resource),
             coordinator=coordinator,
             keys=self._keys_view(secret),
@@ -408,12 +416,12 @@ class Observer:
         self._audit_due = time.monotonic() + self._resync_in()
         self._keys = None
         self._optional_known = False
-        selector = f"{CHILD_SELECTOR},{LABEL_INSTANCE}={resource.name}"
+        instance = f"{LABEL_INSTANCE}={resource.name}"
         kinds = (*CHILD_KINDS, POD)
         async with self._options.audits:
             before = self._cache.uids()
             answers = await asyncio.gather(
-                *(self._api.list(kind, resource.namespace, selector=selector) for kind in kinds)
+                *(self._api.list(kind, resource.namespace, selector=f"{_SELECTORS[kind]},{instance}") for kind in kinds)
             )
         children: list[SeenChild] = []
         pods: list[PodView] = []

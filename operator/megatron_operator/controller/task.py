@@ -26,8 +26,10 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
 from megatron_operator.decision.decide import reject_spec
+from megatron_operator.decision.losses import is_isolated
 from megatron_operator.decision.world import Decision, World
 from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.resource.names import COORDINATOR, STANDBY
 from megatron_operator.resource.states import UpdatePhase
 from megatron_runtime.protocol import strict_json as json
 
@@ -106,6 +108,8 @@ class Parts:
     metrics: Metrics
     updates: UpdateLimit
     decide: Callable[[World], Decision]
+    isolated: Callable[[], bool]
+    """See World.isolated."""
     resync_seconds: float
     coalesce_seconds: float = 0.02
     """Delay of a pass after the first event, because events come in bursts."""
@@ -133,6 +137,13 @@ class ResourceTask:
     def reading(self) -> Reading:
         """The resource as exported by metrics."""
         return Reading(*self.key, status=self._status, coordinator=self._parts.link.snapshot)
+
+    @property
+    def coordinator(self) -> tuple[bool | None, frozenset[str]]:
+        """Whether the coordinator is silent (see CoordinatorLink.silent), and the nodes of its pods."""
+        pods = self._parts.cache.pods()
+        nodes = frozenset(pod.node for pod in pods if pod.component in (COORDINATOR, STANDBY) and not pod.deleting)
+        return self._parts.link.silent, nodes
 
     @property
     def behind_seconds(self) -> float:
@@ -186,7 +197,7 @@ class ResourceTask:
         self._log_decision(decision)
         self._status = decision.status
         self._verbs.look(decision.status.get("lifecycle") or {})
-        if not await self._persist(resource, decision.status):
+        if not await self._persisted_or_healed(resource, decision):
             return self._again()
         if await parts.actor.act(decision.actions, resource):
             return self._again()
@@ -206,9 +217,26 @@ class ResourceTask:
             return reject_spec(
                 status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)
             )
-        decision = parts.decide(replace(world, may_update=parts.updates.may_begin(self.uid)))
+        isolated = world.coordinator.lost_seconds is not None and parts.isolated()
+        decision = parts.decide(replace(world, isolated=isolated, may_update=parts.updates.may_begin(self.uid)))
         parts.updates.decided(self.uid, decision.status, wake=self.wake)
         return decision
+
+    async def _persisted_or_healed(self, resource: SeenResource, decision: Decision) -> bool:
+        """Persist the status. While that fails, create what is missing: only the rest needs a status that is written
+        first. Return whether the actions of the decision may follow.
+
+        Raises:
+            KubeApiError: the status cannot be written.
+        """
+        try:
+            persisted = await self._persist(resource, decision.status)
+        except KubeApiError:
+            await self._parts.actor.act(decision.healing, resource)
+            raise
+        if not persisted and self._eager >= EAGER_PASSES:
+            await self._parts.actor.act(decision.healing, resource)
+        return persisted
 
     async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
         """Write the status if it differs. Return False if the resource has changed since the decision: decide again."""
@@ -302,6 +330,14 @@ class TaskSupervisor:
     def behind_seconds(self) -> float:
         """How long the watch of any resource has lagged behind, in seconds; 0 if none lags."""
         return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
+
+    @property
+    def isolated(self) -> bool:
+        """Whether this process, and not its coordinators, is the likely cause of their silence."""
+        coordinators = [task.coordinator for task, _ in self._tasks.values()]
+        silent = [nodes for is_silent, nodes in coordinators if is_silent]
+        answering = sum(is_silent is False for is_silent, _ in coordinators)
+        return is_isolated(silent, answering=answering)
 
     def readings(self) -> list[Reading]:
         """Callable on any thread."""

@@ -52,9 +52,22 @@ class Blockers:
         names = {COORDINATOR: ctx.coordinator_name, STANDBY: ctx.standby_name, SERVER: ctx.server_name}
         name = names[component]
         view = self.world.children.get(ChildRef("Deployment", name, APPS))
-        if view is None or not view.creation_error or any(pod.ready for pod in pods):
+        if view is None or view.rolled_out:
             return None
-        return creation_error("its pods", view.creation_error, component=component)
+        if view.creation_error:
+            return creation_error("its pods", view.creation_error, component=component)
+        if view.stuck:
+            return Reason.ROLLOUT_STUCK, f"Deployment {name}: {view.stuck}; read its pods, and correct the spec"
+        return None
+
+    @property
+    def unfinished(self) -> Finding | None:
+        """Return that a rollout of coordinator, standby or servers is not complete; None if all are."""
+        for manifest in self.rendered.shared[0]:
+            view = self.world.children.get(ChildRef.of(manifest))
+            if manifest["kind"] == "Deployment" and view is not None and not view.rolled_out:
+                return Reason.ROLLING_OUT, f"the pods of {view.ref.name} to be replaced and ready"
+        return None
 
     def coordinator(self) -> Finding:
         """Return why the coordinator does not answer, as reason and what is waited for."""

@@ -21,6 +21,7 @@ from megatron_operator.decision.world import (
     ApplyChild,
     CanaryReport,
     CoordinatorSnapshot,
+    CreateKeys,
     Decision,
     DeleteChild,
     EmitEvent,
@@ -52,7 +53,7 @@ def decide(world: World) -> Decision:
     status = printable_data(compose(scene, verdict, operation), limit=MOST_TEXT)
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     actions: list[Action] = upkeep(scene) if verdict.upkeep else []
-    actions += [*replacement(scene.world, scene.ctx), *forced_deletions(scene.world)]
+    losses = (*replacement(scene.world, scene.ctx), *forced_deletions(scene.world))
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
     coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
@@ -67,15 +68,18 @@ def decide(world: World) -> Decision:
         scene.engines.retry_in,
         scene.adapters.retry_in,
         replacement_in(scene.world),
+        min((contest.retry_in for contest in world.contests.values() if contest.retry_in > 0), default=None),
         forced_in(scene.world),
         *reports,
     )
+    every = _once((*actions, *losses, *verdict.actions, *events, *crashes))
     return Decision(
         policy=policy.__name__,
         reason=verdict.reason.value,
         message=printable(verdict.message),
         status=status,
-        actions=_once((*actions, *verdict.actions, *events, *crashes)),
+        actions=tuple(action for action in every if not _is_held(action, world)),
+        healing=(*(action for action in actions if _heals(action, world)), *losses),
         attentive=bool(verdict.step) or scene.desired.may_wake,
         requeue_after=min((max(0.0, time) for time in times if time is not None), default=None),
     )
@@ -89,6 +93,19 @@ def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
         for index, action in enumerate(actions)
         if not isinstance(action, ApplyChild | DeleteChild) or last[action.ref] == index
     )
+
+
+def _is_held(action: Action, world: World) -> bool:
+    """Return whether an action is the next apply in a fight, and must wait."""
+    if not isinstance(action, ApplyChild) or action.ref not in world.contests:
+        return False
+    return world.contests[action.ref].holds(action.manifest, world.children.get(action.ref))
+
+
+def _heals(action: Action, world: World) -> bool:
+    """Return whether an action creates what is missing. Nothing that it does depends on a status that is written
+    first."""
+    return isinstance(action, CreateKeys) or (isinstance(action, ApplyChild) and action.ref not in world.children)
 
 
 def _is_established(coordinator: PodView, world: World) -> bool:
@@ -113,7 +130,7 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
         lost = after["state"] == "Unknown" and not replaced
         severity = "Warning" if after["state"] == "Failed" or lost else "Normal"
         events.append(EmitEvent(severity, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
-    for kind in (ConditionType.DEGRADED, ConditionType.UPDATE_AVAILABLE):
+    for kind in (ConditionType.DEGRADED, ConditionType.UPDATE_AVAILABLE, ConditionType.UNKNOWN_FIELDS):
         found, earlier = _condition(after, kind), _condition(before, kind)
         known = (earlier.get("status"), earlier.get("reason")) == ("True", found.get("reason"))
         if found.get("status") == "True" and not known:

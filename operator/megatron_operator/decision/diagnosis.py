@@ -186,10 +186,11 @@ def _without_repetition(message: str) -> str:
 def termination(pod: PodView) -> tuple[Reason, str]:
     """Return why the container of a pod that terminated last did so."""
     if pod.exit_reason == "OOMKilled":
-        return Reason.OUT_OF_MEMORY, (
-            f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); raise the limit "
-            "in podTemplate or lower batching.kvCacheMemory"
-        )
+        remedy = f"raise the limit of container {pod.ended} in {pod_template(pod.component)}"
+        if pod.component == ENGINE and pod.ended == ENGINE:
+            remedy += ", or lower spec.engine.batching.kvCacheMemory"
+        message = f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); {remedy}"
+        return Reason.OUT_OF_MEMORY, message
 
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"

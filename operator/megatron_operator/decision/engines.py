@@ -181,6 +181,7 @@ class Engines:
         manifest = self.rendered.engine_manifest(index)
         revision = engine_revision(manifest) if manifest else ""
         statefulset = world.children.get(ChildRef("StatefulSet", name, APPS))
+        report = reports.get(name)
         return EngineView(
             index=index,
             name=name,
@@ -188,11 +189,23 @@ class Engines:
             held=statefulset is not None and statefulset.revision != revision and self._is_held(statefulset.revision),
             statefulset=statefulset,
             pods=pods,
-            report=reports.get(name),
+            report=report,
             rendered_revision=revision,
-            budget=engine_budget(world, name, pods, revision=revision, attempt=self.attempt),
+            budget=engine_budget(
+                world,
+                name,
+                pods,
+                revision=revision,
+                attempt=self.attempt,
+                served=self._served(name, report),
+            ),
             **self._canary(index),
         )
+
+    def _served(self, name: str, report: EngineReport | None) -> bool:
+        """Return whether an engine serves, or did when the status was last written."""
+        serving = report is not None and report.serving and not report.suspect
+        return serving or self.world.resource.engine_status(name).get("state") in REPORTED_STATES
 
     def _is_held(self, revision: str) -> bool:
         """Return whether a revision differs from the desired one only by how this operator renders it, and engines

@@ -11,6 +11,7 @@ never while the node is ready.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -34,6 +35,10 @@ from megatron_operator.resource.states import DesiredState
 
 REPLACE_SECONDS = 4.0
 """Time without a connection after which a coordinator's pod is replaced. One that has restarted answers within 2 s."""
+ISOLATED_SECONDS = 5.0
+"""Interval at which an operator that suspects its own network looks again."""
+MANY_SILENT = 3
+"""Number of coordinators that must be silent before the operator suspects its own network."""
 NODE_SECONDS = 5.0
 """Interval at which the node of a pod is read whose deletion is overdue."""
 
@@ -89,11 +94,27 @@ class Losses:
         """That the coordinator is lost, until one knows the engines again; None if it may recover automatically."""
         if self.world.membership_known:
             return None
+        if self.world.isolated:
+            message = "many coordinators are silent at once, so the operator's own network is the likely cause: it "
+            return Reason.OPERATOR_ISOLATED, f"{message}replaces none of them, and which engines serve is unknown"
         silent = self.world.coordinator.unknown_seconds >= UNKNOWN_SECONDS
         if not self.coordinator_reported and not (silent and _lost_pods(self.world)):
             return None
         message = "the coordinator is lost; which engines serve is unknown until one recovers"
         return Reason.COORDINATOR_UNREACHABLE, message
+
+
+def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
+    """Return whether the operator has lost so many coordinators at once that its own network is the likely cause.
+
+    silent: the nodes of the pods of each coordinator that was connected and is silent.
+    answering: number of the coordinators that answer.
+
+    A lost node makes all coordinators on it silent, and others answer.
+    """
+    nodes = frozenset[str]().union(*silent)
+    many = len(silent) >= MANY_SILENT and len(silent) > answering
+    return many and (len(nodes) > 1 or answering == 0)
 
 
 def replacement(world: World, ctx: RenderContext) -> list[Action]:
@@ -102,7 +123,7 @@ def replacement(world: World, ctx: RenderContext) -> list[Action]:
     Of a pair, both pods are lost: one of them would have become active.
     """
     pods, lost = _lost_pods(world), world.coordinator.lost_seconds
-    if not pods or lost is None or lost < REPLACE_SECONDS:
+    if not pods or lost is None or lost < REPLACE_SECONDS or world.isolated:
         return []
     names = " and ".join(pod.name for pod in pods)
     reason = f"pod {names} is ready and has not answered for {lost:.0f} s: replacing it"
@@ -113,7 +134,9 @@ def replacement(world: World, ctx: RenderContext) -> list[Action]:
 def replacement_in(world: World) -> float | None:
     """Return the seconds until the coordinator's pod is replaced; None if it is not lost."""
     lost = world.coordinator.lost_seconds
-    return None if lost is None or not _lost_pods(world) else REPLACE_SECONDS - lost
+    if lost is None or not _lost_pods(world):
+        return None
+    return ISOLATED_SECONDS if world.isolated else REPLACE_SECONDS - lost
 
 
 def _lost_pods(world: World) -> list[PodView]:

@@ -12,6 +12,8 @@ from megatron_operator.resource.names import (
     ANNOTATION_INPUTS,
     ANNOTATION_MODEL,
     ANNOTATION_RELEASE,
+    CHECK,
+    CONTAINERS,
     FETCH,
     GROUP,
     KIND,
@@ -45,6 +47,7 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         release=annotations.get(ANNOTATION_RELEASE, ""),
         inputs=annotations.get(ANNOTATION_INPUTS, ""),
         rolled_out=obj["kind"] != "Deployment" or _rolled_out(obj),
+        stuck=_stuck(status),
         creation_error=_creation_error(status),
         data=_revision_data(obj),
         verified=verified,
@@ -57,6 +60,11 @@ def _rolled_out(deployment: Object) -> bool:
     seen = int(status.get("observedGeneration") or 0) >= int(deployment["metadata"].get("generation") or 0)
     counts = (int(status.get(name) or 0) for name in ("replicas", "updatedReplicas", "readyReplicas"))
     return seen and all(count == wanted for count in counts)
+
+
+def _stuck(status: Object) -> str:
+    progress = _condition(status, "Progressing") or {}
+    return str(progress.get("message") or "") if progress.get("reason") == "ProgressDeadlineExceeded" else ""
 
 
 def _creation_error(status: Object) -> str:
@@ -78,12 +86,52 @@ def owner_uid(obj: Object) -> str:
     return ""
 
 
+def _controller(obj: Object) -> tuple[str, str]:
+    """Return kind and name of the controller of a pod; empty without one. Of a ReplicaSet, those of its Deployment."""
+    references = obj["metadata"].get("ownerReferences") or ()
+    controller: Object = next((reference for reference in references if reference.get("controller")), {})
+    kind, name = str(controller.get("kind", "")), str(controller.get("name", ""))
+    return ("Deployment", name.rpartition("-")[0]) if kind == "ReplicaSet" else (kind, name)
+
+
 def _condition(status: Object, kind: str) -> Object | None:
     return next((entry for entry in status.get("conditions") or () if entry.get("type") == kind), None)
 
 
+def _rendered_status(status: Object, component: str) -> Object:
+    """Return the status of a pod without the containers that the operator did not render: sidecars of podTemplates and
+    meshes. An init container of them stays while it keeps ours from starting."""
+    names = CONTAINERS.get(component, ())
+    initialized = _condition(status, "Initialized")
+    blocked = initialized is not None and initialized.get("status") == "False"
+    before, main = status.get("initContainerStatuses") or (), status.get("containerStatuses") or ()
+    return {
+        **status,
+        "initContainerStatuses": [entry for entry in before if blocked or entry.get("name") in names],
+        "containerStatuses": [entry for entry in main if entry.get("name") in names],
+    }
+
+
 def _containers(status: Object) -> list[Object]:
     return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def _ready(status: Object) -> bool:
+    """Return whether a pod is ready, or only because of containers that the operator did not render is not."""
+    ready = _condition(status, "Ready")
+    if ready is None or ready.get("status") == "True":
+        return ready is not None
+    ours = status.get("containerStatuses") or ()
+    return ready.get("reason") == "ContainersNotReady" and bool(ours) and all(entry.get("ready") for entry in ours)
+
+
+def _phase(status: Object, component: str) -> str:
+    """Return the phase of a pod. The pod of a check has ended with our container, although a sidecar may run on."""
+    phase = str(status.get("phase") or "Pending")
+    ends = [(entry.get("state") or {}).get("terminated") for entry in status.get("containerStatuses") or ()]
+    if component != CHECK or not ends or not all(ends) or phase == "Pending":
+        return phase
+    return "Succeeded" if all(end["exitCode"] == 0 for end in ends if end) else "Failed"
 
 
 def _waiting(status: Object) -> tuple[str, str]:
@@ -145,10 +193,11 @@ def _image_of(obj: Object, container: str) -> str:
 
 
 def reduce_pod(obj: Object) -> PodView:
-    """Return the view of a pod."""
-    metadata, status = obj["metadata"], obj.get("status") or {}
+    """Return the view of a pod. Only the containers that the operator rendered count."""
+    metadata = obj["metadata"]
     labels = metadata.get("labels") or {}
-    ready = _condition(status, "Ready")
+    component = labels.get(LABEL_COMPONENT, "")
+    status = _rendered_status(obj.get("status") or {}, component)
     reason, message = _waiting(status)
     ended = _last_end(status) or {}
     created = metadata.get("creationTimestamp")
@@ -156,16 +205,20 @@ def reduce_pod(obj: Object) -> PodView:
     return PodView(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
-        component=labels.get(LABEL_COMPONENT, ""),
+        component=component,
         engine=labels.get(LABEL_ENGINE, ""),
         index=int(index) if index.isdecimal() else 0,
-        phase=str(status.get("phase") or "Pending"),
-        ready=ready is not None and ready.get("status") == "True",
+        phase=_phase(status, component),
+        ready=_ready(status),
         started=_started(status),
         deleting=metadata.get("deletionTimestamp") is not None,
         revision=labels.get(LABEL_REVISION, ""),
         weights=labels.get(LABEL_WEIGHTS, ""),
-        restarts=sum(int(entry.get("restartCount") or 0) for entry in _containers(status)),
+        restarts=sum(
+            int(entry.get("restartCount") or 0)
+            for entry in _containers(status)
+            if entry.get("name") in CONTAINERS.get(component, ())
+        ),
         reason=reason,
         message=message,
         ended=str(ended.get("container") or ""),
@@ -176,6 +229,7 @@ def reduce_pod(obj: Object) -> PodView:
         ended_at=_time(ended.get("finishedAt")),
         created_at=parse(created) if isinstance(created, str) else created,
         owner=owner_uid(obj),
+        controller=_controller(obj),
         node=str((obj.get("spec") or {}).get("nodeName") or ""),
         ends_at=_time(metadata.get("deletionTimestamp")) if metadata.get("deletionGracePeriodSeconds") != 0 else None,
         fetching_at=str(status.get("podIP") or "") if _runs(status, FETCH) else "",

@@ -4,7 +4,8 @@ The operator replaces pods and never restarts their containers, so every restart
 
 An engine's budget limits its restarts, after which the operator removes its pods. The containers of all its pods
 restart together, so the highest restart count of a pod is the number of its restarts. Each one is forgiven after
-windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Restarts from before the
+windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Time alone forgives no
+restart of an engine that has not served since: a kubelet's backoff can take longer. Restarts from before the
 budget do not count, nor do those of pods of another revision than the spec's, so that a reverted change is not charged.
 
 A failure of a device exhausts the budget at once: a container that restarts keeps its devices, a new pod gets others.
@@ -53,7 +54,7 @@ NODE_LOST = frozenset(
 """Reasons of kubelets and container runtimes for pods and containers that ended with their node."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBudget:
     """Incidents of an engine."""
 
@@ -61,6 +62,8 @@ class EngineBudget:
     """Highest number of container restarts of one of its pods."""
     forgiven_at: str | None = None
     """When all incidents are forgiven; None if there was none."""
+    incidents: int = 0
+    """Number of incidents since the engine last served."""
     retries: int = 0
     """Number of times that it was started again by itself, until all incidents are forgiven."""
     exhausted: str | None = None
@@ -71,6 +74,7 @@ class EngineBudget:
     def to_status(self) -> dict[str, Any]:
         fields = {
             "forgivenAt": self.forgiven_at,
+            "incidents": self.incidents or None,
             "retries": self.retries or None,
             "diagnosis": self.exhausted,
             "retryAt": self.retry_at,
@@ -78,12 +82,15 @@ class EngineBudget:
         return {"restarts": self.restarts, **{key: value for key, value in fields.items() if value is not None}}
 
 
-def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revision: str, attempt: str) -> EngineBudget:
+def engine_budget(
+    world: World, name: str, pods: tuple[PodView, ...], *, revision: str, attempt: str, served: bool
+) -> EngineBudget:
     """Return the budget of engine `name`, from its entry in the status and its current pods.
 
     Args:
         revision: of the spec; every pod counts while it is unknown ("").
         attempt: identifies the budgets; the status of another attempt does not count.
+        served: whether the engine serves, or did in the last pass.
     """
     if revision:
         pods = tuple(pod for pod in pods if pod.revision in ("", revision))
@@ -95,18 +102,35 @@ def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revisio
         return EngineBudget(restarts=restarts)
     if before.get("diagnosis"):
         return _exhausted(world, before, restarts)
-    budget = EngineBudget(restarts, before.get("forgivenAt"), before.get("retries", 0))
+    budget = EngineBudget(
+        restarts=restarts,
+        forgiven_at=before.get("forgivenAt"),
+        incidents=0 if served else before.get("incidents", 0),
+        retries=before.get("retries", 0),
+    )
     incidents = restarts - int(before.get("restarts", 0))
-    return _charged(world, name, pods, budget, incidents) if incidents > 0 else budget
+    if incidents > 0:
+        return _charged(world, name, pods, budget, incidents)
+    return budget
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
     """Return an exhausted budget, or that of an engine that starts again: another incident exhausts it at once."""
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
-        return EngineBudget(restarts, before.get("forgivenAt"), retries, before["diagnosis"], before.get("retryAt"))
-    window = timedelta(seconds=world.resource.spec.lifecycle.restart_budget.window_seconds)
-    return EngineBudget(restarts, stamp(world.now + window), retries + 1)
+        return EngineBudget(
+            restarts=restarts,
+            forgiven_at=before.get("forgivenAt"),
+            incidents=before.get("incidents", 0),
+            retries=retries,
+            exhausted=before["diagnosis"],
+            retry_at=before.get("retryAt"),
+        )
+    limit = world.resource.spec.lifecycle.restart_budget
+    forgiven_at = stamp(world.now + timedelta(seconds=limit.window_seconds))
+    return EngineBudget(
+        restarts=restarts, forgiven_at=forgiven_at, incidents=max(1, limit.restarts), retries=retries + 1
+    )
 
 
 def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineBudget, incidents: int) -> EngineBudget:
@@ -116,16 +140,19 @@ def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineB
     fresh = forgiven_at is None or forgiven_at <= now
     begin = now if fresh or forgiven_at is None else forgiven_at
     forgiven_at = begin + incidents * _forgiving(limit)
-    retries = 0 if fresh else budget.retries
+    total = budget.incidents + incidents
+    retries = 0 if fresh and not budget.incidents else budget.retries
     failed = next((pod for pod in pods if is_device_failure(pod)), None)
-    if forgiven_at - now <= limit.restarts * _forgiving(limit) and failed is None:
-        return EngineBudget(budget.restarts, stamp(forgiven_at), retries)
+    tolerated = forgiven_at - now <= limit.restarts * _forgiving(limit) and total <= limit.restarts
+    if tolerated and failed is None:
+        return EngineBudget(restarts=budget.restarts, forgiven_at=stamp(forgiven_at), incidents=total, retries=retries)
     words, by_infrastructure = (termination(failed)[1], True) if failed is not None else _cause(pods)
     why = f"more than {limit.restarts} restarts" if failed is None else "a GPU failed: the engine gets new pods"
     backoff = timedelta(seconds=min(FIRST_BACKOFF_SECONDS << min(retries, 8), MAX_BACKOFF_SECONDS))
     return EngineBudget(
         restarts=budget.restarts,
         forgiven_at=stamp(forgiven_at),
+        incidents=total,
         retries=retries,
         exhausted=f"{why}; {words or f'engine {name} ended'}",
         retry_at=stamp(now + backoff) if by_infrastructure else None,

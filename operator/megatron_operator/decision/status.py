@@ -29,6 +29,11 @@ REACHED = {state: ResourceState(state.value) for state in DesiredState}
 """The state of a resource that is as desired."""
 STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
+NAMED_FIELDS = 8
+FULL_TEXTS = 64
+"""Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
+ENGINE_TEXT, SHORT_TEXT = 1024, 80
+
 ConditionFinding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
 
@@ -55,10 +60,11 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "lifecycle": _lifecycle(scene, operation),
         "restarts": [restarts.to_status() for restarts in scene.restarts],
         "attempt": scene.engines.attempt,
-        "engines": [_engine(scene, engine) for engine in scene.engines.all],
+        "engines": _engines(scene),
         "history": _history(scene, operation, state),
     }
     unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
+    progress = _progress(scene, verdict)
     optional = {
         "verifiedRevisions": list(scene.rollout.verified),
         "weights": _weights(scene, serving=[*serving, *unknown]),
@@ -66,7 +72,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "keys": _keys(scene),
         "failedRequests": _failed_requests(scene),
         "download": _download(scene),
-        "plan": verdict.step and step_status(world.resource.status, verdict.step, verdict.waiting_on, now=world.now),
+        "plan": progress and step_status(world.resource.status, *progress[1:], now=world.now),
     }
     present = {name: value for name, value in optional.items() if value}
     return {**status, **present, **scene.update.status(complete=_has_release(scene))}
@@ -196,6 +202,17 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
     return "" if engine.surplus else str(scene.world.resource.engine_status(engine.name).get("revision", ""))
 
 
+def _engines(scene: Scene) -> list[dict[str, Any]]:
+    """Return the entries of all engines. Their texts are bounded: etcd accepts objects of 1.5 MiB."""
+    entries = [_engine(scene, engine) for engine in scene.engines.all]
+    texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]
+    for number, (entry, name) in enumerate(texts):
+        limit = ENGINE_TEXT if number < FULL_TEXTS else SHORT_TEXT
+        if len(entry[name]) > limit:
+            entry[name] = entry[name][: limit - 1] + "…"
+    return entries
+
+
 def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
     report = engine.report
     # A coordinator that restarts does not change what runs.
@@ -255,6 +272,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
         T.PROGRESSING: _progressing(scene, verdict),
         T.DEGRADED: _degraded(scene, verdict),
         T.UPDATE_AVAILABLE: scene.update.finding,
+        T.UNKNOWN_FIELDS: _unknown_fields(scene),
     }
     before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
     return [
@@ -283,6 +301,21 @@ def condition(
         "observedGeneration": generation,
         "lastTransitionTime": kept,
     }
+
+
+def _unknown_fields(scene: Scene) -> ConditionFinding:
+    paths = scene.world.resource.unknown_fields
+    if not paths:
+        return "False", Reason.ALL_WELL, "every field of the spec is known"
+    more = f" and {len(paths) - NAMED_FIELDS} more" if len(paths) > NAMED_FIELDS else ""
+    return (
+        "True",
+        Reason.FIELDS_IGNORED,
+        (
+            f"{', '.join(paths[:NAMED_FIELDS])}{more}: operator {scene.world.settings.version} does not know these "
+            "fields and ignores them; upgrade the operator to use them"
+        ),
+    )
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:
@@ -327,9 +360,20 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
     return "False", verdict.reason, f"{scene.desired.state.value} is requested, {state.value} is observed"
 
 
-def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
+def _progress(scene: Scene, verdict: Verdict) -> tuple[Reason, str, str] | None:
+    """Return reason, step and what it waits for; None if nothing is left to do. The Deployments are rolled out while
+    everything serves, by their controller."""
     if verdict.step:
-        return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
+        return verdict.reason, verdict.step, verdict.waiting_on
+    unfinished = scene.blockers.unfinished
+    return None if unfinished is None else (unfinished[0], "rolling out Deployments", unfinished[1])
+
+
+def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
+    progress = _progress(scene, verdict)
+    if progress is not None:
+        reason, step, on = progress
+        return "True", reason, f"{step}: waiting for {on}"
     if scene.rollout.paused:
         count = f"{len(scene.rollout.outdated)} of {len(scene.engines.wanted)} engines keep their earlier revision"
         return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.rollout.revision} is paused; {count}"
@@ -354,7 +398,9 @@ def _degradation(scene: Scene) -> Finding | None:
     for engine in (*scene.engines.wanted, *scene.rollout.extras):
         error = blockers.engine(engine)
         if error is not None:
-            return error
+            failed = [each for each in scene.engines.wanted if each.budget.exhausted is not None and each != engine]
+            more = f"; {len(failed)} more engines have failed" if failed else ""
+            return error[0], f"{error[1][: 1000 - len(more)]}{more}"
     return (
         scene.weights.finding
         or blockers.component(COORDINATOR)
@@ -362,4 +408,15 @@ def _degradation(scene: Scene) -> Finding | None:
         or blockers.component(SERVER)
         or scene.check.finding
         or scene.adapters.finding
+        or _contested(scene)
     )
+
+
+def _contested(scene: Scene) -> Finding | None:
+    """Return that another program fights over a child; None if none does."""
+    for ref, contest in sorted(scene.world.contests.items(), key=lambda pair: str(pair[0])):
+        opponent = f"field manager {contest.opponent}" if contest.opponent else "another program"
+        return Reason.CHILD_CONTESTED, (
+            f"{ref}: {opponent} changes what the operator applies; it is applied once per minute until that ends"
+        )
+    return None

@@ -6,6 +6,7 @@ The caller's contract, in order, is
     world = observe()                 # one consistent snapshot
     decision = decide(world)
     persist(decision.status)          # only if it differs from world.resource.status; with the resourceVersion
+                                      # if that fails, act(decision.healing) instead of what follows
     act(decision.actions)             # in order; stop at the first that fails; the outcome is the next observation
 
 so that the intent of a verb is durable before its signal is sent. Every action is idempotent.
@@ -60,6 +61,9 @@ class ResourceSnapshot:
     uid: str
     generation: int
     spec: MegatronInferenceSpec
+    """The fields that this version knows."""
+    unknown_fields: tuple[str, ...] = ()
+    """Paths of the other fields, which a later release knows."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """`.status` as stored; empty before the first write."""
     deleting: bool = False
@@ -121,6 +125,8 @@ class ChildView:
     """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the fields of the spec in its template."""
     rolled_out: bool = True
     """All pods of a Deployment are of its current template, and ready."""
+    stuck: str = ""
+    """Why the rollout of a Deployment makes no progress: the message of its condition Progressing."""
     creation_error: str = ""
     """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     data: Mapping[str, Any] | None = None
@@ -187,6 +193,8 @@ class PodView:
     created_at: datetime | None = None
     owner: str = ""
     """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
+    controller: tuple[str, str] = ("", "")
+    """Kind and name of its Deployment, StatefulSet or other controller; empty without one."""
     node: str = ""
     """Name of its node; empty before it is scheduled."""
     ends_at: datetime | None = None
@@ -361,6 +369,27 @@ class ApplyRejection:
     at: datetime
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """A fight with another program over a child: each changes what the other writes."""
+
+    uid: str
+    hash: str
+    """Hash of the manifest that the operator applies."""
+    replicas: int
+    """Its replicas, of a StatefulSet."""
+    opponent: str
+    """Field manager of the other program; empty if unknown."""
+    retry_in: float
+    """Seconds until the next apply."""
+
+    def holds(self, manifest: Manifest, child: ChildView | None) -> bool:
+        """Return whether the apply of a manifest waits: it is the contested one, onto the same object."""
+        replicas = manifest["spec"]["replicas"] if manifest["kind"] == "StatefulSet" else 0
+        same = (manifest_hash(manifest), replicas) == (self.hash, self.replicas)
+        return self.retry_in > 0 and same and child is not None and child.uid == self.uid
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """The input of a decision."""
@@ -390,6 +419,10 @@ class World:
     """Nodes of engines' pods whose deletion is overdue, which are not ready, and since when, or do not exist (None)."""
     download: Download | None = None
     """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
+    contests: Mapping[ChildRef, Contest] = field(default_factory=dict)
+    """Children that another program changes as often as this operator applies them."""
+    isolated: bool = False
+    """Whether this operator has lost so many coordinators at once that its own network is the likely cause."""
     may_update: bool = True
     """Whether the operator's limit of concurrent updates allows that this resource begins one."""
 
@@ -569,6 +602,8 @@ class Decision:
     status: Manifest
     """The `.status` to persist if it differs from the stored one. A timestamp changes only with its fact."""
     actions: tuple[Action, ...] = ()
+    healing: tuple[Action, ...] = ()
+    """Those that may be carried out while the status cannot be written: they replace what is missing or lost."""
     attentive: bool = False
     """Poll the coordinator faster: it reports the awaited change first."""
     requeue_after: float | None = None

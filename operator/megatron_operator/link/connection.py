@@ -189,6 +189,11 @@ class CoordinatorLink:
             unknown_seconds=0.0 if self._knows_engines else self._clock() - self._known_at,
         )
 
+    @property
+    def silent(self) -> bool | None:
+        """Whether a coordinator was connected and is lost (True), or is connected (False); None if neither."""
+        return False if self._registered.is_set() else True if self._lost_at is not None else None
+
     def _unreachable(self, error: str) -> CoordinatorSnapshot:
         return CoordinatorSnapshot(error=error, unknown_seconds=self._clock() - self._known_at)
 

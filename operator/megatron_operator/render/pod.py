@@ -21,11 +21,10 @@ from megatron_operator.render.context import (
     literal_args,
     once,
     seal,
-    selector,
 )
 from megatron_operator.render.options import Option
 from megatron_operator.render.pod_policy import enforce
-from megatron_operator.resource.names import PORT_HEALTH
+from megatron_operator.resource.names import GROUP, PORT_HEALTH
 
 USER = 65532
 KEYS_DIR = "/etc/megatron/keys"
@@ -103,7 +102,7 @@ def pod_template(
         NotAllowed: the operator's pod policy does not allow it.
     """
     settings = ctx.settings
-    identity = {**selector(ctx, component), **(extra_labels or {})}
+    identity = {**labels(ctx, component), **(extra_labels or {})}
     all_volumes = [{"name": "tmp", "emptyDir": {}}, {"name": "cache", "emptyDir": {}}, *volumes]
     all_mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "cache", "mountPath": CACHE_DIR}, *mounts]
     if settings.security:
@@ -123,7 +122,7 @@ def pod_template(
         return {**frame, **fields, "args": literal_args(fields["args"])}
 
     base = {
-        "metadata": {"labels": {**labels(ctx, component), **identity}},
+        "metadata": {"labels": identity},
         "spec": {
             "serviceAccountName": ctx.name,
             "automountServiceAccountToken": False,
@@ -138,9 +137,11 @@ def pod_template(
     merged = merge_template(base, overlay, field=f"spec.{component}.podTemplate")
     names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
     enforce(ctx, component, overlay, containers=names)
-    # Selectors match these labels: an overlay may add labels but not remove a pod from its owner.
+    # Selectors match these labels: an overlay may add labels but not remove a pod from its owner. The policy rejects
+    # such an overlay, but not one that was recorded earlier.
     metadata = merged.setdefault("metadata", {})
-    metadata["labels"] = {**(metadata.get("labels") or {}), **identity}
+    added = metadata.get("labels") or {}
+    metadata["labels"] = {**{key: added[key] for key in added if not key.startswith(f"{GROUP}/")}, **identity}
     return merged
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megatron_operator.render.context import Manifest, RenderContext, RenderError, child, seal
 from megatron_operator.render.engine import revision_of
 from megatron_operator.resource.names import REVISION_KIND as KIND
-from megatron_operator.resource.spec import Backend, MegatronInferenceSpec, parse_spec
+from megatron_operator.resource.spec import Backend, MegatronInferenceSpec, parse_stored_spec
 
 API_VERSION = "apps/v1"
 _SPEC_FIELDS: dict[str, Any] = {
@@ -57,7 +57,7 @@ def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:
     """Return whether a stored revision is of the same spec, however its engines are rendered."""
     try:
         same_security = data["settings"]["security"] == ctx.settings.security
-        return same_security and _inputs(parse_spec(data["spec"])) == _inputs(ctx.spec)
+        return same_security and _inputs(parse_stored_spec(data["spec"])[0]) == _inputs(ctx.spec)
     except (KeyError, TypeError, ValidationError):
         return False
 
@@ -71,7 +71,7 @@ def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) ->
     """Return the context of a stored revision; None if this operator renders its inputs differently, as after an
     upgrade that changed the template. Engines of such a revision are left unchanged until a rollout replaces them."""
     try:
-        stored = parse_spec(data["spec"])
+        stored, _ = parse_stored_spec(data["spec"])
         # The policy accepted the inputs when they were recorded; a stricter policy does not affect running engines.
         settings = replace(
             ctx.settings, **{name: data["settings"][name] for name in _recorded(stored)}, pod_policy=None

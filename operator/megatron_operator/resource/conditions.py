@@ -29,6 +29,10 @@ class ConditionType(Documented):
     PROGRESSING = "Progressing", "The operator or a pod is making progress towards the spec."
     DEGRADED = "Degraded", "An error that waiting alone may not resolve; the message names it."
     UPDATE_AVAILABLE = "UpdateAvailable", "The operator has another release than the resource."
+    UNKNOWN_FIELDS = (
+        "UnknownFields",
+        "The spec has fields that this version of the operator does not know and ignores; the message names them.",
+    )
 
 
 class Reason(Documented):
@@ -68,7 +72,14 @@ class Reason(Documented):
         "An engine cannot load an adapter of spec.model.adapters; the others serve.",
     )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
-    ROLLING_OUT = "RollingOut", "Engines are replaced one after another with the spec's new revision."
+    ROLLING_OUT = (
+        "RollingOut",
+        "Engines are replaced one after another with the spec's new revision, or pods of a coordinator or of servers.",
+    )
+    ROLLOUT_STUCK = (
+        "RolloutStuck",
+        "New pods of a coordinator or of servers have not become ready before the Deployment's progress deadline.",
+    )
     ROLLOUT_PAUSED = "RolloutPaused", "spec.rollout.paused holds a rollout: engines keep their earlier revision."
     UPDATE_AVAILABLE = "UpdateAvailable", "The resource can be updated to the release of the operator."
     SECURITY_UPDATE_AVAILABLE = (
@@ -112,7 +123,8 @@ class Reason(Documented):
         "RequestEndsEngines",
         "A request crashed the engines that ran it and was answered with engine_failed; the Event names its id.",
     )
-    INVALID_SPEC = "InvalidSpec", "This version of the operator cannot parse the spec."
+    FIELDS_IGNORED = "FieldsIgnored", "A later release knows the fields; everything else in the spec is carried out."
+    INVALID_SPEC = "InvalidSpec", "This version of the operator does not accept the value of a field."
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server rejects the result."
     NOT_ALLOWED = (
         "NotAllowed",
@@ -133,6 +145,14 @@ class Reason(Documented):
         "the pool goes on.",
     )
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and has another owner."
+    CHILD_CONTESTED = (
+        "ChildContested",
+        "Another program changes a child as often as the operator applies it; the message names its field manager.",
+    )
+    OPERATOR_ISOLATED = (
+        "OperatorIsolated",
+        "The operator has lost many coordinators at once and suspects its own network; it replaces none of them.",
+    )
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."
     AVAILABLE = "Available", "The component of the condition works."

@@ -38,6 +38,15 @@ PREFLIGHT = "preflight"
 CHECK = "check"
 FETCH = "fetch"
 """Init container that downloads the model to spec.model.cache."""
+CONTAINERS = {
+    COORDINATOR: (COORDINATOR,),
+    STANDBY: (COORDINATOR,),
+    SERVER: (SERVER,),
+    ENGINE: (ENGINE, FETCH, PREFLIGHT),
+    CHECK: (ENGINE, FETCH),
+}
+"""The containers that the operator renders, by the component of their pod. All others are those of podTemplates and
+webhooks."""
 
 PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
 PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500

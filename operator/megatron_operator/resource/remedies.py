@@ -49,8 +49,10 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
     Symptom.CONTAINER_ENDS: {
         Reason.CRASH_LOOPING: "Read the termination message in the status: it has the rank, the exit code and the "
         "last output. `kubectl logs POD --previous` has the whole log.",
-        Reason.OUT_OF_MEMORY: "Raise resources.limits.memory in podTemplate, or lower "
-        "spec.engine.batching.kvCacheMemory.",
+        Reason.OUT_OF_MEMORY: "Raise resources.limits.memory in the podTemplate of the component that the message "
+        "names. For an engine, lowering spec.engine.batching.kvCacheMemory helps too.",
+        Reason.ROLLOUT_STUCK: "Read the new pods with `kubectl describe pod` and `kubectl logs`. Correct the spec, or "
+        "revert it: earlier pods serve on.",
         Reason.GPU_OUT_OF_MEMORY: "Lower spec.engine.batching.kvCacheMemory or spec.model.maxSequenceLength, choose a "
         "smaller dtype, or raise spec.parallelism.tensor.",
         Reason.NO_GPU: "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node "
@@ -90,12 +92,18 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.COORDINATOR_STARTING: "Wait. If it lasts, look at the coordinator's pod with `kubectl describe pod`.",
         Reason.COORDINATOR_RECOVERING: "Wait. The coordinator learns state, epoch and fence from the engines, and "
         "then continues.",
+        Reason.OPERATOR_ISOLATED: "Check the network of the operator's pod, its node, and the NetworkPolicies between "
+        "its namespace and the resources. Delete a coordinator's pod if it is really lost.",
         Reason.STALE_FENCE: "Delete the coordinator's pod. If the fence comes back, an engine reports it: delete the "
         "engine pods too. Check who has the keys of the resource, and which image the coordinator runs.",
     },
     Symptom.SPEC_REJECTED: {
-        Reason.INVALID_SPEC: "Remove the field that the message names, or upgrade the operator to the version that "
-        "knows it. What runs is not touched.",
+        Reason.INVALID_SPEC: "Correct the field that the message names, or upgrade the operator to the version that "
+        "accepts its value. What runs is not touched.",
+        Reason.FIELDS_IGNORED: "Upgrade the operator to the release that knows the fields, or remove them. After a "
+        "rollback of the operator there is nothing to do: everything else in the spec is carried out.",
+        Reason.CHILD_CONTESTED: "Configure the program with the field manager that the message names so that it leaves "
+        "the object alone. Until then the operator applies the object once per minute.",
         Reason.INVALID_POD_TEMPLATE: "Correct the podTemplate according to the message. What runs keeps serving, and "
         "verbs still work.",
         Reason.NOT_ALLOWED: "Remove the field, or have an administrator set the chart value that the message names.",

@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, ValidationError, WithJsonSchema
 
 from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.server import ServerSpec
@@ -560,3 +560,33 @@ def _parse_spec(text: str) -> MegatronInferenceSpec:
     Strict JSON mode rejects what the API server's schema rejects, such as "yes" for a boolean.
     """
     return MegatronInferenceSpec.model_validate_json(text, strict=True)
+
+
+def parse_stored_spec(spec: Mapping[str, Any]) -> tuple[MegatronInferenceSpec, tuple[str, ...]]:
+    """Return the typed spec of a stored object, and the paths of its fields that this version does not know.
+
+    The CRD of a later release may have set them. They are left out, at every depth.
+
+    Raises:
+        pydantic.ValidationError: as in parse_spec, for known fields.
+    """
+    return _parse_stored_spec(json.dumps(spec))
+
+
+@lru_cache(maxsize=1024)
+def _parse_stored_spec(text: str) -> tuple[MegatronInferenceSpec, tuple[str, ...]]:
+    known = json.loads(text)
+    paths: list[str] = []
+    while True:
+        try:
+            return _parse_spec(json.dumps(known)), tuple(sorted(paths, key=lambda path: (path.count("."), path)))
+        except ValidationError as error:
+            unknown = [entry["loc"] for entry in error.errors() if entry["type"] == "extra_forbidden"]
+            if not unknown:
+                raise
+        for *parents, field in unknown:
+            owner = known
+            for parent in parents:
+                owner = owner[parent]
+            del owner[field]
+            paths.append(".".join(map(str, ("spec", *parents, field))))

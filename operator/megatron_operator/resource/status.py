@@ -130,6 +130,7 @@ class EngineStatusEntry(ApiModel):
     canary_message: str | None = Field(default=None, description="Error of its canary's answer.")
     restarts: int = Field(default=0, description="Restarts of the engine with its current pods.")
     forgiven_at: Time | None = Field(default=None, description="Time when the restart budget is complete again.")
+    incidents: int | None = Field(default=None, description="Restarts since it last served; absent if none.")
     retries: int | None = Field(
         default=None, description="Number of times that it was started again after an exhausted restart budget."
     )

@@ -1069,7 +1069,7 @@ def test_a_frozen_engine_is_unresponsive_then_lost_and_never_starting(make_clust
     # The coordinator removes it, then its readiness probe fails.
     del cluster.coordinator.engines["demo-engine-1"]
     pod = cluster.pods["demo-engine-1-0"]
-    running = {"ready": True, "started": True, "restartCount": 0, "state": {"running": {}}}
+    running = {"name": "engine", "ready": True, "started": True, "restartCount": 0, "state": {"running": {}}}
     for ready in (True, False):
         status = "True" if ready else "False"
         pod["status"]["conditions"] = [{"type": "Ready", "status": status}]
@@ -1215,7 +1215,7 @@ def test_history_names_the_operation_and_keeps_sixteen(make_cluster: Any) -> Non
     assert history[-1]["seconds"] > 0
 
 
-def test_a_spec_of_a_later_version_is_rejected_in_the_status(make_cluster: Any) -> None:
+def test_a_spec_that_cannot_be_parsed_is_rejected_in_the_status(make_cluster: Any) -> None:
     cluster = make_cluster().settled()
     decision = reject_spec(status=cluster.status, generation=2, error="spec.next: unknown", now=cluster.now)
     ready = next(entry for entry in decision.status["conditions"] if entry["type"] == "Ready")

@@ -267,7 +267,11 @@ def test_a_json_termination_message_is_parsed() -> None:
 def _preflight(**state: Any) -> dict[str, Any]:
     ended = {"exitCode": 1, "reason": "Error", "finishedAt": "1", "message": PAIR}
     entry = {"name": "preflight", "restartCount": 1, "lastState": {"terminated": ended}, "state": state}
-    labels = {"inference.megatron.dev/engine": "demo-engine-0", "apps.kubernetes.io/pod-index": "2"}
+    labels = {
+        "app.kubernetes.io/component": "engine",
+        "inference.megatron.dev/engine": "demo-engine-0",
+        "apps.kubernetes.io/pod-index": "2",
+    }
     status = {"phase": "Pending", "initContainerStatuses": [entry], "containerStatuses": []}
     return {"metadata": {"name": "demo-engine-0-2", "labels": labels}, "status": status}
 

@@ -23,7 +23,7 @@ def _pod(status: dict[str, Any]) -> dict[str, Any]:
 
 def _waiting(reason: str, message: str = "") -> dict[str, Any]:
     state = {"waiting": {"reason": reason, "message": message}}
-    return {"phase": "Pending", "containerStatuses": [{"restartCount": 0, "state": state}]}
+    return {"phase": "Pending", "containerStatuses": [{"name": "engine", "restartCount": 0, "state": state}]}
 
 
 def _ended(code: int, reason: str, message: str = "", *, restarts: int = 3) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _ended(code: int, reason: str, message: str = "", *, restarts: int = 3) -> d
     waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
     return {
         "phase": "Running",
-        "containerStatuses": [{"restartCount": restarts, "state": waiting, "lastState": ended}],
+        "containerStatuses": [{"name": "engine", "restartCount": restarts, "state": waiting, "lastState": ended}],
     }
 
 

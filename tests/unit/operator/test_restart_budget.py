@@ -268,3 +268,31 @@ def test_the_time_between_attempts_grows_and_ends_with_the_cause(make_cluster: A
     assert cluster.state == "Running"
     cluster.now += timedelta(seconds=601)
     assert exhaust(cluster, message="the rendezvous timed out").get("retries") is None
+
+
+def test_an_engine_that_is_killed_at_each_start_fails_however_slowly(make_cluster: Any) -> None:
+    """The backoff of a kubelet (300 s) is longer than the time in which one restart is forgiven (120 s)."""
+    cluster = make_cluster(lifecycle=LIMIT)
+    cluster.broken_engines.add(ENGINE)
+    cluster.step()
+    cluster.tick()
+    for restarts in range(1, 8):
+        crash(cluster, restarts, message="", reason="OOMKilled", exitCode=137)
+        cluster.now += timedelta(seconds=300)
+    cluster.settle()
+    engine = cluster.status["engines"][0]
+    assert (cluster.state, engine["state"]) == ("Failed", "Failed")
+    assert "spec.engine.podTemplate, or lower spec.engine.batching.kvCacheMemory" in engine["diagnosis"]
+
+
+def test_an_engine_that_served_in_between_has_its_restarts_forgiven_by_time(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT).settled()
+    for restarts in range(1, 12):
+        crash(cluster, restarts)
+        cluster.coordinator.engines.pop(ENGINE, None)
+        cluster.step()
+        cluster.pods[f"{ENGINE}-0"]["status"]["conditions"][0]["status"] = "True"
+        cluster.settle()
+        assert "incidents" not in cluster.status["engines"][0]
+        cluster.now += timedelta(seconds=300)
+    assert cluster.state == "Running"

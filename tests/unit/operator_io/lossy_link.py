@@ -111,6 +111,7 @@ class CoordinatorPort:
 
     def _status(self, coordinator: FakeCoordinator) -> StatusReply:
         snapshot = coordinator.snapshot()
+        signals = {signal.operation_id: signal.kind for signal in coordinator.begun}
         return StatusReply(
             incarnation=1,
             state=snapshot.state,
@@ -128,13 +129,12 @@ class CoordinatorPort:
             operations=[
                 Operation(
                     operation_id=key,
-                    signal=Header[report.signal.value],
+                    signal=Header[signals[key].value],
                     phase=report.outcome.value,
                     ranks=report.confirmed_ranks,
                     total_ranks=report.total_ranks,
                 )
                 for key, report in snapshot.operations.items()
-                if report.signal is not None
             ],
         )
 

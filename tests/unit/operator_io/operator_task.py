@@ -304,6 +304,7 @@ def new_operator(
         metrics=Metrics(),
         updates=UpdateLimit(1, dict),
         decide=decide,
+        isolated=lambda: False,
         resync_seconds=resync_seconds,
         coalesce_seconds=0.0,
     )

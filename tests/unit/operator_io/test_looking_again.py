@@ -53,6 +53,7 @@ class SlowLists:
         return resource("a")
 
     async def list(self, kind: Any, namespace: str, *, selector: str) -> list[Any]:
+        _, selector = selector.split(",")
         self.under_way[selector] = self.under_way.get(selector, 0) + 1
         self.total += 1
         self.most = max(self.most, len(self.under_way))
