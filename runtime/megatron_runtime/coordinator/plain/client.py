@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from megatron_runtime.coordinator.plain.messages import (
     WANTS_RECORD,
     Detokenize,
+    OpenRequest,
     PlainSubmit,
     failed_frames,
     partial_frames,
@@ -43,14 +43,6 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 _FINAL, _HEARTBEAT = int(Header.FINAL), int(Header.HEARTBEAT)
-
-
-class OpenRequest(NamedTuple):
-    """A request of a client: its number there, its packed parameters, and its prompt if that is a text."""
-
-    number: int
-    params: bytes
-    text: str | None
 
 
 class ClientTranslator:
@@ -95,7 +87,9 @@ class ClientTranslator:
             message = decode([frame])
             assert isinstance(message, Control | Disconnect)
             self._accept(message)
-        elif header in (Header.ABORT_REQUEST, Header.SUBMIT_REQUEST_WITH_KV, Header.RELEASE_KV):
+        elif header == Header.RELEASE_KV:
+            pass  # nothing is held, and an answer would end the client, which expects none
+        elif header in (Header.ABORT_REQUEST, Header.SUBMIT_REQUEST_WITH_KV):
             match unpack(frame, PLAIN):
                 case [Header.ABORT_REQUEST, int(number), *_]:
                     if number in self._uids:
@@ -115,12 +109,12 @@ class ClientTranslator:
                     self._send(failed_frames(number, ErrorCode.INVALID_REQUEST, str(error)))
             raise
         uid = self._randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
-        prompt, text = submit.prompt, None
+        request, prompt = submit.request, submit.prompt
         if isinstance(prompt, str):
-            text, prompt = prompt, prompt.encode("utf-8", "replace")
-        self._uids[submit.number] = uid
-        self._requests[uid] = OpenRequest(submit.number, submit.params, text)
-        self._accept(Submit(uid, submit.meta, prompt, b"", extended_map(submit.params, WANTS_RECORD, 1)))
+            prompt = prompt.encode("utf-8", "replace")
+        self._uids[request.number] = uid
+        self._requests[uid] = request
+        self._accept(Submit(uid, submit.meta, prompt, b"", extended_map(request.params, WANTS_RECORD, 1)))
 
     # --- to the client ------------------------------------------------------------------------------------------
 
@@ -156,7 +150,7 @@ class ClientTranslator:
         return True
 
     def _reply(self, request: OpenRequest, tokens: bytes, reply: bytes) -> Frames:
-        return reply_frames(request.number, tokens, reply, text=request.text, detokenize=self._detokenize)
+        return reply_frames(request, tokens, reply, detokenize=self._detokenize)
 
     def _partials(self, message: Partial) -> list[Frames]:
         extras, found, begin = Extras(message.extras), [], 0
