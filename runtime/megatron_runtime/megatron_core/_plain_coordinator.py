@@ -129,6 +129,8 @@ class _Translator:
         self._requests: dict[int, _Request] = {}
         self._numbers: dict[bytes, int] = {}
         self._next_number = 0
+        self._state = CoordinatorState.RUNNING
+        """What the signals of this client have led to. Megatron-Core reports no state."""
         self._streams = False
         """Whether a partial has arrived. Releases without streams have no aborts: an unknown message ends them."""
 
@@ -149,7 +151,8 @@ class _Translator:
             case Heartbeat():
                 self._answer(Heartbeat(incarnation=INCARNATION))
             case Status():
-                self._answer(Error(code=ErrorCode.WRONG_ROLE, message="a coordinator of Megatron-Core has no STATUS"))
+                text = "a coordinator of Megatron-Core has no STATUS: use a coordinator of this project"
+                self._answer(Error(code=ErrorCode.UNSUPPORTED, message=text))
             case Abort() | Disconnect():
                 pass
             case message:
@@ -191,16 +194,23 @@ class _Translator:
         return self._send(Header.SUBMIT_REQUEST, number, prompt, unpack(submit.params, PARAMETERS))
 
     def _control(self, control: Control) -> bool:
-        """Send a signal. It is acknowledged at once, because nothing confirms it."""
+        """Send a signal. It is acknowledged at once, because nothing confirms it.
+
+        A coordinator of Megatron-Core ignores a signal that its state does not allow: the state then stays as it is.
+        """
         operation_id = control.operation_id or "-"
         if control.kind not in SIGNALS:
             text = f"{control.kind.name}: a coordinator of Megatron-Core has no such message"
-            code, state = int(ErrorCode.UNSUPPORTED), EngineState.RUNNING
+            state = EngineState(self._state)
+            code = int(ErrorCode.UNSUPPORTED)
             self._answer(ControlAck(operation_id=operation_id, ok=False, state=state, code=code, error=text))
             return True
         is_sent = self._send(control.kind, *(() if control.epoch is None else (control.epoch,)))
         transition = TRANSITIONS.get(control.kind)
-        state = transition.lands_in if transition is not None else EngineState.RUNNING
+        state = EngineState(self._state)
+        if transition is not None and self._state in transition.legal_from:
+            state = transition.lands_in
+            self._state = CoordinatorState.STOPPING if control.kind is Header.STOP else transition.coordinator_after
         self._answer(ControlAck(operation_id=operation_id, ok=True, state=state))
         return is_sent
 

@@ -67,7 +67,9 @@ class InferenceClient:
     tokens that they already have.
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
+    inference_coordinator_address: the same, by the name that releases of Megatron-Core give it.
     deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
+                 With inference_coordinator_address, None is False, as in 0.17 and later.
     records:     the engine also returns the text and the times of an answer; None: unless `deserialize` is False.
     keys:        for a coordinator with CURVE keys.
     name:        identity of the client; None: a random one.
@@ -76,15 +78,25 @@ class InferenceClient:
 
     def __init__(
         self,
-        inference_coordinator_port: int | str,
-        *,
+        inference_coordinator_port: int | str | None = None,
         deserialize: bool | None = None,
+        *,
+        inference_coordinator_address: str | None = None,
         records: bool | None = None,
         keys: PeerKeys | None = None,
         name: str | None = None,
         model: str = "",
     ) -> None:
-        address = coordinator_address(inference_coordinator_port)
+        if (inference_coordinator_port is None) == (inference_coordinator_address is None):
+            raise TypeError(
+                f"inference_coordinator_port {inference_coordinator_port!r} and inference_coordinator_address "
+                f"{inference_coordinator_address!r}: give one of them"
+            )
+        where = inference_coordinator_port
+        if where is None:
+            where, deserialize = inference_coordinator_address, bool(deserialize)
+        assert where is not None
+        address = coordinator_address(where)
         self.listener_task: asyncio.Task[None] | None = None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         early = self._dealer(address, keys)
@@ -226,7 +238,10 @@ class InferenceClient:
     def _result(self, reply: dict[str, Any], params: SamplingParams) -> Any:
         if self._deserialize is False:
             return reply
-        record = DynamicInferenceRequestRecord.from_reply(reply)
+        # An engine may return its own version of the parameters, which need not be valid ones.
+        record = DynamicInferenceRequestRecord.from_reply(
+            {name: value for name, value in reply.items() if name not in ("sampling_params", "inference_parameters")}
+        )
         record[0].sampling_params = params
         return record.merge() if self._deserialize else record
 
