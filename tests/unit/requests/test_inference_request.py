@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron.core.inference import inference_request as reference
 
 from megatron_runtime.megatron_core.inference_request import (
     DynamicInferenceEvent,
@@ -30,6 +31,13 @@ class TestHashes:
     def test_the_other_form_by_its_keyword(self) -> None:
         hashes = compute_block_hashes_batched(torch.arange(20), 8, form=HashForm.SHA256, salt=b"tenant")
         assert hashes == block_hashes(list(range(20)), 8, salt=b"tenant")
+
+    def test_the_other_form_is_the_one_of_later_releases(self) -> None:
+        tokens = torch.arange(100, 120)
+        expected = reference.compute_block_hashes_batched(tokens, 8)
+        assert compute_block_hashes_batched(tokens, 8, form=HashForm.SHA256) == expected
+        with pytest.raises(ValueError, match="form 'md5': want HashForm.SHA256 or HashForm.POLYNOMIAL"):
+            compute_block_hashes_batched(tokens, 8, form="md5")
 
     def test_hashes_are_computed_only_with_prefix_caching(self, request_factory) -> None:
         on = {"enable_prefix_caching": True, "block_size_tokens": 2}
