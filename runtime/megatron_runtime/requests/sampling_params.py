@@ -82,7 +82,7 @@ class SamplingParams:
     structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES. With
                            "after": [token id, …] only the text that follows these tokens must match, such as the text
                            after reasoning.
-    num_tokens_to_generate: limit of new tokens; None means the engine's sequence limit.
+    num_tokens_to_generate: limit of new tokens; 0 computes the prompt only; None means the engine's sequence limit.
     num_tokens_total:      limit of prompt + new tokens; at most one of the two may be given.
     min_tokens:            tokens before an end-of-sequence token or stop text may end the request. Tokens that would
                            end it earlier are not sampled, unless structured output allows no others.
@@ -282,7 +282,8 @@ RULES = field_rules(
         _is_structured_output,
         f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
     ),
-    bounded("num_tokens_to_generate num_tokens_total", int_in(1, MAX_INT32), or_none=True),
+    bounded("num_tokens_to_generate", int_in(0, MAX_INT32), "0 computes the prompt only", or_none=True),
+    bounded("num_tokens_total", int_in(1, MAX_INT32), or_none=True),
     bounded("min_tokens", int_in(0, MAX_INT32)),
     bounded("termination_id", int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
     Rule("stop_token_ids", optional(list_of(TOKEN_IDS)), f"a list of token ids, each {TOKEN_IDS}, or None", TOKEN_IDS),

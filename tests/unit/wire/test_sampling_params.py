@@ -18,7 +18,7 @@ from megatron_runtime.requests.sampling_params import RULES, InvalidSamplingPara
         ("top_k", 2**31),
         ("top_k", 2.5),
         ("top_p", 1.01),
-        ("num_tokens_to_generate", 0),
+        ("num_tokens_to_generate", -1),
         ("num_tokens_to_generate", 2**31),
         ("num_tokens_total", 2**31),
         ("min_tokens", 2**31),

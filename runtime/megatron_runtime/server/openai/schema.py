@@ -85,7 +85,7 @@ NonEmpty = Annotated[StrictStr, Field(min_length=1)]
 Number = StrictInt | StrictFloat
 Temperature = Annotated[float, within("temperature", maximum=MAX_TEMPERATURE)]
 TopP = Annotated[float, within("top_p")]
-MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate", maximum=math.inf)]
+MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate", minimum=1, maximum=math.inf)]
 """A number that does not fit is cut to what fits."""
 TopLogProbs = Annotated[StrictInt, within("top_n_logprobs", maximum=MAX_TOP_LOGPROBS)]
 StopTokenIds = Annotated[
