@@ -33,6 +33,7 @@ class DynamicInferenceEvent:
     """One event.
 
     timestamp: seconds since the epoch; None means now.
+    type:      also a member of Megatron-Core's own enumeration.
     payload:   a map with `token_id` for GENERATED_TOKEN, the exception for errors, None for all others.
     """
 
@@ -41,6 +42,12 @@ class DynamicInferenceEvent:
     payload: Any | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.type, DynamicInferenceEventType):
+            name = self.type.name if isinstance(self.type, Enum) else ""
+            assert name in DynamicInferenceEventType.__members__, (
+                f"event type {self.type!r}: want a DynamicInferenceEventType"
+            )
+            self.type = DynamicInferenceEventType[name]
         if self.timestamp is None:
             self.timestamp = time.time()
         if self.type is DynamicInferenceEventType.GENERATED_TOKEN:

@@ -112,6 +112,16 @@ def test_the_best_rank_is_the_identity_of_the_rank_with_the_prefix(pool, policy)
         coordinator._update_rank_hashes(b"unknown", hashes)
 
 
+def test_the_best_rank_counts_every_hash_that_it_is_given(pool) -> None:
+    """The policy of the first block limits what the coordinator itself looks up, as in Megatron-Core."""
+    coordinator = pool(block_size_tokens=2, enable_prefix_caching=True).coordinator
+    hashes = coordinator.compute_request_hashes("abcdef")
+    coordinator._update_rank_hashes(RANKS[2], hashes)
+    coordinator._update_rank_hashes(RANKS[1], hashes[:1])
+    assert coordinator.get_best_data_parallel_rank(hashes) == RANKS[2]
+    assert coordinator.get_best_data_parallel_rank(hashes[:1]) == RANKS[1]
+
+
 @pytest.mark.parametrize("options", [{}, {"block_size_tokens": 2}, {"enable_prefix_caching": True}], ids=str)
 def test_without_prefix_caching_there_are_no_hashes(pool, options) -> None:
     assert pool(ranks=1, **options).coordinator.compute_request_hashes("abcdef") == []
