@@ -33,7 +33,7 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timi
 from megatron_runtime.coordinator.spawn import spawn_coordinator
 from megatron_runtime.megatron_core.apis import MegatronLLM
 from megatron_runtime.megatron_core.config import InferenceConfig
-from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient, UnavailableError
 from megatron_runtime.megatron_core.sampling_params import SamplingParams
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -389,6 +389,25 @@ def megatron_coordinator() -> Iterator[tuple[str, Event]]:
     yield receiver.recv(), has_engine
     process.kill()
     process.join()
+
+
+async def test_our_client_is_told_that_the_coordinator_of_megatron_ended(
+    megatron_coordinator: tuple[str, Event],
+) -> None:
+    address, has_engine = megatron_coordinator
+    engine = MegatronEngine(address)
+    assert await asyncio.to_thread(has_engine.wait, LONG_SECONDS)
+    client = InferenceClient(address)
+    try:
+        await client.start(connect_timeout_seconds=LONG_SECONDS)
+        waiting = client.add_request([1], SamplingParams(num_tokens_to_generate=400))
+        client.shutdown_coordinator()
+        with pytest.raises(UnavailableError, match="the coordinator of Megatron-Core has ended"):
+            await asyncio.wait_for(waiting, LONG_SECONDS)
+        assert not client.connected
+    finally:
+        client.stop()
+        engine.kill()
 
 
 async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coordinator: tuple[str, Event]) -> None:
