@@ -354,8 +354,12 @@ class OutputStage:
             record["ttft"] = arrived[0] - added
         tokenizer = self._tokenizer()
         if tokenizer is not None:
-            tokens = request.tokens if output.stop_token is None else request.tokens[:-1]
-            record["generated_text"] = tokenizer.decode(tokens, after=_end_of_prompt(request.dispatch))
+            record["generated_text"] = tokenizer.answer_text(
+                request.tokens,
+                after=_end_of_prompt(request.dispatch),
+                stop_token=output.stop_token,
+                keeps_end=request.params.detokenize_stop_sequence,
+            )
         return record
 
     def _send_final(self, request: OpenDispatch, output: RequestOutput, found: StopText | None) -> None:

@@ -89,7 +89,7 @@ class SamplingParams:
     termination_id:        the token that ends the request; None means the model's own, -1 means none.
     stop_token_ids:        further tokens that end the request; they are not part of the answer's text.
     stop_words:            texts that end the request.
-    detokenize_stop_sequence: keep the matched stop text in the answer.
+    detokenize_stop_sequence: keep the matched stop text, or the token that ended the request, in the answer's text.
     seed:                  64-bit seed; None: the client chooses a random one.
     return_log_probs:      return the log-probability of each generated token; see InferenceConfig.logprobs_mode.
     top_n_logprobs:        also return the log-probabilities of the n likeliest tokens at each position.

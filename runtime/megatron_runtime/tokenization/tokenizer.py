@@ -240,6 +240,22 @@ class Tokenizer:
         detokenizer = self.detokenizer(after=after, skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
 
+    def answer_text(
+        self, ids: Sequence[int], *, after: Sequence[int] = (), stop_token: int | None = None, keeps_end: bool = False
+    ) -> str:
+        """Return the text of an answer without the end-of-sequence tokens at its end.
+
+        after:      tokens of the prompt; see detokenizer().
+        stop_token: the last token, if it ended the answer; it has no text either.
+        keeps_end:  the text includes the tokens at the end.
+        """
+        end = len(ids) if keeps_end or stop_token is None else len(ids) - 1
+        while not keeps_end and end and ids[end - 1] in self.eos_ids:
+            end -= 1
+        visible = () if stop_token is None or not keeps_end else (stop_token,)
+        detokenizer = self.detokenizer(after=after, visible=visible)
+        return detokenizer.feed(ids[:end]) + detokenizer.finish()
+
     def detokenizer(
         self, *, after: Sequence[int] = (), skip_special: bool = True, visible: Collection[int] = ()
     ) -> Detokenizer:

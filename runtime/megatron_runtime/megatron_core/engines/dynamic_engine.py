@@ -207,9 +207,11 @@ class DynamicInferenceEngine:
     async def wait_until(self, state: EngineState) -> None:
         """Wait until the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED.
 
+        state: also a member of Megatron-Core's own enumeration, which has the same names.
+
         Call it on the event loop of the engine's connection. Raises EngineFailedError if the engine ends first.
         """
-        await self.service.wait_until(state)
+        await self.service.wait_until(EngineState[state.name])
 
     async def stop_listening(self) -> None:
         """Leave the coordinator, and stop it if this engine launched it. Idempotent.
