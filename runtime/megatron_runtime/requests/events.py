@@ -42,10 +42,11 @@ class DynamicInferenceEvent:
     payload: Any | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.type, DynamicInferenceEventType):
-            name = self.type.name if isinstance(self.type, Enum) else ""
+        kind: object = self.type
+        if not isinstance(kind, DynamicInferenceEventType):
+            name = kind.name if isinstance(kind, Enum) else ""
             assert name in DynamicInferenceEventType.__members__, (
-                f"event type {self.type!r}: want a DynamicInferenceEventType"
+                f"event type {kind!r}: want a DynamicInferenceEventType"
             )
             self.type = DynamicInferenceEventType[name]
         if self.timestamp is None:

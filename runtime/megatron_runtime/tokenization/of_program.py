@@ -72,6 +72,11 @@ class MegatronTokenizer(Tokenizer):
         self.vocab_size = self.id_limit = int(tokenizer.vocab_size)
         self.special_ids = frozenset(id_ for id_ in (self.bos_id, end) if id_ is not None)
 
+    @property
+    def of_program(self) -> Any:
+        """The program's own tokenizer."""
+        return self._tokenizer
+
     def to_json(self) -> str:
         raise ValueError(
             f"{type(self._tokenizer).__name__} has no tokenizer.json: pass a fast tokenizer of transformers"

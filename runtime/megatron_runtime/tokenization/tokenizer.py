@@ -240,6 +240,24 @@ class Tokenizer:
         detokenizer = self.detokenizer(after=after, skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
 
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of `text`: encode(), by Megatron-Core's name."""
+        return self.encode(text)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`: decode(), by Megatron-Core's name."""
+        return self.decode(ids)
+
+    @property
+    def eod(self) -> int | None:
+        """The end-of-sequence token of the model, by Megatron-Core's name."""
+        return next(iter(self.eos_ids), None)
+
+    @property
+    def bos(self) -> int | None:
+        """The begin-of-sequence token, by Megatron-Core's name."""
+        return self.bos_id
+
     def answer_text(
         self, ids: Sequence[int], *, after: Sequence[int] = (), stop_token: int | None = None, keeps_end: bool = False
     ) -> str:

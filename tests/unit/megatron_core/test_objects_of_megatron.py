@@ -36,13 +36,18 @@ class MegatronTokenizer:
 
 
 def test_a_tokenizer_with_tokenize_and_detokenize(options: dict[str, Any], tokenizer: Tokenizer, greedy: Any) -> None:
-    with MegatronLLM(**options) as own, MegatronLLM(**{**options, "tokenizer": MegatronTokenizer(tokenizer)}) as llm:
+    theirs = MegatronTokenizer(tokenizer)
+    with MegatronLLM(**options) as own, MegatronLLM(**{**options, "tokenizer": theirs}) as llm:
         expected, answer = own.generate(PROMPT, greedy(8)), llm.generate(PROMPT, greedy(8))
         assert answer.generated_tokens == expected.generated_tokens
         assert answer.generated_text == expected.generated_text
         streamed = "".join(chunk.text for chunk in llm.generate_stream(PROMPT, greedy(8)))
         assert streamed == answer.generated_text
-        made = llm.controller.tokenizer
+        assert llm.controller.tokenizer is llm.engine.controller.tokenizer is theirs
+        of_model = own.controller.tokenizer
+        assert of_model.detokenize(of_model.tokenize(PROMPT)) == PROMPT
+        assert (of_model.eod, of_model.bos) == (tokenizer.eos_ids[0], tokenizer.bos_id)
+        made = llm.engine.text.tokenizer
         assert (made.eos_ids, made.bos_id) == ((7,), None)
         with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
             made.to_json()
