@@ -119,6 +119,6 @@ def test_the_low_level_pipeline_runs_an_offline_program() -> None:
 def test_an_engine_takes_model_tokenizer_and_limits_of_the_objects_of_the_release() -> None:
     tokens, expected, text, limits, max_requests, buffer_size_gb = in_processes(1, _generate)
     assert tokens == expected
-    assert text == "".join(f" {token}" for token in tokens), "it continues the text of the prompt"
+    assert text == "".join(f" {token}" for token in tokens)
     assert limits == (max_requests, 512, 64)
     assert buffer_size_gb == pytest.approx(BUFFER_SIZE_GB, rel=0.01)

@@ -391,7 +391,7 @@ def megatron_coordinator() -> Iterator[tuple[str, Event]]:
     process.join()
 
 
-async def test_our_client_is_told_that_the_coordinator_of_megatron_ended(
+async def test_requests_fail_when_the_coordinator_of_megatron_ends(
     megatron_coordinator: tuple[str, Event],
 ) -> None:
     address, has_engine = megatron_coordinator

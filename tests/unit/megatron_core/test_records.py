@@ -126,7 +126,7 @@ def test_an_answer_has_the_times_of_its_tokens(make: Make, greedy: Any, use_coor
 
 
 @pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])
-def test_no_token_is_generated_if_the_parameters_say_so(make: Make, greedy: Any, use_coordinator: bool) -> None:
+def test_no_token_is_generated_for_a_limit_of_zero(make: Make, greedy: Any, use_coordinator: bool) -> None:
     llm = make(use_coordinator=use_coordinator)
     none, one = (llm.generate(PROMPT, greedy(count, return_log_probs=True)) for count in (0, 1))
     assert none.succeeded()

@@ -37,6 +37,8 @@ _TEXT = pack("generated_text")
 _TO_PARTIAL = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
 _RETURNS_PROMPT = "return_prompt_tokens"
 """A parameter that every client of 0.17 and later sends."""
+PER_TOKEN = frozenset(_TO_PARTIAL)
+"""Details of each token, by the names of a native partial. In a reply they begin with `generated_`."""
 _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 
@@ -248,6 +250,29 @@ def reply_frames(request: OpenRequest, tokens: bytes, raw: bytes, *, detokenize:
             number, cause.get("code"), str(cause.get("message")), cause.get("type"), cause.get("is_transient")
         )
     return _reply(number, str(reply.get("status")), token_list, events, fields)
+
+
+def joined_log_probs(raw: bytes, before: dict[str, list[Any]], *, count: int) -> bytes:
+    """Return the reply map of an answer of `count` tokens with the log-probabilities of all of them.
+
+    before: by the names of a partial, of the first tokens. The reply has those of its engine, which may have continued
+            the request of another one.
+    """
+    try:
+        reply = unpack(raw, PLAIN)
+    except MalformedMessageError:
+        return raw  # which reply_frames() reports
+    lists = {
+        key: (values, reply[key])
+        for name, values in before.items()
+        if isinstance(reply, dict) and isinstance(reply.get(key := f"generated_{name}"), list)
+    }
+    joined = {
+        key: values[: count - len(own)] + own
+        for key, (values, own) in lists.items()
+        if 0 < count - len(own) <= len(values)
+    }
+    return pack({**reply, **joined}) if joined else raw
 
 
 def _text_of(tokens: list[int], detokenize: Detokenize) -> str | None:
