@@ -18,10 +18,11 @@ DOCUMENTED = {
     "apis.serve_config": "ServeConfig",
     "async_stream": "AsyncStream",
     "config": "InferenceConfig KVCacheManagementMode PrefixCachingCoordinatorPolicy PrefixCachingEvictionPolicy",
-    "contexts": "ActiveRequestCountOverflowError BlockOverflowError DynamicInferenceContext RequestOverflowError "
+    "contexts": "ActiveRequestCountOverflowError BlockOverflowError ContextOverflowError DynamicInferenceContext "
+    "RequestOverflowError TokenOverflowError",
+    "contexts.dynamic_context": "ActiveRequestCountOverflowError BlockOverflowError ContextOverflowError "
+    "DynamicInferenceContext MaxSequenceLengthOverflowError RequestOverflowError TensorStateDeallocatedError "
     "TokenOverflowError",
-    "contexts.dynamic_context": "ActiveRequestCountOverflowError BlockOverflowError DynamicInferenceContext "
-    "MaxSequenceLengthOverflowError RequestOverflowError TensorStateDeallocatedError TokenOverflowError",
     "data_parallel_inference_coordinator": "CoordinatorState DataParallelInferenceCoordinator",
     "engines": "DynamicInferenceEngine",
     "engines.dynamic_engine": "DynamicInferenceEngine",
