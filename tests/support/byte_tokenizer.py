@@ -33,6 +33,11 @@ class ByteTokenizer:
             lambda id_: b"" if id_ in hidden else self.token_bytes(id_), after=after, stripped=self._stripped
         )
 
+    def answer_text(
+        self, ids: Sequence[int], *, after: Sequence[int] = (), stop_token: int | None = None, keeps_end: bool = False
+    ) -> str:
+        return self.decode(ids if stop_token is None or keeps_end else ids[:-1], after=after)
+
     def decode(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> str:
         detokenizer = self.detokenizer(after=after)
         return detokenizer.feed(ids) + detokenizer.finish()

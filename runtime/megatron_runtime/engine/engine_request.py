@@ -101,7 +101,8 @@ class EngineRequest:
         if prompt >= longest:
             raise MaxSequenceLengthOverflowError(self.request_id, too_long(prompt, longest))
         if total is None and params.num_tokens_to_generate is not None:
-            total = prompt + params.num_tokens_to_generate
+            # For no token at all, one is sampled with the prompt, and OutputStage drops it.
+            total = prompt + max(1, params.num_tokens_to_generate)
         return longest if total is None else min(longest, total)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:

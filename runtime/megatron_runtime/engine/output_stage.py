@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -297,6 +297,8 @@ class OutputStage:
             request = self.open.get(output.request_id)
             if request is None:
                 continue
+            if request.params.num_tokens_to_generate == 0:
+                output = _without_tokens(output)
             found = self._take(request, output)
             if found is not None and output.finish_reason is None:
                 self._finish_early(output.request_id)
@@ -352,8 +354,12 @@ class OutputStage:
             record["ttft"] = arrived[0] - added
         tokenizer = self._tokenizer()
         if tokenizer is not None:
-            tokens = request.tokens if output.stop_token is None else request.tokens[:-1]
-            record["generated_text"] = tokenizer.decode(tokens, after=_end_of_prompt(request.dispatch))
+            record["generated_text"] = tokenizer.answer_text(
+                request.tokens,
+                after=_end_of_prompt(request.dispatch),
+                stop_token=output.stop_token,
+                keeps_end=request.params.detokenize_stop_sequence,
+            )
         return record
 
     def _send_final(self, request: OpenDispatch, output: RequestOutput, found: StopText | None) -> None:
@@ -394,6 +400,19 @@ class OutputStage:
         if self._send(final.to_frames()) is False:
             size = sum(map(len, final.to_frames()))
             self.reject(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")
+
+
+def _without_tokens(output: RequestOutput) -> RequestOutput:
+    """Return the output of a request for no tokens: what was computed of its prompt."""
+    return replace(
+        output,
+        new_tokens=[],
+        new_log_probs=None,
+        new_top_n_logprobs=None,
+        stop_token=None,
+        finish_reason="length" if output.finish_reason == "stop" else output.finish_reason,
+        routing=None if output.routing is None else output.routing[: output.prompt_length - 1],
+    )
 
 
 def _end_of_prompt(dispatch: Dispatch) -> list[int]:

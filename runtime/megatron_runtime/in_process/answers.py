@@ -84,9 +84,12 @@ class PromptBatch:
         if request.generated_text is None:
             tokens = request.generated_tokens
             ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
-            detokenizer = text.detokenizer(after=request.prompt_tokens)
-            own = tokens[:-1] if ended_by_token else tokens
-            request.generated_text = detokenizer.feed(own) + detokenizer.finish()
+            request.generated_text = text.tokenizer.answer_text(
+                tokens,
+                after=request.prompt_tokens,
+                stop_token=tokens[-1] if ended_by_token else None,
+                keeps_end=params.detokenize_stop_sequence,
+            )
         if params.return_segments:
             detokenizer = text.detokenizer(after=request.prompt_tokens)
             segments = [detokenizer.feed([token]) for token in request.generated_tokens]

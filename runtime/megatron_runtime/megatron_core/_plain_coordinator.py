@@ -59,11 +59,20 @@ class GreetingSocket:
     A coordinator of this project answers with its protocol version. Messages then pass unchanged, HELLO first. One of
     Megatron-Core answers without a version, and messages are translated from then on.
 
+    When the connection to a coordinator of Megatron-Core ends, its requests are lost: each gets an error. The next
+    HELLO then begins again with CONNECT.
+
     receive: called with the frames of each message of this project's protocol.
+    on_lost: called with the reason when a coordinator of Megatron-Core has ended.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[Frames], object]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], receive: Callable[[Frames], object], on_lost: Callable[[str], object]
+    ) -> None:
         self._receive = receive
+        self._on_lost = on_lost
+        self._zmq_socket = socket
+        self._monitor: EventSocket | None = None
         self._hello: Frames = []
         """The HELLO to send when the coordinator has answered CONNECT."""
         self._acknowledgement: Frames | None = None
@@ -81,6 +90,9 @@ class GreetingSocket:
         return self._socket.send([pack([int(Header.CONNECT), PROTOCOL_VERSION])])
 
     def close(self, *, linger_ms: int = 0) -> None:
+        if self._monitor is not None:
+            self._zmq_socket.disable_monitor()
+            self._monitor.close()
         self._socket.close(linger_ms=linger_ms)
 
     def _on_message(self, frames: Frames) -> None:
@@ -100,6 +112,9 @@ class GreetingSocket:
         match message:
             case Plain(items=[Header.CONNECT_ACK]):
                 self._translator = _Translator(self._socket, self._receive)
+                if self._monitor is None:
+                    monitor = self._zmq_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                    self._monitor = EventSocket(monitor, lambda _: self._lose())
                 self._translator.send(self._hello)
             case Plain(items=[Header.CONNECT_ACK, *_]) | Error(code=ErrorCode.UNKNOWN_PEER):
                 # An earlier release answers with the error, which may come again for another reason.
@@ -107,6 +122,12 @@ class GreetingSocket:
                 self._socket.send(self._hello)
             case _:
                 self._receive(frames)
+
+    def _lose(self) -> None:
+        translator, self._translator = self._translator, None
+        if translator is not None:
+            translator.fail_requests()
+            self._on_lost("the connection to the coordinator of Megatron-Core has ended")
 
 
 @dataclass(slots=True)
@@ -129,6 +150,8 @@ class _Translator:
         self._requests: dict[int, _Request] = {}
         self._numbers: dict[bytes, int] = {}
         self._next_number = 0
+        self._state = CoordinatorState.RUNNING
+        """What the signals of this client have led to. Megatron-Core reports no state."""
         self._streams = False
         """Whether a partial has arrived. Releases without streams have no aborts: an unknown message ends them."""
 
@@ -149,12 +172,22 @@ class _Translator:
             case Heartbeat():
                 self._answer(Heartbeat(incarnation=INCARNATION))
             case Status():
-                self._answer(Error(code=ErrorCode.WRONG_ROLE, message="a coordinator of Megatron-Core has no STATUS"))
+                text = "a coordinator of Megatron-Core has no STATUS: use a coordinator of this project"
+                self._answer(Error(code=ErrorCode.UNSUPPORTED, message=text))
             case Abort() | Disconnect():
                 pass
             case message:
                 logger.debug("a coordinator of Megatron-Core has no %s", type(message).__name__)
         return True
+
+    def fail_requests(self) -> None:
+        """Answer every open request with an error: the coordinator has ended, and kept none."""
+        text = (
+            "the coordinator of Megatron-Core has ended, with the requests that it had: start it, and send them again"
+        )
+        for number, request in list(self._requests.items()):
+            self._forget(number)
+            self._answer(Error(code=ErrorCode.UNAVAILABLE, message=text, uid=request.uid))
 
     def on_message(self, frames: Frames) -> None:
         try:
@@ -191,16 +224,23 @@ class _Translator:
         return self._send(Header.SUBMIT_REQUEST, number, prompt, unpack(submit.params, PARAMETERS))
 
     def _control(self, control: Control) -> bool:
-        """Send a signal. It is acknowledged at once, because nothing confirms it."""
+        """Send a signal. It is acknowledged at once, because nothing confirms it.
+
+        A coordinator of Megatron-Core ignores a signal that its state does not allow: the state then stays as it is.
+        """
         operation_id = control.operation_id or "-"
         if control.kind not in SIGNALS:
             text = f"{control.kind.name}: a coordinator of Megatron-Core has no such message"
-            code, state = int(ErrorCode.UNSUPPORTED), EngineState.RUNNING
+            state = EngineState(self._state)
+            code = int(ErrorCode.UNSUPPORTED)
             self._answer(ControlAck(operation_id=operation_id, ok=False, state=state, code=code, error=text))
             return True
         is_sent = self._send(control.kind, *(() if control.epoch is None else (control.epoch,)))
         transition = TRANSITIONS.get(control.kind)
-        state = transition.lands_in if transition is not None else EngineState.RUNNING
+        state = EngineState(self._state)
+        if transition is not None and self._state in transition.legal_from:
+            state = transition.lands_in
+            self._state = CoordinatorState.STOPPING if control.kind is Header.STOP else transition.coordinator_after
         self._answer(ControlAck(operation_id=operation_id, ok=True, state=state))
         return is_sent
 

@@ -44,15 +44,19 @@ logger = logging.getLogger(__name__)
 class DataParallelInferenceCoordinator:
     """Binds, sends its address into `pipe_connection`, and waits for `data_parallel_size` engines. start() serves.
 
-    It listens on the loopback interface only: connections are not authenticated.
+    Without a hostname it listens on the loopback interface only: connections are not authenticated.
 
     data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
     tokenizer:                 has `tokenize(text)`, needed for clients that send text, and `detokenize(tokens)`, which
                                gives plain clients the text of their answers.
-    inference_coordinator_port: None picks a free port.
+    inference_coordinator_port: None picks a free port. It is the fourth argument, where 0.17 and later have
+                               max_requests: a number below 1024 raises ValueError.
     deterministic_mode:        routing depends on the order of arrival alone.
     block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha:
                                routing by cached prefix.
+    max_requests:              requests that an engine runs at once, for routing by cached prefix and for the limit of
+                               plain engines, which do not report theirs; None: no limit.
+    hostname:                  address to listen on.
     schedule_output_path:      JSON file for the scheduling decisions, written by stop().
 
     All methods belong to the thread that runs start().
@@ -73,11 +77,20 @@ class DataParallelInferenceCoordinator:
         schedule_output_path: str | None = None,
         *,
         prefix_caching_routing_alpha: float = 0.5,
+        max_requests: int | None = None,
+        hostname: str | None = None,
     ) -> None:
+        if inference_coordinator_port is not None and 0 < inference_coordinator_port < 1024:
+            raise ValueError(
+                f"inference_coordinator_port {inference_coordinator_port}: want a port from 1024, or None; if it is "
+                f"the number of requests per engine, give max_requests={inference_coordinator_port} by keyword"
+            )
+        if max_requests is not None and max_requests < 1:
+            raise ValueError(f"max_requests {max_requests}: want at least 1, or None for no limit")
         prefixes = enable_prefix_caching and block_size_tokens is not None
         policy = RoutingPolicy(prefix_caching_coordinator_policy) if prefixes else RoutingPolicy.LOAD_BALANCED
         settings = CoordinatorSettings(
-            listen="127.0.0.1",
+            listen=hostname or "127.0.0.1",
             client_port=inference_coordinator_port or 0,
             single_port=True,
             routing_policy=policy,
@@ -85,6 +98,7 @@ class DataParallelInferenceCoordinator:
             alpha=prefix_caching_routing_alpha,
             block_size_tokens=block_size_tokens,
             schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,
+            plain_max_requests=max_requests or 0,
             timing=Timing(recovery=0.0),
         )
         self.data_parallel_size = data_parallel_size
@@ -221,9 +235,12 @@ class DataParallelInferenceCoordinator:
         enable_prefix_caching: bool = False,
         prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
         schedule_output_path: str | None = None,
+        **options: Any,
     ) -> None:
         """Run a coordinator in this process. It sends its address into the pipe before engines connect, and sets
         `ready_event` after `data_parallel_size` of them have registered. An interrupt from the keyboard ends it.
+
+        options: the keywords of the constructor: prefix_caching_routing_alpha, max_requests, hostname.
         """
         coordinator = cls(
             pipe_connection,
@@ -235,6 +252,7 @@ class DataParallelInferenceCoordinator:
             enable_prefix_caching,
             prefix_caching_coordinator_policy,
             schedule_output_path,
+            **options,
         )
         try:
             ready_event.set()

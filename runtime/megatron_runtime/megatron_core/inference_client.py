@@ -67,7 +67,9 @@ class InferenceClient:
     tokens that they already have.
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
+    inference_coordinator_address: the same, by the name that releases of Megatron-Core give it.
     deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
+                 With inference_coordinator_address, None is False, as in 0.17 and later.
     records:     the engine also returns the text and the times of an answer; None: unless `deserialize` is False.
     keys:        for a coordinator with CURVE keys.
     name:        identity of the client; None: a random one.
@@ -76,16 +78,27 @@ class InferenceClient:
 
     def __init__(
         self,
-        inference_coordinator_port: int | str,
-        *,
+        inference_coordinator_port: int | str | None = None,
         deserialize: bool | None = None,
+        *,
+        inference_coordinator_address: str | None = None,
         records: bool | None = None,
         keys: PeerKeys | None = None,
         name: str | None = None,
         model: str = "",
     ) -> None:
-        address = coordinator_address(inference_coordinator_port)
+        if (inference_coordinator_port is None) == (inference_coordinator_address is None):
+            raise TypeError(
+                f"inference_coordinator_port {inference_coordinator_port!r} and inference_coordinator_address "
+                f"{inference_coordinator_address!r}: give one of them"
+            )
+        where = inference_coordinator_port
+        if where is None:
+            where, deserialize = inference_coordinator_address, bool(deserialize)
+        assert where is not None
+        address = coordinator_address(where)
         self.listener_task: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         early = self._dealer(address, keys)
         self.socket: zmq.Socket[bytes] | None = early
@@ -151,7 +164,14 @@ class InferenceClient:
         return socket
 
     def _open_socket(
-        self, address: str, on_message: Callable[[Frames], None], /, *, keys: PeerKeys | None, **_: object
+        self,
+        address: str,
+        on_message: Callable[[Frames], None],
+        /,
+        *,
+        keys: PeerKeys | None,
+        on_lost: Callable[[str], None],
+        **_: object,
     ) -> GreetingSocket:
         early, self._early = self._early, None
         if early is not None and early[1] == keys:
@@ -160,7 +180,7 @@ class InferenceClient:
         else:
             self._close_early()
             self.socket = self._dealer(address, keys)
-        return GreetingSocket(self.socket, on_message)
+        return GreetingSocket(self.socket, on_message, on_lost)
 
     def _on_stopped(self) -> None:
         if self.listener_task is not None and not self.listener_task.get_loop().is_closed():
@@ -176,11 +196,12 @@ class InferenceClient:
     def start(
         self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0
     ) -> Coroutine[Any, Any, None]:
-        """Register. The result may be awaited, to wait for the registration, or ignored.
+        """Register. The result may be awaited, to wait for the registration, or ignored. Idempotent.
 
-        The call begins at once if an event loop runs, and otherwise when the result is awaited. With a timeout of 0 the
-        client registers in the background. A coordinator of Megatron-Core is used in its own protocol: it confirms no
-        signal, and sends no heartbeat.
+        The call begins at once if an event loop runs, with the given loop if none runs here, and otherwise when the
+        result is awaited. With a timeout of 0 the client registers in the background. A coordinator of Megatron-Core is
+        used in its own protocol: it confirms no signal, and sends no heartbeat. When it ends, open requests raise
+        UnavailableError.
 
         loop: the loop of the connection; None: the loop of the caller.
 
@@ -188,7 +209,13 @@ class InferenceClient:
             CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
             HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is no coordinator.
         """
-        return _Starting(lambda: self._start(loop, connect_timeout_seconds))
+
+        def begin(home: asyncio.AbstractEventLoop) -> asyncio.Task[None]:
+            if self._starting is None:
+                self._starting = home.create_task(self._start(loop, connect_timeout_seconds))
+            return self._starting
+
+        return _Starting(begin, loop)
 
     async def _start(self, loop: asyncio.AbstractEventLoop | None, connect_timeout_seconds: float) -> None:
         async def connect_and_listen() -> None:
@@ -226,7 +253,10 @@ class InferenceClient:
     def _result(self, reply: dict[str, Any], params: SamplingParams) -> Any:
         if self._deserialize is False:
             return reply
-        record = DynamicInferenceRequestRecord.from_reply(reply)
+        # An engine may return its own version of the parameters, which need not be valid ones.
+        record = DynamicInferenceRequestRecord.from_reply(
+            {name: value for name, value in reply.items() if name not in ("sampling_params", "inference_parameters")}
+        )
         record[0].sampling_params = params
         return record.merge() if self._deserialize else record
 
@@ -357,23 +387,36 @@ class InferenceClient:
 
 
 class _Starting(Coroutine[Any, Any, None]):
-    """What start() returns: a coroutine that runs from the beginning, in a task, if an event loop runs.
+    """What start() returns: a coroutine that runs from the beginning, in a task, if there is an event loop for it.
 
     Another loop may await it.
+
+    begin: returns the task, on this loop if it does not exist yet.
+    loop:  for the task if no loop runs here; None: it begins when the result is awaited.
     """
 
-    def __init__(self, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        loop = running_loop()
+    def __init__(
+        self, begin: Callable[[asyncio.AbstractEventLoop], asyncio.Task[None]], loop: asyncio.AbstractEventLoop | None
+    ) -> None:
         self._begin = begin
-        self._task = loop.create_task(begin()) if loop is not None else None
+        self._task: asyncio.Task[None] | None = None
         self._steps: Generator[Any, Any, None] | None = None
+        if (here := running_loop()) is not None:
+            self._task = begin(here)
+        elif loop is not None and loop.is_running():
+
+            async def begin_there() -> asyncio.Task[None]:
+                return begin(loop)
+
+            self._task = asyncio.run_coroutine_threadsafe(begin_there(), loop).result()
+        elif loop is not None:
+            self._task = begin(loop)
 
     def __await__(self) -> Generator[Any, Any, None]:
-        if self._task is None:
-            return self._begin().__await__()
-        if (loop := self._task.get_loop()) is running_loop():
-            return self._task.__await__()
-        task = self._task
+        here = asyncio.get_running_loop()
+        task = self._task = self._task or self._begin(here)
+        if (loop := task.get_loop()) is here:
+            return task.__await__()
 
         async def wait() -> None:
             await task

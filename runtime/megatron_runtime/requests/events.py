@@ -33,6 +33,7 @@ class DynamicInferenceEvent:
     """One event.
 
     timestamp: seconds since the epoch; None means now.
+    type:      also a member of Megatron-Core's own enumeration.
     payload:   a map with `token_id` for GENERATED_TOKEN, the exception for errors, None for all others.
     """
 
@@ -41,6 +42,13 @@ class DynamicInferenceEvent:
     payload: Any | None = None
 
     def __post_init__(self) -> None:
+        kind: object = self.type
+        if not isinstance(kind, DynamicInferenceEventType):
+            name = kind.name if isinstance(kind, Enum) else ""
+            assert name in DynamicInferenceEventType.__members__, (
+                f"event type {kind!r}: want a DynamicInferenceEventType"
+            )
+            self.type = DynamicInferenceEventType[name]
         if self.timestamp is None:
             self.timestamp = time.time()
         if self.type is DynamicInferenceEventType.GENERATED_TOKEN:

@@ -48,12 +48,14 @@ def block_hashes(
 
     salt: separates tenants; only for SHA-256.
 
-    Raises ValueError for a block size below 1, and for a salt with the polynomial.
+    Raises ValueError for a block size below 1, an unknown form, and a salt with the polynomial.
     """
     if block_size < 1:
         raise ValueError(f"block_size {block_size}: want at least 1")
-    if form is HashForm.SHA256:
+    if form == HashForm.SHA256:
         return [hash_of_digest(digest) for digest in block_digests(tokens, block_size, salt=salt)]
+    if form != HashForm.POLYNOMIAL:
+        raise ValueError(f"form {form!r}: want HashForm.SHA256 or HashForm.POLYNOMIAL")
     if salt:
         raise ValueError("the polynomial form takes no salt: use HashForm.SHA256")
     array = np.asarray(tokens, dtype=np.int64)

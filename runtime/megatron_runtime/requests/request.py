@@ -99,6 +99,9 @@ def unpack_value(value: Any) -> Any:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
+_PARAMETERS = ("sampling_params", "inference_parameters")
+
+
 class Status(Enum):
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -135,17 +138,17 @@ class InferenceRequest:
     tpot: list[float] | None = None
 
     def __post_init__(self) -> None:
-        if self.inference_parameters is not None:
+        if self.inference_parameters is not None and self.sampling_params is None:
             warnings.warn("`inference_parameters` was renamed to `sampling_params`", DeprecationWarning, stacklevel=3)
-            if self.sampling_params is None:
-                self.sampling_params = self.inference_parameters
-            self.inference_parameters = None
+            self.sampling_params = self.inference_parameters
 
     def serialize(self) -> dict[str, Any]:
         """Return every field as msgpack-ready values."""
         obj = {name: pack_value(value) for name, value in self.__dict__.items() if not name.startswith("_")}
         obj["status"] = self.status.name if self.status is not None else None
-        obj["sampling_params"] = self.sampling_params.serialize() if self.sampling_params is not None else None
+        for name in _PARAMETERS:
+            params = getattr(self, name)
+            obj[name] = params.serialize() if params is not None else None
         return obj
 
     @classmethod
@@ -155,8 +158,9 @@ class InferenceRequest:
         values = {name: unpack_value(value) for name, value in obj.items() if name in known}
         if isinstance(values.get("status"), str):
             values["status"] = Status[values["status"]]
-        if isinstance(values.get("sampling_params"), dict):
-            values["sampling_params"] = SamplingParams.deserialize(values["sampling_params"])
+        for name in _PARAMETERS:
+            if isinstance(values.get(name), dict):
+                values[name] = SamplingParams.deserialize(values[name])
         request = cls(**values)
         request._post_deserialize(obj)
         return request
@@ -261,12 +265,16 @@ class DynamicInferenceRequest(InferenceRequest):
 
     @property
     def tracked_metadata(self) -> list[Any]:
-        """Parameters that the batch keeps for each request, in the order of get_metadata_types()."""
+        """Parameters that the batch keeps for each request, in the order of get_metadata_types().
+
+        A termination_id of None is IGNORE_EOS here.
+        """
         params = self.sampling_params
         assert params is not None, f"request {self.request_id} has no sampling_params"
+        values = {name: getattr(params, name) for name, _, _ in self.get_metadata_types()}
         if params.termination_id is None:
-            params.termination_id = IGNORE_EOS
-        return [getattr(params, name) for name, _, _ in self.get_metadata_types()]
+            values["termination_id"] = IGNORE_EOS
+        return list(values.values())
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, Any, bool]]:
@@ -285,8 +293,13 @@ class DynamicInferenceRequest(InferenceRequest):
     def continued(self) -> Self:
         """Return the next segment: its prompt is prompt + generated tokens, its budget the rest of this one's.
 
-        Raises ValueError if all tokens have been generated.
+        Raises ValueError if all tokens have been generated, or the prompt's tokens are not there.
         """
+        if self.prompt_tokens is None and self.prompt_length:
+            raise ValueError(
+                f"request {self.request_id} has none of the {self.prompt_length} tokens of its prompt, which are sent "
+                "only on request: set return_prompt_tokens=True in its sampling_params"
+            )
         if self.event_add_engine is None:
             self.add_event_add_engine()
         params = copy.copy(self.sampling_params)
@@ -314,9 +327,10 @@ class DynamicInferenceRequest(InferenceRequest):
         self.events.append(event)
         return event
 
-    def add_event_add_engine(self) -> None:
+    def add_event_add_engine(self) -> DynamicInferenceEvent:
         """Record that the request entered the engine's queue."""
         self.event_add_engine = self.add_event(DynamicInferenceEventType.ADD_ENGINE)
+        return self.event_add_engine
 
     def add_event_generated_token(
         self,
@@ -325,18 +339,26 @@ class DynamicInferenceRequest(InferenceRequest):
         blocks_hashed_total: int | None = None,
         blocks_hashed_active: int | None = None,
         blocks_ref_count: int | None = None,
-    ) -> None:
-        """Record a token, with the statistics of the block allocator if given. The first token sets ttft."""
+        pre_fwd_active_token_count: int | None = None,
+        pre_fwd_step_count: int | None = None,
+    ) -> DynamicInferenceEvent:
+        """Record a token, with the statistics of the block allocator and of the step if given.
+
+        The first token sets ttft.
+        """
         statistics = {
             "blocks_total": blocks_total,
             "blocks_hashed_total": blocks_hashed_total,
             "blocks_hashed_active": blocks_hashed_active,
             "blocks_ref_count": blocks_ref_count,
+            "pre_fwd_active_token_count": pre_fwd_active_token_count,
+            "pre_fwd_step_count": pre_fwd_step_count,
         }
         payload = {"token_id": token, **{name: value for name, value in statistics.items() if value is not None}}
         event = self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
         if self.ttft is None and self.event_add_engine is not None:
             self.ttft = event.at - self.event_add_engine.at
+        return event
 
     add_event_add_context = partialmethod(add_event, DynamicInferenceEventType.ADD_CONTEXT)
     add_event_pause = partialmethod(add_event, DynamicInferenceEventType.PAUSE)
@@ -344,11 +366,11 @@ class DynamicInferenceRequest(InferenceRequest):
     add_event_finish = partialmethod(add_event, DynamicInferenceEventType.FINISH)
     add_event_fail = partialmethod(add_event, DynamicInferenceEventType.FAIL)
 
-    def add_event_error_transient(self, error: Exception) -> None:
-        self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
+    def add_event_error_transient(self, error: Exception) -> DynamicInferenceEvent:
+        return self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
 
-    def add_event_error_nontransient(self, error: Exception) -> None:
-        self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+    def add_event_error_nontransient(self, error: Exception) -> DynamicInferenceEvent:
+        return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
         """Return whether the request had no permanent error and was not answered with a failure."""
@@ -485,8 +507,22 @@ class DynamicInferenceRequestRecord:
         self.requests[-1].kv_cache_epoch = [[0, epoch]]
 
     def checkpoint(self, tokenizer: Any = None) -> None:
-        """Append a segment whose prompt includes the tokens generated so far. No tokenizer is needed."""
-        self.requests.append(self.requests[-1].continued())
+        """Append a segment whose prompt includes the tokens generated so far. No tokenizer is needed.
+
+        Its cache is computed again, so that the staleness of its KV is 0. Raises ValueError: see continued().
+        """
+        total = self.total_tokens
+        segment = self.requests[-1].continued()
+        segment.policy_staleness = self._padded(segment.policy_staleness, total)
+        segment.kv_cache_staleness = self._padded(None, total)
+        self.requests.append(segment)
+
+    def _padded(self, staleness: Any, total_tokens: int) -> Any:
+        """Return `staleness` with zeros up to `total_tokens`: a tensor if it or the prompt is one, else an array."""
+        if is_tensor(staleness) or is_tensor(self.requests[0].prompt_tokens):
+            return self._update_staleness_tensor(staleness, total_tokens, increment=False)
+        values = np.zeros(0, np.int32) if staleness is None else np.asarray(staleness)
+        return np.pad(values, (0, max(0, total_tokens - len(values))))
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
         """Return the request as if there had been no checkpoints. No tokenizer is needed.
@@ -509,6 +545,8 @@ class DynamicInferenceRequestRecord:
             **{name: getattr(last, name) for name in ("status", "finish_reason", "stop_reason", "error", *_WEIGHTS)},
         )
         merged._prompt_length = first.prompt_length
+        for name in ("policy_staleness", "kv_cache_staleness"):
+            setattr(merged, name, self._padded(getattr(merged, name), self.total_tokens))
         return merged
 
     def _joined(self, name: str) -> Any:

@@ -183,6 +183,81 @@ class SamplingParams:
             http=HttpField("top_p", "As OpenAI defines it."),
         ),
     )
+    return_log_probs: bool = field(
+        default=False,
+        metadata=parameter("Return the log-probability of each generated token: see InferenceConfig.logprobs_mode."),
+    )
+    skip_prompt_log_probs: bool = field(
+        default=False,
+        metadata=parameter(
+            "Return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the prefix cache "
+            "is not used for it.",
+        ),
+    )
+    return_segments: bool = field(
+        default=False,
+        metadata=parameter("Return the text that each token adds. A character comes with its last token."),
+    )
+    num_tokens_to_generate: int | None = field(
+        default=None,
+        metadata=parameter(
+            "Maximum number of new tokens. 0 computes the prompt only. None means the engine's sequence limit.",
+            bounded(int_in(0, MAX_INT32), "0 computes the prompt only", or_none=True),
+            http=HttpField(
+                "max_tokens",
+                "Maximum number of tokens of the answer. Completions: 16 if absent, and 0 is "
+                "allowed with `echo`. Chat: as many as fit. A value that does not fit is cut to what fits.",
+                minimum=1,
+                maximum=math.inf,
+            ),
+        ),
+    )
+    num_tokens_total: int | None = field(
+        default=None,
+        metadata=parameter(
+            "Maximum number of tokens of prompt and answer together. At most one of the two may be given.",
+            bounded(int_in(1, MAX_INT32), or_none=True),
+        ),
+    )
+    termination_id: int | None = field(
+        default=None,
+        metadata=parameter(
+            "The token that ends the request. None means the model's own, -1 means none.",
+            bounded(int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
+        ),
+    )
+    top_n_logprobs: int = field(
+        default=0,
+        metadata=parameter(
+            "Return the log-probabilities of the n most likely tokens at each position, too.",
+            bounded(int_in(0, MAX_TOP_LOGPROBS)),
+        ),
+    )
+    return_prompt_top_n_logprobs: bool = field(
+        default=False,
+        metadata=parameter(
+            "Former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set from these two.",
+        ),
+    )
+    add_BOS: bool = field(default=False, metadata=parameter("Put the begin-of-sequence token before a string prompt."))
+    stop_words: list[str] | None = field(
+        default=None,
+        metadata=parameter(
+            "Texts that end the answer.",
+            Rule(optional(list_of(is_text)), "a list of strings, or None"),
+            http=HttpField(
+                "stop", "A string, or a list. Each has at most 1024 characters. The text ends before the match."
+            ),
+        ),
+    )
+    detokenize_stop_sequence: bool = field(
+        default=False,
+        metadata=parameter(
+            "Keep the matched stop text, or the token that ended the request, in the answer's text.",
+            http=HttpField("include_stop_str_in_output"),
+        ),
+    )
+    return_prompt_tokens: bool = field(default=False, metadata=parameter("Return the prompt's tokens."))
     min_p: float = field(
         default=0.0,
         metadata=parameter(
@@ -273,26 +348,6 @@ class SamplingParams:
             ),
         ),
     )
-    num_tokens_to_generate: int | None = field(
-        default=None,
-        metadata=parameter(
-            "Maximum number of new tokens. None means the engine's sequence limit.",
-            bounded(int_in(1, MAX_INT32), or_none=True),
-            http=HttpField(
-                "max_tokens",
-                "Maximum number of tokens of the answer. Completions: 16 if absent, and 0 is "
-                "allowed with `echo`. Chat: as many as fit. A value that does not fit is cut to what fits.",
-                maximum=math.inf,
-            ),
-        ),
-    )
-    num_tokens_total: int | None = field(
-        default=None,
-        metadata=parameter(
-            "Maximum number of tokens of prompt and answer together. At most one of the two may be given.",
-            bounded(int_in(1, MAX_INT32), or_none=True),
-        ),
-    )
     min_tokens: int = field(
         default=0,
         metadata=parameter(
@@ -302,13 +357,6 @@ class SamplingParams:
             http=HttpField("min_tokens"),
         ),
     )
-    termination_id: int | None = field(
-        default=None,
-        metadata=parameter(
-            "The token that ends the request. None means the model's own, -1 means none.",
-            bounded(int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
-        ),
-    )
     stop_token_ids: list[int] | None = field(
         default=None,
         metadata=parameter(
@@ -316,20 +364,6 @@ class SamplingParams:
             Rule(optional(list_of(TOKEN_IDS)), f"a list of token ids, each {TOKEN_IDS}, or None", TOKEN_IDS),
             http=HttpField("stop_token_ids"),
         ),
-    )
-    stop_words: list[str] | None = field(
-        default=None,
-        metadata=parameter(
-            "Texts that end the answer.",
-            Rule(optional(list_of(is_text)), "a list of strings, or None"),
-            http=HttpField(
-                "stop", "A string, or a list. Each has at most 1024 characters. The text ends before the match."
-            ),
-        ),
-    )
-    detokenize_stop_sequence: bool = field(
-        default=False,
-        metadata=parameter("Keep the matched stop text in the answer.", http=HttpField("include_stop_str_in_output")),
     )
     seed: int | None = field(
         default=None,
@@ -345,41 +379,12 @@ class SamplingParams:
             ),
         ),
     )
-    return_log_probs: bool = field(
-        default=False,
-        metadata=parameter("Return the log-probability of each generated token: see InferenceConfig.logprobs_mode."),
-    )
-    top_n_logprobs: int = field(
-        default=0,
-        metadata=parameter(
-            "Return the log-probabilities of the n most likely tokens at each position, too.",
-            bounded(int_in(0, MAX_TOP_LOGPROBS)),
-        ),
-    )
-    skip_prompt_log_probs: bool = field(
-        default=False,
-        metadata=parameter(
-            "Return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the prefix cache "
-            "is not used for it.",
-        ),
-    )
-    return_prompt_top_n_logprobs: bool = field(
-        default=False,
-        metadata=parameter(
-            "Former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set from these two.",
-        ),
-    )
     return_hidden_state: bool = field(
         default=False,
         metadata=parameter(
             "Return the last hidden state of the last token before the first generated one, after the model's last "
             "norm. Only with num_tokens_to_generate=1.",
         ),
-    )
-    return_prompt_tokens: bool = field(default=False, metadata=parameter("Return the prompt's tokens."))
-    return_segments: bool = field(
-        default=False,
-        metadata=parameter("Return the text that each token adds. A character comes with its last token."),
     )
     return_record: bool = field(
         default=False,
@@ -389,7 +394,6 @@ class SamplingParams:
             "itself does not need it.",
         ),
     )
-    add_BOS: bool = field(default=False, metadata=parameter("Put the begin-of-sequence token before a string prompt."))
     streaming: bool = field(
         default=False,
         metadata=parameter("Send partial replies.", http=HttpField("stream", "Answer with server-sent events.")),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,13 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
 class MegatronTokenizer(Tokenizer):
     """A tokenizer with Megatron-Core's interface: tokenize(text), detokenize(ids), vocab_size, eod and bos.
 
+    Special tokens inside a text are text, as in Megatron-Core, unless detokenize() takes `skip_special_tokens`.
     Its vocabulary is not known, so that structured output is not available.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._skips_special = "skip_special_tokens" in inspect.signature(tokenizer.detokenize).parameters
         self.bos_id = _id(tokenizer, "bos", "bos_id")
         self.adds_bos = False
         end = _id(tokenizer, "eod", "eos_id", "eos")
@@ -69,6 +72,11 @@ class MegatronTokenizer(Tokenizer):
         self.generation_config = {}
         self.vocab_size = self.id_limit = int(tokenizer.vocab_size)
         self.special_ids = frozenset(id_ for id_ in (self.bos_id, end) if id_ is not None)
+
+    @property
+    def of_program(self) -> Any:
+        """The program's own tokenizer."""
+        return self._tokenizer
 
     def to_json(self) -> str:
         raise ValueError(
@@ -85,16 +93,13 @@ class MegatronTokenizer(Tokenizer):
     def detokenizer(
         self, *, after: Sequence[int] = (), skip_special: bool = True, visible: Collection[int] = ()
     ) -> Detokenizer:
-        hidden = self._hidden(skip_special=skip_special, visible=visible)
-        return WindowDetokenizer(
-            lambda ids: self._text([id_ for id_ in ids if id_ not in hidden]), after=context_of(after, hidden)
-        )
+        text = partial(self._text, skip_special=skip_special and not visible)
+        return WindowDetokenizer(text, after=context_of(after, frozenset()))
 
     def decode(self, ids: Iterable[int], *, after: Sequence[int] = (), skip_special: bool = True) -> str:
         if after:
             return super().decode(ids, after=after, skip_special=skip_special)
-        hidden = self._hidden(skip_special=skip_special, visible=())
-        return self._text([id_ for id_ in ids if id_ not in hidden])
+        return self._text(list(ids), skip_special=skip_special)
 
     def special_tokens_in(self, texts: Iterable[str]) -> dict[int, str]:
         written = {id_: self._text([id_]) for id_ in self.special_ids}
@@ -107,8 +112,9 @@ class MegatronTokenizer(Tokenizer):
     def token_bytes(self, id_: int) -> bytes:
         return self._text([id_]).encode() if 0 <= id_ < self.vocab_size else b""
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self._tokenizer.detokenize(ids)) if ids else ""
+    def _text(self, ids: list[int], *, skip_special: bool = False) -> str:
+        options = {"skip_special_tokens": skip_special} if self._skips_special else {}
+        return str(self._tokenizer.detokenize(ids, **options)) if ids else ""
 
 
 def _id(tokenizer: Any, *names: str) -> int | None:

@@ -243,6 +243,40 @@ class Tokenizer:
         detokenizer = self.detokenizer(after=after, skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
 
+    def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of `text`: encode(), by Megatron-Core's name."""
+        return self.encode(text)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`: decode(), by Megatron-Core's name."""
+        return self.decode(ids)
+
+    @property
+    def eod(self) -> int | None:
+        """The end-of-sequence token of the model, by Megatron-Core's name."""
+        return next(iter(self.eos_ids), None)
+
+    @property
+    def bos(self) -> int | None:
+        """The begin-of-sequence token, by Megatron-Core's name."""
+        return self.bos_id
+
+    def answer_text(
+        self, ids: Sequence[int], *, after: Sequence[int] = (), stop_token: int | None = None, keeps_end: bool = False
+    ) -> str:
+        """Return the text of an answer without the end-of-sequence tokens at its end.
+
+        after:      tokens of the prompt; see detokenizer().
+        stop_token: the last token, if it ended the answer; it has no text either.
+        keeps_end:  the text includes the tokens at the end.
+        """
+        end = len(ids) if keeps_end or stop_token is None else len(ids) - 1
+        while not keeps_end and end and ids[end - 1] in self.eos_ids:
+            end -= 1
+        visible = () if stop_token is None or not keeps_end else (stop_token,)
+        detokenizer = self.detokenizer(after=after, visible=visible)
+        return detokenizer.feed(ids[:end]) + detokenizer.finish()
+
     def detokenizer(
         self, *, after: Sequence[int] = (), skip_special: bool = True, visible: Collection[int] = ()
     ) -> Detokenizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron_runtime.protocol.headers import ErrorCode
@@ -88,12 +88,11 @@ class ControlCalls:
                     if not status.done():
                         status.set_result(message)
                         break
+            case Error(uid=None, code=ErrorCode.UNSUPPORTED) if self._status:
+                _reject(self._status, message)
             case Error(uid=None, code=ErrorCode.WRONG_ROLE | ErrorCode.MALFORMED) if self._operations or self._status:
                 # It has no operation id: this connection may send no verbs at all.
-                rejection = ControlRejectedError(int(message.code), message.message)
-                for waiting in self._futures():
-                    if not waiting.done():
-                        waiting.set_exception(rejection)
+                _reject(self._futures(), message)
             case _:
                 return False
         return True
@@ -105,6 +104,12 @@ class ControlCalls:
 
     def _futures(self) -> list[asyncio.Future[Any]]:
         return [*(future for _, future in self._operations.values()), *self._status]
+
+
+def _reject(futures: Iterable[asyncio.Future[Any]], message: Error) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(ControlRejectedError(int(message.code), message.message))
 
 
 def _settle(future: asyncio.Future[ControlAck], ack: ControlAck) -> None:

@@ -112,6 +112,16 @@ def test_the_best_rank_is_the_identity_of_the_rank_with_the_prefix(pool, policy)
         coordinator._update_rank_hashes(b"unknown", hashes)
 
 
+def test_the_best_rank_counts_every_hash_that_it_is_given(pool) -> None:
+    """The policy of the first block limits what the coordinator itself looks up, as in Megatron-Core."""
+    coordinator = pool(block_size_tokens=2, enable_prefix_caching=True).coordinator
+    hashes = coordinator.compute_request_hashes("abcdef")
+    coordinator._update_rank_hashes(RANKS[2], hashes)
+    coordinator._update_rank_hashes(RANKS[1], hashes[:1])
+    assert coordinator.get_best_data_parallel_rank(hashes) == RANKS[2]
+    assert coordinator.get_best_data_parallel_rank(hashes[:1]) == RANKS[1]
+
+
 @pytest.mark.parametrize("options", [{}, {"block_size_tokens": 2}, {"enable_prefix_caching": True}], ids=str)
 def test_without_prefix_caching_there_are_no_hashes(pool, options) -> None:
     assert pool(ranks=1, **options).coordinator.compute_request_hashes("abcdef") == []
@@ -177,6 +187,29 @@ def test_an_engine_that_cannot_be_reached_is_removed() -> None:
             coordinator._send_to_engine(RANKS[0], b"payload")
         dealer.close(linger=0)
     coordinator.stop()
+
+
+def test_a_number_of_requests_is_not_taken_for_the_port() -> None:
+    """Later releases have `max_requests` where the documents have the port."""
+    with pytest.raises(ValueError, match=r"inference_coordinator_port 64: .* max_requests=64 by keyword"):
+        DataParallelInferenceCoordinator(None, 0, Letters(), 64)
+    with pytest.raises(ValueError, match="max_requests 0"):
+        DataParallelInferenceCoordinator(None, 0, Letters(), max_requests=0)
+
+
+def test_a_rank_is_given_max_requests_at_once(pool) -> None:
+    made = pool(ranks=1, max_requests=1, hostname="127.0.0.1")
+    client, rank = made.client(), made.engines[RANKS[0]]
+    for number in range(2):
+        client.send(pack([int(Header.SUBMIT_REQUEST), number, [1], PARAMS]))
+    first = unpack(rank.recv())
+    made.until(lambda: made.coordinator._core.status().queued == 1)
+    assert len(made.coordinator.request_id_to_client_id) == 1
+    rank.send(
+        pack([int(Header.ENGINE_REPLY), [{"request_id": first[1], "generated_tokens": [5], "status": "COMPLETED"}]])
+    )
+    assert unpack(client.recv())[1] == 0
+    assert unpack(rank.recv())[0] == Header.SUBMIT_REQUEST
 
 
 def test_the_text_of_a_finished_request_is_put_in_place() -> None:

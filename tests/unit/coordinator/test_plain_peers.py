@@ -227,6 +227,36 @@ async def test_a_plain_engine_continues_a_request_as_a_longer_prompt(stage, plai
     assert final["generated_length"] == 5
 
 
+@pytest.mark.parametrize("continues", ["plain", "ours"])
+async def test_a_plain_client_gets_all_log_probs_after_a_replay(stage, plain, client, continues) -> None:
+    first = plain(Role.ENGINE, identity=b"mp-coord-0")
+    first.say()
+    params = {**PARAMS, "num_tokens_to_generate": 5, "streaming": True, "return_log_probs": True}
+    client.say(Header.SUBMIT_REQUEST, 7, [1], params)
+    number = (await first.hear())[1]
+    expected = echo_answer([1], 5)
+    for token in expected[:2]:
+        partial = {"request_id": number, "new_tokens": [token], "new_log_probs": [-0.5]}
+        first.say(Header.ENGINE_REPLY_PARTIAL, [partial])
+        assert (await client.hear())[2]["new_log_probs"] == [-0.5]
+    first.say(Header.DISCONNECT)
+    own = [-1.0, -2.0, -3.0]
+    if continues == "plain":
+        second = plain(Role.ENGINE)
+        second.say()
+        header, (answer,) = answer_as_engine(await second.hear(), tokens=expected[2:])
+        second.say(header, [{**answer, "generated_log_probs": own, "of_a_later_release": [1]}])
+    else:
+        await stage.engine(reply_fields={"generated_log_probs": own, "log_probs_from": 2})
+    log_probs = [-0.5, -0.5, *own]
+    reply = await client.hear()
+    while reply[0] == Header.ENGINE_REPLY_PARTIAL:
+        reply = await client.hear()
+    assert reply[2]["generated_tokens"] == expected
+    assert reply[2]["generated_log_probs"] == log_probs
+    assert reply[2].get("of_a_later_release") == ([1] if continues == "plain" else None)
+
+
 async def test_the_final_of_a_plain_engine_that_is_lost_doubles_no_token(stage, plain, params, collect) -> None:
     """The final of a plain engine has every token of its dispatch, those of its partials included."""
     coordinator = stage.coordinator(single_port=True)
@@ -369,9 +399,10 @@ async def test_a_plain_engine_that_reconnects_continues_with_its_identity(stage,
     assert coordinator.core.counters.engines_lost == 0
 
 
-@pytest.mark.parametrize("header", [Header.SUBMIT_REQUEST_WITH_KV, Header.RELEASE_KV])
-async def test_kv_handoff_is_answered_as_unsupported(client, header: Header) -> None:
-    client.say(header, 3, [1, 2], PARAMS, {}, [0])
+async def test_kv_handoff_is_answered_as_unsupported_and_its_release_not_at_all(client) -> None:
+    """A client expects no answer to the release, and would end."""
+    client.say(Header.RELEASE_KV, 2)
+    client.say(Header.SUBMIT_REQUEST_WITH_KV, 3, [1, 2], PARAMS, {}, [0])
     kind, number, reply = await client.hear()
     assert (kind, number, reply["status"]) == (Header.ENGINE_REPLY, 3, "FAILED")
     event = reply["events"][0]

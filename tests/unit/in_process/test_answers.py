@@ -1,19 +1,26 @@
 """Conversion of a reply with token ids to the request of the Python interface."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron_runtime.in_process.answers import PromptBatch
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.tokenization.tokenizer import BytesDetokenizer
+from megatron_runtime.tokenization.tokenizer import BytesDetokenizer, Tokenizer
 
 TEXTS = {5: "a", 6: " b"}
 
 
 class Texts:
+    eos_ids = ()
+    answer_text = Tokenizer.answer_text
+
+    @property
+    def tokenizer(self) -> "Texts":
+        return self
+
     def detokenize(self, tokens: Iterable[int]) -> str:
         return "".join(TEXTS[token] for token in tokens)
 
-    def detokenizer(self, *, after: Sequence[int] = ()) -> BytesDetokenizer:
+    def detokenizer(self, *, after: Sequence[int] = (), visible: Collection[int] = ()) -> BytesDetokenizer:
         return BytesDetokenizer(lambda token: TEXTS[token].encode(), after=after, stripped="one")
 
 

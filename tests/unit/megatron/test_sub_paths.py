@@ -18,14 +18,15 @@ DOCUMENTED = {
     "apis.serve_config": "ServeConfig",
     "async_stream": "AsyncStream",
     "config": "InferenceConfig KVCacheManagementMode PrefixCachingCoordinatorPolicy PrefixCachingEvictionPolicy",
-    "contexts": "ActiveRequestCountOverflowError BlockOverflowError DynamicInferenceContext RequestOverflowError "
+    "contexts": "ActiveRequestCountOverflowError BlockOverflowError ContextOverflowError DynamicInferenceContext "
+    "RequestOverflowError TokenOverflowError",
+    "contexts.dynamic_context": "ActiveRequestCountOverflowError BlockOverflowError ContextOverflowError "
+    "DynamicInferenceContext MaxSequenceLengthOverflowError RequestOverflowError TensorStateDeallocatedError "
     "TokenOverflowError",
-    "contexts.dynamic_context": "ActiveRequestCountOverflowError BlockOverflowError DynamicInferenceContext "
-    "MaxSequenceLengthOverflowError RequestOverflowError TensorStateDeallocatedError TokenOverflowError",
     "data_parallel_inference_coordinator": "CoordinatorState DataParallelInferenceCoordinator",
     "engines": "DynamicInferenceEngine",
     "engines.dynamic_engine": "DynamicInferenceEngine",
-    "headers": "Headers",
+    "headers": "Headers UnknownHeaderError decode_header",
     "inference_client": "InferenceClient",
     "inference_request": "DynamicInferenceEvent DynamicInferenceEventType DynamicInferenceRequest "
     "DynamicInferenceRequestRecord FinishedRequestRecord HASH_BASE HASH_PRIME InferenceRequest Status "
@@ -47,6 +48,18 @@ def test_a_name_is_at_the_sub_path_that_it_has_in_megatron_core(path: str) -> No
     for name in DOCUMENTED[path].split():
         assert getattr(ours, name) is not None
         assert hasattr(theirs, name) or (path, name) in DOCUMENTS_ONLY, name
+
+
+def test_every_header_of_the_release_has_its_number() -> None:
+    from megatron.core.inference import headers as theirs
+
+    from megatron_runtime.megatron_core import headers as ours
+
+    for header in theirs.Headers:
+        assert ours.decode_header(header.value) is ours.Headers[header.name]
+        assert ours.Headers(header) is ours.Headers[header.name]
+    with pytest.raises(ours.UnknownHeaderError, match="header 99"):
+        ours.decode_header(99)
 
 
 def test_every_module_of_the_package_is_at_a_sub_path_of_megatron_core() -> None:

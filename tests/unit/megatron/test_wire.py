@@ -13,14 +13,18 @@ from multiprocessing.synchronize import Event
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from gpt_models import make_gpt
 from gpt_program import Send, begin_single_rank, in_processes
 from megatron.core.inference import inference_client
+from megatron.core.inference.contexts.dynamic_context import MaxSequenceLengthOverflowError
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
+from megatron.core.inference.text_generation_server.dynamic_text_gen_server import text_generation_server
 from megatron_engine import MAX_TOKENS, be_engine
 from scripted_engine import ScriptedEngine
 
@@ -29,9 +33,10 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timi
 from megatron_runtime.coordinator.spawn import spawn_coordinator
 from megatron_runtime.megatron_core.apis import MegatronLLM
 from megatron_runtime.megatron_core.config import InferenceConfig
-from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.megatron_core.inference_client import InferenceClient, UnavailableError
 from megatron_runtime.megatron_core.sampling_params import SamplingParams
-from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
@@ -103,6 +108,96 @@ async def ours(coordinator: str) -> AsyncIterator[InferenceClient]:
 # --- Megatron's client, our coordinator and engine --------------------------------------------------------------------
 
 
+async def test_an_answer_has_the_fields_of_the_release_of_the_client(
+    coordinator: str, theirs: inference_client.InferenceClient
+) -> None:
+    engine = await ScriptedEngine(coordinator).start()
+    try:
+        theirs.deserialize = False
+        params = MegatronSamplingParams(num_tokens_to_generate=4, return_prompt_tokens=True)
+        request = DynamicInferenceRequest(
+            request_id=0, prompt_tokens=torch.tensor([3, 1]), sampling_params=params, generated_tokens=[5]
+        )
+        expected = request.serialize()
+        answer = await theirs.add_request([3, 1], params)
+        assert answer.keys() == expected.keys()
+        unset = {key for key, value in expected.items() if value is None} | {"remaining_prompt_tokens"}
+        assert {key for key, value in answer.items() if value is None} <= unset
+        for key in ("sampling_params", "events", "num_cached_tokens", "precomputed_block_hashes"):
+            assert answer[key] == expected[key]
+        assert tuple(answer["prompt_tokens"]) == expected["prompt_tokens"]
+        params.return_prompt_tokens = False
+        assert (await theirs.add_request([3, 1], params))["prompt_tokens"] is None
+    finally:
+        engine.close()
+
+
+CHAT = {"messages": [{"role": "user", "content": "7 8"}], "max_tokens": 4, "temperature": 0}
+COMPLETION = {"prompt": "7 8", "max_tokens": 4, "temperature": 0}
+
+
+class NumberTokenizer:
+    """A word is the token of its number."""
+
+    bos = None
+    eod = eos_id = 0
+    chat_template = "given"
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> list[int]:
+        return self.tokenize(messages[-1]["content"])
+
+
+@pytest.mark.parametrize("makes_engine", [None, MegatronEngine], ids=["our engine", "engine of Megatron"])
+async def test_the_server_of_megatron_answers_both_routes(coordinator: str, makes_engine: Any) -> None:
+    (port,) = free_ports(1)
+    engine = await ScriptedEngine(coordinator, log_prob=-0.5).start() if makes_engine is None else None
+    process = None if makes_engine is None else makes_engine(coordinator)
+    server = asyncio.create_task(
+        text_generation_server._run_text_gen_server(coordinator, NumberTokenizer(), 0, port, hostname="127.0.0.1")
+    )
+    expected = [9, 10, 11, 12] if engine is None else echo_answer([7, 8], 4)
+    # The engine of tests/support without a model has no log-probabilities.
+    completion_options = {} if engine is None else {"logprobs": 1, "echo": True}
+    chat_options = {} if engine is None else {"logprobs": True}
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_SECONDS) as http:
+            await until_served(http)
+            completion = await http.post("/v1/completions", json={**COMPLETION, **completion_options})
+            assert completion.status_code == 200, completion.text
+            (choice,) = completion.json()["choices"]
+            assert (choice["prompt_token_ids"], choice["generation_token_ids"]) == ([7, 8], expected)
+            assert choice["finish_reason"] == "length"
+            assert completion.json()["usage"]["prompt_tokens"] == 2
+            chat = await http.post("/v1/chat/completions", json={**CHAT, **chat_options})
+            assert chat.status_code == 200, chat.text
+            (choice,) = chat.json()["choices"]
+            assert choice["message"]["generation_token_ids"] == expected
+            assert choice["finish_reason"] == "length"
+    finally:
+        server.cancel()
+        await asyncio.gather(server, return_exceptions=True)
+        if engine is not None:
+            engine.close()
+        if process is not None:
+            process.kill()
+
+
+async def until_served(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(LONG_SECONDS):
+        while True:
+            try:
+                await http.get("/")
+                return
+            except httpx.ConnectError:
+                await asyncio.sleep(0.05)
+
+
 async def test_the_client_of_megatron_is_served(coordinator: str, theirs: inference_client.InferenceClient) -> None:
     engine = await ScriptedEngine(coordinator).start()
     try:
@@ -159,7 +254,11 @@ def _ask_with_the_client_of_megatron(rank: int, port: int, send: Send) -> None:
         threads=1,
     ) as llm:
         expected = llm.generate(prompt, SamplingParams(**fields, top_n_logprobs=2))
-        answers = asyncio.run(ask(llm._coord_runtime.coord_addr, [prompt, llm.controller.tokenize_prompt(prompt)]))
+        tokens = llm.controller.tokenize_prompt(prompt)
+        *answers, rejected = asyncio.run(ask(llm._coord_runtime.coord_addr, [prompt, tokens, [1] * 64]))
+    assert rejected.failed()
+    assert isinstance(rejected.events[0].payload, MaxSequenceLengthOverflowError)
+    assert not rejected.events[0].payload.is_transient
     names = ("prompt", "generated_tokens", "generated_text", "generated_log_probs", "generated_top_n_logprobs")
     send([{name: getattr(one, name) for name in names} for one in (expected, *answers)])
 
@@ -292,13 +391,34 @@ def megatron_coordinator() -> Iterator[tuple[str, Event]]:
     process.join()
 
 
+async def test_requests_fail_when_the_coordinator_of_megatron_ends(
+    megatron_coordinator: tuple[str, Event],
+) -> None:
+    address, has_engine = megatron_coordinator
+    engine = MegatronEngine(address)
+    assert await asyncio.to_thread(has_engine.wait, LONG_SECONDS)
+    client = InferenceClient(address)
+    try:
+        await client.start(connect_timeout_seconds=LONG_SECONDS)
+        waiting = client.add_request([1], SamplingParams(num_tokens_to_generate=400))
+        client.shutdown_coordinator()
+        with pytest.raises(UnavailableError, match="the coordinator of Megatron-Core has ended"):
+            await asyncio.wait_for(waiting, LONG_SECONDS)
+        assert not client.connected
+    finally:
+        client.stop()
+        engine.kill()
+
+
 async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coordinator: tuple[str, Event]) -> None:
     address, has_engine = megatron_coordinator
     engine = MegatronEngine(address)
     assert await asyncio.to_thread(has_engine.wait, LONG_SECONDS)
-    client = InferenceClient(address, deserialize=False)
+    client = InferenceClient(inference_coordinator_address=address)
+    records = InferenceClient(address)
     try:
         await client.start(connect_timeout_seconds=LONG_SECONDS)
+        await records.start(connect_timeout_seconds=LONG_SECONDS)
         params = SamplingParams(num_tokens_to_generate=3)
         for prompt in ([1, 6], "1 6"):
             reply = await client.add_request(prompt, params)
@@ -308,6 +428,15 @@ async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coor
                 "COMPLETED",
             )
         assert (await client.add_request(TOO_LONG, params))["status"] == "FAILED"
+        # Megatron's engine answers with parameters that it has calculated: fewer than no tokens.
+        failed = await records.add_request(TOO_LONG, SamplingParams())
+        assert failed.merge().failed()
+        assert [event.type.name for event in failed[0].events][-1] == "FAIL"
+        with pytest.raises(ControlRejectedError) as status:
+            await client.status()
+        assert status.value.code == ErrorCode.UNSUPPORTED
+        ignored = await records.suspend_engines()
+        assert (ignored.ok, ignored.state) == (True, EngineState.RUNNING)
         client.add_request([1], SamplingParams(num_tokens_to_generate=100)).cancel()
         await client.set_generation_epoch(3)
         assert await engine.reported() == ("epoch", 3)
@@ -326,4 +455,5 @@ async def test_our_client_is_served_by_the_coordinator_of_megatron(megatron_coor
         assert await engine.ended() == 0
     finally:
         client.stop()
+        records.stop()
         engine.kill()

@@ -1,6 +1,7 @@
 """InferenceClient: sockets, handshake, task and verbs. tests/unit/client has the client that it is built on."""
 
 import asyncio
+import contextlib
 import gc
 
 import pytest
@@ -148,6 +149,37 @@ class TestConnecting:
         assert (await client.add_request(PROMPT, params(3)))["generated_tokens"] == echo_answer(PROMPT, 3)
         assert client.connected
         client.stop()
+
+    async def test_start_may_be_called_again(self, pool, params) -> None:
+        client = InferenceClient(pool.address, deserialize=False)
+        client.start()
+        await client.start()
+        task = client.listener_task
+        await asyncio.create_task(client.start())
+        assert client.listener_task is task
+        assert (await client.add_request(PROMPT, params(3)))["generated_tokens"] == echo_answer(PROMPT, 3)
+        await asyncio.to_thread(client.stop)
+        assert client.context.closed
+
+    async def test_a_loop_is_enough_to_connect(self, pool, elsewhere) -> None:
+        client, later = InferenceClient(pool.address), InferenceClient(pool.address)
+        await asyncio.to_thread(client.start, elsewhere)
+
+        async def is_connected() -> bool:
+            return client.connected
+
+        await eventually(is_connected, what="the client connects without await")
+        await asyncio.to_thread(client.stop)
+
+        def begin_before_the_loop_runs() -> bool:
+            with contextlib.closing(asyncio.new_event_loop()) as loop:
+                later.start(loop)
+                loop.run_until_complete(asyncio.wait_for(later._starting, LONG_SECONDS))
+                connected = later.connected
+                later.stop()
+                return connected
+
+        assert await asyncio.to_thread(begin_before_the_loop_runs)
 
     async def test_start_is_a_coroutine_for_tasks_and_other_threads(self, pool, params, elsewhere) -> None:
         first, second, third = (InferenceClient(pool.address) for _ in range(3))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 
 from megatron_runtime.backends.native import build
 from megatron_runtime.checkpoints.in_memory import TensorsInMemory
@@ -35,16 +36,45 @@ class MegatronTokenizer:
 
 
 def test_a_tokenizer_with_tokenize_and_detokenize(options: dict[str, Any], tokenizer: Tokenizer, greedy: Any) -> None:
-    with MegatronLLM(**options) as own, MegatronLLM(**{**options, "tokenizer": MegatronTokenizer(tokenizer)}) as llm:
+    theirs = MegatronTokenizer(tokenizer)
+    with MegatronLLM(**options) as own, MegatronLLM(**{**options, "tokenizer": theirs}) as llm:
         expected, answer = own.generate(PROMPT, greedy(8)), llm.generate(PROMPT, greedy(8))
         assert answer.generated_tokens == expected.generated_tokens
         assert answer.generated_text == expected.generated_text
         streamed = "".join(chunk.text for chunk in llm.generate_stream(PROMPT, greedy(8)))
         assert streamed == answer.generated_text
-        made = llm.controller.tokenizer
+        assert llm.controller.tokenizer is llm.engine.controller.tokenizer is theirs
+        of_model = own.controller.tokenizer
+        assert of_model.detokenize(of_model.tokenize(PROMPT)) == PROMPT
+        assert (of_model.eod, of_model.bos) == (tokenizer.eos_ids[0], tokenizer.bos_id)
+        made = llm.engine.text.tokenizer
         assert (made.eos_ids, made.bos_id) == ((7,), None)
         with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
             made.to_json()
+
+
+@pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])
+def test_only_the_end_token_at_the_end_has_no_text(
+    options: dict[str, Any], tokenizer: Tokenizer, greedy: Any, use_coordinator: bool
+) -> None:
+    """Each text is compared with what Megatron-Core's controller makes of the same tokens."""
+    theirs = MegatronTokenizer(tokenizer)
+    text_of = TextGenerationController.detokenize
+    with MegatronLLM(**{**options, "tokenizer": theirs, "use_coordinator": use_coordinator}) as llm:
+        tokens = llm.generate(PROMPT, greedy(8)).generated_tokens
+        theirs.eod = end = tokens[2]
+        made = llm._engine.text.tokenizer
+        made.eos_ids, made.special_ids = (end,), frozenset({end})
+        assert tokens[-1] != end
+        inside = llm.generate(PROMPT, greedy(8, termination_id=-1))
+        assert inside.generated_tokens == tokens
+        assert inside.generated_text == text_of(theirs, tokens)
+        assert theirs.detokenize([end]) in inside.generated_text
+        for keeps in (False, True):
+            ended = llm.generate(PROMPT, greedy(8, termination_id=end, detokenize_stop_sequence=keeps))
+            stopped_at = tokens.index(end) + 1
+            assert ended.generated_tokens == tokens[:stopped_at]
+            assert ended.generated_text == text_of(theirs, tokens[:stopped_at], remove_EOD=not keeps)
 
 
 def test_an_object_without_detokenize_is_rejected(options: dict[str, Any]) -> None:

@@ -125,6 +125,17 @@ def test_an_answer_has_the_times_of_its_tokens(make: Make, greedy: Any, use_coor
     assert answer.ttft + sum(answer.tpot) <= answer.latency + 1e-4
 
 
+@pytest.mark.parametrize("use_coordinator", [False, True], ids=["direct", "coordinator"])
+def test_no_token_is_generated_for_a_limit_of_zero(make: Make, greedy: Any, use_coordinator: bool) -> None:
+    llm = make(use_coordinator=use_coordinator)
+    none, one = (llm.generate(PROMPT, greedy(count, return_log_probs=True)) for count in (0, 1))
+    assert none.succeeded()
+    assert (none.generated_tokens, none.generated_text, none.generated_length) == ([], "", 0)
+    assert not none.generated_log_probs
+    assert none.prompt_log_probs == pytest.approx(one.prompt_log_probs)
+    assert none.finish_reason == "length"
+
+
 def test_tokens_age_with_each_epoch_that_passes_while_the_request_runs(make: Make, greedy: Any) -> None:
     llm = make(use_coordinator=True)
     chunks = llm.generate_stream(PROMPT, greedy(200))

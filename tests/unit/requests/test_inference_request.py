@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from megatron.core.inference import inference_request as reference
+from megatron.core.inference.contexts import dynamic_context as reference_errors
+from megatron.core.inference.sampling_params import SamplingParams as MegatronSamplingParams
 
 from megatron_runtime.megatron_core.inference_request import (
     DynamicInferenceEvent,
@@ -30,6 +33,13 @@ class TestHashes:
     def test_the_other_form_by_its_keyword(self) -> None:
         hashes = compute_block_hashes_batched(torch.arange(20), 8, form=HashForm.SHA256, salt=b"tenant")
         assert hashes == block_hashes(list(range(20)), 8, salt=b"tenant")
+
+    def test_the_other_form_is_the_one_of_later_releases(self) -> None:
+        tokens = torch.arange(100, 120)
+        expected = reference.compute_block_hashes_batched(tokens, 8)
+        assert compute_block_hashes_batched(tokens, 8, form=HashForm.SHA256) == expected
+        with pytest.raises(ValueError, match=r"form 'md5': want HashForm\.SHA256 or HashForm\.POLYNOMIAL"):
+            compute_block_hashes_batched(tokens, 8, form="md5")
 
     def test_hashes_are_computed_only_with_prefix_caching(self, request_factory) -> None:
         on = {"enable_prefix_caching": True, "block_size_tokens": 2}
@@ -117,14 +127,19 @@ class TestParameters:
         params = SamplingParams()
         with pytest.warns(DeprecationWarning, match="renamed"):
             request = InferenceRequest(request_id=1, prompt="x", inference_parameters=params)
-        assert request.sampling_params is params
+        assert request.sampling_params is request.inference_parameters is params
+        kept = reference.InferenceRequest(
+            request_id=1, prompt="x", inference_parameters=MegatronSamplingParams(top_k=3)
+        )
+        serialized = InferenceRequest.deserialize(kept.serialize()).serialize()
+        assert serialized["inference_parameters"]["top_k"] == kept.serialize()["inference_parameters"]["top_k"] == 3
 
     def test_tracked_metadata_sets_the_termination_id(self, request_factory) -> None:
         request = request_factory()
         values = request.tracked_metadata
         names = [name for name, _, _ in request.get_metadata_types()]
         assert dict(zip(names, values, strict=True))["termination_id"] == -1
-        assert request.sampling_params.termination_id == -1
+        assert request.sampling_params.termination_id is None, "the parameters are the caller's"
         places = {}
         for (name, dtype, on_device), value in zip(request.get_metadata_types(), values, strict=True):
             assert torch.tensor(value, dtype=dtype).item() == value
@@ -146,6 +161,34 @@ class TestEvents:
         if kind is DynamicInferenceEventType.GENERATED_TOKEN:
             with pytest.raises(AssertionError, match="want a map with token_id"):
                 DynamicInferenceEvent(kind, payload={"token": 1})
+
+    @pytest.mark.parametrize("kind", reference.DynamicInferenceEventType)
+    def test_the_type_may_be_a_member_of_megatrons_enumeration(self, request_factory, kind) -> None:
+        payload = KeyError("x") if kind.name.startswith("ERROR") else None
+        payload = {"token_id": 1} if kind.name.startswith("GENERATED") else payload
+        event = request_factory().add_event(kind, payload)
+        assert event.type is DynamicInferenceEventType[kind.name]
+        with pytest.raises(AssertionError, match="want a DynamicInferenceEventType"):
+            DynamicInferenceEvent(kind.value, payload=payload)
+
+    def test_every_method_returns_its_event_as_megatrons_does(self, request_factory) -> None:
+        ours, theirs = request_factory(), reference.DynamicInferenceRequest(request_id=5)
+        steps = {"pre_fwd_active_token_count": 3, "pre_fwd_step_count": 4}
+        calls = {
+            **dict.fromkeys(("add_engine", "add_context", "pause", "evict", "finish", "fail"), ()),
+            "generated_token": (7,),
+            "error_transient": (reference_errors.ContextOverflowError(5, "x"),),
+            "error_nontransient": (reference_errors.ContextOverflowError(5, "x"),),
+        }
+        for name, arguments in calls.items():
+            options = steps if name == "generated_token" else {}
+            event, expected = (
+                getattr(request, f"add_event_{name}")(*arguments, **options) for request in (ours, theirs)
+            )
+            assert event is ours.events[-1]
+            assert event.type.name == expected.type.name
+            if name == "generated_token":
+                assert event.payload == expected.payload
 
     def test_text_names_type_token_and_error(self, request_factory) -> None:
         request = request_factory()
@@ -190,6 +233,7 @@ class TestRecord:
         assert record[2].event_add_engine is record[0].event_add_engine
         assert record[2].uid == record[0].uid
         assert record[2].kv_cache_epoch is None
+        assert record[2].kv_cache_staleness.tolist() == record[2].policy_staleness.tolist() == [0] * 6
 
     @pytest.mark.parametrize(("min_tokens", "left"), [(0, 0), (2, 1), (1, 0), (7, 6)])
     def test_a_checkpoint_continues_with_the_minimum_that_is_left(self, request_factory, min_tokens, left) -> None:
@@ -208,13 +252,28 @@ class TestRecord:
         record.checkpoint()
         assert (record[1].arrival_time, record[1].stop_word_ids, record[1].block_size_tokens) == (7.5, [[9]], 2)
         assert record[1].policy_staleness.tolist() == [1] * 4
-        assert record[1].kv_cache_staleness is None
+        assert record[1].kv_cache_staleness.tolist() == [0] * 4
         assert record[1].prompt is None
 
     def test_a_request_without_remaining_tokens_is_not_continued(self, request_factory) -> None:
         record = DynamicInferenceRequestRecord.from_request(request_factory(generated_tokens=list(range(10))))
         with pytest.raises(ValueError, match="request 5 has generated all"):
             record.checkpoint()
+
+    def test_a_prompt_that_was_not_sent_is_not_replaced_by_the_answer(self, over_the_wire) -> None:
+        params = MegatronSamplingParams(num_tokens_to_generate=4)
+        sent = reference.DynamicInferenceRequest(
+            request_id=5, prompt_tokens=torch.tensor([1, 2]), sampling_params=params, generated_tokens=[4]
+        )
+        record = DynamicInferenceRequestRecord.deserialize(
+            over_the_wire({"requests": [sent.serialize()], "latency": None})
+        )
+        with pytest.raises(ValueError, match=r"request 5 has none of the 2 tokens .* return_prompt_tokens=True"):
+            record.checkpoint()
+        sent.sampling_params.return_prompt_tokens = True
+        record = DynamicInferenceRequestRecord.deserialize({"requests": [sent.serialize()], "latency": None})
+        record.checkpoint()
+        assert record[1].prompt_tokens.tolist() == [1, 2, 4]
 
     def test_a_checkpoint_makes_the_missing_event(self, request_factory) -> None:
         record = DynamicInferenceRequestRecord.from_request(request_factory())
@@ -232,6 +291,7 @@ class TestRecord:
         assert [event.type.name for event in merged.events] == ["ADD_ENGINE", "EVICT"]
         assert (merged.request_id, merged.uid) == (record.request_id, record[0].uid)
         assert merged.generated_length == 3
+        assert merged.policy_staleness.tolist() == merged.kv_cache_staleness.tolist() == [0] * 6
 
     def test_merge_joins_measurements_and_takes_the_result_of_the_last_segment(self, record) -> None:
         record[1].uid = "chatcmpl-other"
@@ -249,7 +309,10 @@ class TestRecord:
         assert merged.generated_top_n_logprobs == [{"a": 0.0}, {"a": -1.0}]
         assert merged.prompt_log_probs == [0.0]
         assert merged.kv_cache_epoch == [[0, 1]]
-        assert (merged.policy_staleness.tolist(), merged.kv_cache_staleness.tolist()) == ([1], [1, 1])
+        assert (merged.policy_staleness.tolist(), merged.kv_cache_staleness.tolist()) == (
+            [1] + [0] * 5,
+            [1, 1] + [0] * 4,
+        )
         assert (merged.finish_reason, merged.stop_reason, merged.error) == ("reason 1", 1, {"code": 1})
 
     def test_joined_values_are_a_tensor_if_all_parts_are(self, record) -> None:

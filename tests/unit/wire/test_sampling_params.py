@@ -3,8 +3,17 @@
 from dataclasses import fields
 
 import pytest
+from megatron.core.inference import sampling_params as reference
 
 from megatron_runtime.requests.sampling_params import PARAMETERS, InvalidSamplingParamsError, SamplingParams
+
+
+def test_the_fields_by_position_are_those_of_megatron() -> None:
+    order = [item.name for item in fields(reference.SamplingParams)]
+    assert [item.name for item in fields(SamplingParams)][: len(order)] == order
+    theirs = reference.SamplingParams(0.5, 3, 0.9, True, True, False, 7)
+    ours = SamplingParams(0.5, 3, 0.9, True, True, False, 7)
+    assert {name: getattr(ours, name) for name in order} == {name: getattr(theirs, name) for name in order}
 
 
 @pytest.mark.parametrize(
@@ -18,7 +27,7 @@ from megatron_runtime.requests.sampling_params import PARAMETERS, InvalidSamplin
         ("top_k", 2**31),
         ("top_k", 2.5),
         ("top_p", 1.01),
-        ("num_tokens_to_generate", 0),
+        ("num_tokens_to_generate", -1),
         ("num_tokens_to_generate", 2**31),
         ("num_tokens_total", 2**31),
         ("min_tokens", 2**31),

@@ -258,7 +258,7 @@ class EngineCore:
             context.register_computed(rows.slots[in_prompt & ~has_failed])
         step_tokens = int(rows.counts.sum())
         self._step_sizes.observe(step_tokens)
-        self._prompt_tokens += step_tokens - int(rows.needs_sample.sum())
+        self._prompt_tokens += int(rows.counts[in_prompt].sum())
         self._generation_tokens += len(sampled)
         for row, found in result.prompt_log_probs.items():
             rows.requests[row].add_prompt_log_probs(found)

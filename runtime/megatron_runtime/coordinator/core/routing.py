@@ -191,7 +191,7 @@ class EngineRouter:
         # An engine without the first block scores its free share alone: none more than this one.
         best, rank = least_loaded, self._rank(least_loaded, hashes)
         for_room = 1 - self._alpha
-        for blocks in map(self._counted, hashes.values()):
+        for blocks in hashes.values():
             deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
             for_match = self._alpha * deepest / len(blocks)
             for engine in self._blocks.holders(blocks[0]):
@@ -202,15 +202,12 @@ class EngineRouter:
                     best, rank = engine, found
         return best
 
-    def _counted(self, blocks: Sequence[int]) -> Sequence[int]:
-        return blocks[:1] if self._by_first_block else blocks
-
     def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
         """Return what the engines are compared by: the score, when it was last given the matching block, its index."""
-        blocks = self._counted(self._of_engine(hashes, engine))
+        blocks = self._of_engine(hashes, engine)
         depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
         # 1 - load, as the order by load: equal loads have equal scores.
@@ -235,7 +232,7 @@ class EngineRouter:
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` was given these blocks now."""
-        self._blocks.give(engine, self._counted(hashes))
+        self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""

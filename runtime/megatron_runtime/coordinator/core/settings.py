@@ -56,6 +56,7 @@ class CoordinatorSettings:
     max_wait_seconds: the longest a request waits for an engine; then 504.
     journal_bytes:   memory for prompts and tokens of open requests; beyond it 429.
     max_clients:     clients registered at once.
+    plain_max_requests: requests that a plain engine runs at once, which it does not report; 0: no limit.
     deterministic:   engines alternate in the order of their names; only the order of arrival decides.
     schedule_output_path: JSON file for the scheduling decisions, written at the end.
     """
@@ -77,6 +78,7 @@ class CoordinatorSettings:
     max_wait_seconds: float = 300.0
     journal_bytes: int = 1 << 30
     max_clients: int = 10_000
+    plain_max_requests: int = 0
     deterministic: bool = False
     schedule_output_path: Path | None = None
     timing: Timing = field(default_factory=Timing)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 from megatron_runtime.coordinator.plain.messages import (
+    PER_TOKEN,
     WANTS_RECORD,
     Detokenize,
+    OpenRequest,
     PlainSubmit,
     failed_frames,
+    joined_log_probs,
     partial_frames,
     reply_frames,
 )
@@ -45,14 +48,6 @@ logger = logging.getLogger(__name__)
 _FINAL, _HEARTBEAT = int(Header.FINAL), int(Header.HEARTBEAT)
 
 
-class OpenRequest(NamedTuple):
-    """A request of a client: its number there, its packed parameters, and its prompt if that is a text."""
-
-    number: int
-    params: bytes
-    text: str | None
-
-
 class ClientTranslator:
     """Turns the frames of one client into native messages, and back.
 
@@ -80,6 +75,8 @@ class ClientTranslator:
         self._incarnation = randbits(64)
         self._heartbeat = Heartbeat(incarnation=self._incarnation)
         self._uids: dict[int, bytes] = {}
+        self._log_probs: dict[bytes, dict[str, list[Any]]] = {}
+        """Of the tokens that partials brought. An engine that continues the request does not have them."""
         self._is_registered = False
 
     # --- from the client ----------------------------------------------------------------------------------------
@@ -95,7 +92,9 @@ class ClientTranslator:
             message = decode([frame])
             assert isinstance(message, Control | Disconnect)
             self._accept(message)
-        elif header in (Header.ABORT_REQUEST, Header.SUBMIT_REQUEST_WITH_KV, Header.RELEASE_KV):
+        elif header == Header.RELEASE_KV:
+            pass  # nothing is held, and an answer would end the client, which expects none
+        elif header in (Header.ABORT_REQUEST, Header.SUBMIT_REQUEST_WITH_KV):
             match unpack(frame, PLAIN):
                 case [Header.ABORT_REQUEST, int(number), *_]:
                     if number in self._uids:
@@ -115,12 +114,12 @@ class ClientTranslator:
                     self._send(failed_frames(number, ErrorCode.INVALID_REQUEST, str(error)))
             raise
         uid = self._randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
-        prompt, text = submit.prompt, None
+        request, prompt = submit.request, submit.prompt
         if isinstance(prompt, str):
-            text, prompt = prompt, prompt.encode("utf-8", "replace")
-        self._uids[submit.number] = uid
-        self._requests[uid] = OpenRequest(submit.number, submit.params, text)
-        self._accept(Submit(uid, submit.meta, prompt, b"", extended_map(submit.params, WANTS_RECORD, 1)))
+            prompt = prompt.encode("utf-8", "replace")
+        self._uids[request.number] = uid
+        self._requests[uid] = request
+        self._accept(Submit(uid, submit.meta, prompt, b"", extended_map(request.params, WANTS_RECORD, 1)))
 
     # --- to the client ------------------------------------------------------------------------------------------
 
@@ -156,21 +155,33 @@ class ClientTranslator:
         return True
 
     def _reply(self, request: OpenRequest, tokens: bytes, reply: bytes) -> Frames:
-        return reply_frames(request.number, tokens, reply, text=request.text, detokenize=self._detokenize)
+        log_probs = self._log_probs.get(self._uids.get(request.number, b""))
+        if log_probs is not None:
+            reply = joined_log_probs(reply, log_probs, count=len(tokens) // 4)
+        return reply_frames(request, tokens, reply, detokenize=self._detokenize)
 
     def _partials(self, message: Partial) -> list[Frames]:
         extras, found, begin = Extras(message.extras), [], 0
-        for uid, _, _, count in message.entries:
+        for uid, _, offset, count in message.entries:
             end = begin + 4 * count
             request = self._requests.get(uid)
             if request is not None:
                 details = extras.of(uid) if message.extras else b""
                 more = unpack(details, PLAIN) if details else {}
+                self._keep_log_probs(uid, offset, more)
                 found.append(partial_frames(request.number, message.tokens[begin:end], more))
             begin = end
         return found
 
+    def _keep_log_probs(self, uid: bytes, offset: int, details: dict[str, Any]) -> None:
+        """Keep those of new tokens. The first is number `offset`, and some may have been sent before."""
+        for name in PER_TOKEN & details.keys():
+            kept = self._log_probs.setdefault(uid, {}).setdefault(name, [])
+            if isinstance(details[name], list) and len(kept) >= offset:
+                kept += details[name][len(kept) - offset :]
+
     def _forget(self, uid: bytes) -> bytes:
+        self._log_probs.pop(uid, None)
         request = self._requests.pop(uid, None)
         if request is not None and self._uids.get(request.number) == uid:
             del self._uids[request.number]

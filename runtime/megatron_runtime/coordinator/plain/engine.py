@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_runtime.coordinator.environment import TextPrompts
-from megatron_runtime.coordinator.plain.client import OpenRequest
-from megatron_runtime.coordinator.plain.messages import EngineOutput, read_outputs, submit_frames
+from megatron_runtime.coordinator.plain.messages import EngineOutput, OpenRequest, read_outputs, submit_frames
 from megatron_runtime.protocol.codec import unpack_request
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState, signals_to_join
@@ -68,6 +67,7 @@ class EngineTranslator:
     now:       seconds on a monotonic clock.
     requests:  the open requests of plain clients, which get the answer of the engine as it is.
     reconnect: seconds that the engine has to connect again.
+    max_requests: requests that the engine runs at once; 0: no limit.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class EngineTranslator:
         randbits: Callable[[int], int],
         texts: TextPrompts,
         reconnect: float,
+        max_requests: int,
     ) -> None:
         self.name = name
         self._accept = accept
@@ -92,6 +93,7 @@ class EngineTranslator:
         self._randbits = randbits
         self._texts = texts
         self._reconnect = reconnect
+        self._max_requests = max_requests
         self._running: dict[int, Running] = {}
         self._state = EngineState.RUNNING
         self._epoch = 0
@@ -126,7 +128,13 @@ class EngineTranslator:
         self._incarnation = self._randbits(64)
         self._state, self._epoch, self._source = EngineState.RUNNING, 0, None
         self._running.clear()
-        hello = Hello(role=Role.ENGINE, name=self.name, incarnation=self._incarnation, tokenizes=True)
+        hello = Hello(
+            role=Role.ENGINE,
+            name=self.name,
+            incarnation=self._incarnation,
+            tokenizes=True,
+            max_requests=self._max_requests,
+        )
         self._accept(hello)
         self._accept(hello.model_copy(update={"serving": True, "state": EngineState.RUNNING}))
 

@@ -35,18 +35,37 @@ _AS_SENT = pack("plain") + pack(True)
 """First entry of the reply map of an engine for a plain client: the other entries are as the engine sent them."""
 _TEXT = pack("generated_text")
 _TO_PARTIAL = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
+_RETURNS_PROMPT = "return_prompt_tokens"
+"""A parameter that every client of 0.17 and later sends."""
+PER_TOKEN = frozenset(_TO_PARTIAL)
+"""Details of each token, by the names of a native partial. In a reply they begin with `generated_`."""
 _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-class PlainSubmit(NamedTuple):
-    """SUBMIT_REQUEST of a client. `prompt` is a text or int32 tokens; `params` are the packed map."""
+class OpenRequest(NamedTuple):
+    """A request of a client, as its answer needs it.
+
+    params: the packed map of parameters.
+    text:   the prompt, if it is a text.
+    tokens: int32; the prompt, if the client asks for it and it is not a text.
+    has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
+    """
 
     number: int
-    prompt: str | bytes
     params: bytes
+    text: str | None
+    tokens: bytes | None
+    has_every_field: bool
+
+
+class PlainSubmit(NamedTuple):
+    """SUBMIT_REQUEST of a client. `prompt` is a text or int32 tokens."""
+
+    request: OpenRequest
+    prompt: str | bytes
     meta: RequestMeta
 
     @classmethod
@@ -58,7 +77,10 @@ class PlainSubmit(NamedTuple):
                     raise MalformedMessageError("SUBMIT_REQUEST with multimodal data: this coordinator takes text only")
                 meta = _meta_of(params, is_text=isinstance(prompt, str), randbits=randbits)
                 body = prompt if isinstance(prompt, str) else _packed(prompt)
-                return cls(number, body, pack(params), meta)
+                text = body if isinstance(body, str) else None
+                tokens = body if isinstance(body, bytes) and params.get(_RETURNS_PROMPT) else None
+                request = OpenRequest(number, pack(params), text, tokens, _RETURNS_PROMPT in params)
+                return cls(request, body, meta)
         raise MalformedMessageError(f"SUBMIT_REQUEST {shown(items)}: want [20, id, prompt, params]")
 
 
@@ -176,14 +198,26 @@ _FIELDS = (
 )
 """Fields of a reply that Megatron-Core's request class has in every release. It rejects unknown ones."""
 _EPOCHS = ("policy_epoch", "kv_cache_epoch")
+_EVERY_FIELD: dict[str, Any] = {
+    **dict.fromkeys((*_FIELDS, "prompt", "prompt_tokens", "prompt_length", "inference_parameters")),
+    **dict.fromkeys(("arrival_time", "encoder_prompt", "segments", "generated_segments", "generated_sequence_lengths")),
+    **dict.fromkeys(("remaining_prompt_tokens", *_EPOCHS, "latency", "routing_indices", "stop_word_ids")),
+    **dict.fromkeys(("block_size_tokens", "ttft")),
+    **dict.fromkeys(("finished_chunk_token_count", "cg_wait_iters", "num_cached_tokens"), 0),
+    "enable_prefix_caching": False,
+    "tpot": [],
+    "precomputed_block_hashes": [],
+}
+"""Fields of a request of 0.17 and later, with the values of one that lacks them. Its server reads them by key."""
+_MEASURED = ("prompt_length", "num_cached_tokens", "ttft")
 
 
-def reply_frames(number: int, tokens: bytes, raw: bytes, *, text: str | None, detokenize: Detokenize) -> Frames:
+def reply_frames(request: OpenRequest, tokens: bytes, raw: bytes, *, detokenize: Detokenize) -> Frames:
     """ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
 
-    text: the prompt, if it is a text. The text of the answer is added here if the engine sent none.
+    The text of the answer is added here if the engine sent none.
     """
-    token_list = token_list_from_bytes(tokens)
+    number, token_list = request.number, token_list_from_bytes(tokens)
     begin = _map_header_bytes(raw) if raw else 0
     if raw.startswith(_AS_SENT, begin):
         known: dict[str, Any] = {"request_id": number, "generated_tokens": token_list}
@@ -198,18 +232,47 @@ def reply_frames(number: int, tokens: bytes, raw: bytes, *, text: str | None, de
         return failed_frames(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
     reply = reply if isinstance(reply, dict) else {}
     fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
-    if text is not None:
-        fields["prompt"] = text
+    if request.text is not None:
+        fields["prompt"] = request.text
     fields |= {name: reply[name] for name in _EPOCHS if _has_epoch(reply.get(name))}
     if (routing := _tensor_of(reply.get("routing_indices"))) is not None:
         fields["routing_indices"] = routing
     if "generated_text" not in fields and (answer := _text_of(token_list, detokenize)) is not None:
         fields["generated_text"] = answer
+    if request.has_every_field:
+        fields |= {name: reply[name] for name in _MEASURED if reply.get(name) is not None}
+        if request.tokens is not None:
+            fields["prompt_tokens"] = ("tensor", token_list_from_bytes(request.tokens))
+        fields = {**_EVERY_FIELD, **fields, "sampling_params": unpack(request.params, PLAIN)}
     cause, events = reply.get("error"), []
     if isinstance(cause, dict):
-        is_transient = cause.get("is_transient")
-        events = _error_events(number, cause.get("code"), str(cause.get("message")), is_transient=is_transient)
+        events = _error_events(
+            number, cause.get("code"), str(cause.get("message")), cause.get("type"), cause.get("is_transient")
+        )
     return _reply(number, str(reply.get("status")), token_list, events, fields)
+
+
+def joined_log_probs(raw: bytes, before: dict[str, list[Any]], *, count: int) -> bytes:
+    """Return the reply map of an answer of `count` tokens with the log-probabilities of all of them.
+
+    before: by the names of a partial, of the first tokens. The reply has those of its engine, which may have continued
+            the request of another one.
+    """
+    try:
+        reply = unpack(raw, PLAIN)
+    except MalformedMessageError:
+        return raw  # which reply_frames() reports
+    lists = {
+        key: (values, reply[key])
+        for name, values in before.items()
+        if isinstance(reply, dict) and isinstance(reply.get(key := f"generated_{name}"), list)
+    }
+    joined = {
+        key: values[: count - len(own)] + own
+        for key, (values, own) in lists.items()
+        if 0 < count - len(own) <= len(values)
+    }
+    return pack({**reply, **joined}) if joined else raw
 
 
 def _text_of(tokens: list[int], detokenize: Detokenize) -> str | None:
@@ -263,18 +326,25 @@ _ERROR_CLASSES = {
     ErrorCode.QUEUE_FULL: "RequestOverflowError",
     ErrorCode.TOO_LARGE: "MaxSequenceLengthOverflowError",
 }
+_SENT_CLASSES = frozenset(
+    {"RequestOverflowError", "TokenOverflowError", "MaxSequenceLengthOverflowError", "BlockOverflowError"}
+)
+"""Errors of engines of this project that Megatron-Core has by the same name."""
 _PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
 
 
-def _error_events(number: int, code: Any, message: str, *, is_transient: bool | None = None) -> list[dict[str, Any]]:
+def _error_events(
+    number: int, code: Any, message: str, name: Any = None, is_transient: bool | None = None
+) -> list[dict[str, Any]]:
     """An error as the events of a request. A client sets the time of an event without one.
 
+    name:         its class at the engine.
     is_transient: None: determined by the code.
     """
     if is_transient is None:
         is_transient = code not in _PERMANENT
     payload = {
-        "type": _ERROR_CLASSES.get(code, "ContextOverflowError"),
+        "type": name if name in _SENT_CLASSES else _ERROR_CLASSES.get(code, "ContextOverflowError"),
         "request_id": number,
         "message": message,
         "is_transient": is_transient,

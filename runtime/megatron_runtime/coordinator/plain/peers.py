@@ -8,8 +8,9 @@ from collections.abc import Callable
 from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.records import PeerId
-from megatron_runtime.coordinator.plain.client import ClientTranslator, OpenRequest
+from megatron_runtime.coordinator.plain.client import ClientTranslator
 from megatron_runtime.coordinator.plain.engine import EngineTranslator
+from megatron_runtime.coordinator.plain.messages import OpenRequest
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -149,6 +150,7 @@ class PlainPeers:
             randbits=randbits,
             texts=core.texts,
             reconnect=core.context.settings.timing.plain_reconnect,
+            max_requests=core.context.settings.plain_max_requests,
         )
 
 

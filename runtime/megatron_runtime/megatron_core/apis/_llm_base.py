@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.in_process.answers import Prompt, PromptBatch
 from megatron_runtime.in_process.builder import build_executor, default_config
 from megatron_runtime.in_process.calls import MakeStream, require_process
@@ -25,6 +24,7 @@ from megatron_runtime.in_process.front_end import FrontEnd, ServeConfig
 from megatron_runtime.in_process.lifecycle import ProgramLifecycle
 from megatron_runtime.in_process.ranks import ProgramRanks, global_rank, parallel_sizes, world_size
 from megatron_runtime.in_process.streams import GenerationChunk, ReadChunk
+from megatron_runtime.megatron_core.contexts.dynamic_context import DynamicInferenceContext
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
@@ -253,10 +253,7 @@ class _MegatronLLMBase:
     @property
     def controller(self) -> TextGenerationController:
         """The model and its tokenizer. `inference_wrapped_model` is None while the weights are released."""
-        executor = self._engine.core.executor
-        model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
-        wrapped = GPTInferenceWrapper(model, dtype=dtype) if model is not None and dtype is not None else None
-        return TextGenerationController(wrapped, lambda: self._engine.controller.tokenizer)
+        return self._engine.controller
 
     def _assert_primary(self) -> None:
         if not self.is_primary_rank:
@@ -396,15 +393,16 @@ class _MegatronLLMBase:
         assert self._coord_runtime is not None
         assert self._coord_runtime.coord_addr is not None
         if self.is_primary_rank:
+            assert self._engine.text is not None
             await self._lifecycle().serve(
                 partial(
                     FrontEnd,
                     config,
                     coordinator=self._coord_runtime.coord_addr,
-                    tokenizer=self._engine.controller.tokenizer,
+                    tokenizer=self._engine.text.tokenizer,
                     tokenizer_reference=self._reference,
                     model_name=config.model_name or default_model_name(self._reference or "model"),
-                    max_sequence_length=self._engine.context.max_sequence_length,
+                    max_sequence_length=self._engine.core.context.max_sequence_length,
                 )
             )
 

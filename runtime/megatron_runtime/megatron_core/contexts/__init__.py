@@ -3,6 +3,7 @@
 from megatron_runtime.megatron_core.contexts.dynamic_context import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
+    ContextOverflowError,
     DynamicInferenceContext,
     RequestOverflowError,
     TokenOverflowError,
@@ -11,6 +12,7 @@ from megatron_runtime.megatron_core.contexts.dynamic_context import (
 __all__ = [
     "ActiveRequestCountOverflowError",
     "BlockOverflowError",
+    "ContextOverflowError",
     "DynamicInferenceContext",
     "RequestOverflowError",
     "TokenOverflowError",

@@ -1,6 +1,13 @@
 """Megatron-Core name: `DynamicInferenceContext`, with the overflow errors of requests."""
 
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.kv.prefix_cache import PrefixCache
+from megatron_runtime.requests.config import IGNORED_FIELDS, InferenceConfig
 from megatron_runtime.requests.errors import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,
@@ -21,3 +28,136 @@ __all__ = [
     "TensorStateDeallocatedError",
     "TokenOverflowError",
 ]
+
+
+class DynamicInferenceContext:
+    """The limits of an engine, and once an engine is constructed with it, the state of that engine.
+
+    An attribute that is not listed here is that of the engine's own context.
+
+    model_config:     TransformerConfig of the model. The engine reads the model's own.
+    inference_config: InferenceConfig of this project or of Megatron-Core.
+    """
+
+    async_sched_step_count = async_sched_compaction_step_count = 0
+    """Steps that were planned while another one ran: none, because the engine plans a step when the last has ended."""
+
+    def __init__(self, model_config: Any, inference_config: Any) -> None:
+        self.model_config = model_config
+        self.config: InferenceConfig = config_of(inference_config)
+        self._core: EngineCore | None = None
+        self._steps_before = self._prefill_before = 0
+
+    def bind(self, core: EngineCore) -> None:
+        """Show the state of this engine from now on."""
+        self._core, self.config = core, core.config
+
+    def restart_counters(self) -> None:
+        """Count steps and prompt tokens from now on, as after a reset of the engine."""
+        stats = self._bound("a reset").stats()
+        self._steps_before, self._prefill_before = stats.steps, stats.prompt_tokens
+
+    def _bound(self, name: str) -> EngineCore:
+        if self._core is None:
+            raise AttributeError(f"{name}: the context has it once an engine is constructed with it")
+        return self._core
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._bound(name).context, name)
+
+    @property
+    def max_requests(self) -> int:
+        """Requests that run at once."""
+        return self.config.request_slots
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of one step, of prompts and answers together."""
+        return self.config.step_tokens
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Tokens of prompt and answer together; None for the model's limit before there is an engine."""
+        return self.config.max_sequence_length if self._core is None else self._core.context.max_sequence_length
+
+    @property
+    def block_size_tokens(self) -> int:
+        """Tokens of a block of the prefix cache."""
+        return self.config.block_size_tokens
+
+    @property
+    def step_count(self) -> int:
+        """Steps since the construction of the engine, or its last reset."""
+        return 0 if self._core is None else self._core.stats().steps - self._steps_before
+
+    @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Prompt tokens that were computed since then."""
+        return 0 if self._core is None else self._core.stats().prompt_tokens - self._prefill_before
+
+    @property
+    def kv_block_allocator(self) -> KVBlockAllocator:
+        return KVBlockAllocator(self._bound("kv_block_allocator").context.prefix_cache)
+
+    def get_active_request_count(self) -> int:
+        """Return the number of requests that run."""
+        return 0 if self._core is None else self._core.stats().num_running
+
+
+class KVBlockAllocator:
+    """The KV pages of an engine, by the names of Megatron-Core's allocator, whose block is a page here.
+
+    A request that loses its pages is computed again, so that none are held by paused requests.
+    """
+
+    paused_count = 0
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+
+    @property
+    def total_count(self) -> int:
+        """All pages, with the dummy page."""
+        return self._cache.num_usable + 1
+
+    @property
+    def dummy_block_idx(self) -> int:
+        return self._cache.dummy
+
+    @property
+    def active_count(self) -> int:
+        """Pages that requests may hold."""
+        return self._cache.num_usable
+
+    @property
+    def total_avail(self) -> int:
+        """Pages without content."""
+        return self._cache.num_free
+
+    def get_total_used(self) -> int:
+        """Return the number of pages with content, also of cached prefixes that no request holds."""
+        return self.active_count - self.total_avail
+
+    def get_active_used(self) -> int:
+        """Return the number of pages that requests hold."""
+        return self._cache.num_held
+
+    def get_active_avail(self) -> int:
+        """Return the number of pages that no request holds."""
+        return self.active_count - self.get_active_used()
+
+    def get_paused_used(self) -> int:
+        return 0
+
+    def get_paused_avail(self) -> int:
+        return 0
+
+
+def config_of(source: Any) -> InferenceConfig:
+    """Return the configuration of an InferenceConfig of Megatron-Core; one of this project unchanged."""
+    if isinstance(source, InferenceConfig):
+        return source
+    names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)
+    return InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.ranked.executor import Follower
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.coordinator.spawn import CoordinatorProcess
@@ -25,9 +23,14 @@ from megatron_runtime.in_process.calls import (
     MakeStream,
 )
 from megatron_runtime.in_process.service import EngineService, FollowedService
+from megatron_runtime.megatron_core.contexts.dynamic_context import DynamicInferenceContext, config_of
+from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.megatron_core.text_generation_controllers.text_generation_controller import (
+    TextGenerationController,
+)
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.async_stream import AnyStream, AsyncStream, BlockingStream
-from megatron_runtime.requests.config import IGNORED_FIELDS, InferenceConfig
+from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 
@@ -41,9 +44,10 @@ class DynamicInferenceEngine:
     (start_listening_to_data_parallel_coordinator()). Calls of generate() may be open at the same time, in any number of
     threads and event loops.
 
-    controller: an Executor, or Megatron-Core's TextGenerationController: a model in `inference_wrapped_model.model` and
-                a `tokenizer`.
-    context:    the InferenceConfig, or Megatron-Core's DynamicInferenceContext, from which the limits are taken.
+    controller: an Executor, or a TextGenerationController, of this project or of Megatron-Core: a model in
+                `inference_wrapped_model.model` and a `tokenizer`. A wrapper class that is derived from this project's
+                runs the model.
+    context:    the InferenceConfig, or a DynamicInferenceContext, from which the limits are taken.
     follower: for another rank of an engine than its first, which runs the requests: `controller` is this rank's part.
 
     Without a coordinator, all ranks of an engine make the same calls of generate(), and each returns the answers. The
@@ -53,11 +57,26 @@ class DynamicInferenceEngine:
     def __init__(self, controller: Any, context: Any, *, follower: Follower | None = None) -> None:
         executor, config = controller, context
         if not isinstance(context, InferenceConfig):
-            config = _config_of(context)
+            config = config_of(context.config)
         if (wrapped := getattr(controller, "inference_wrapped_model", None)) is not None:
-            executor, config, _ = build_executor(wrapped.model, controller.tokenizer, config, ParallelSizes())
+            kind = type(wrapped)
+            is_own = issubclass(kind, GPTInferenceWrapper) and kind is not GPTInferenceWrapper
+            executor, config, _ = build_executor(
+                wrapped.model,
+                controller.tokenizer,
+                config,
+                ParallelSizes(),
+                make_forward=kind.forward_of if is_own else None,
+            )
             executor.load()
         self.core = EngineCore(executor, config)
+        self.context = (
+            context if isinstance(context, DynamicInferenceContext) else DynamicInferenceContext(None, self.core.config)
+        )
+        """The limits and the state of this engine."""
+        self.context.bind(self.core)
+        self.capture_stats: dict[str, Any] | None = None
+        """Time and memory of capturing CUDA graphs: None, because this engine captures them without measuring."""
         self.text: ModelText | None = getattr(executor, "controller", None)
         """Converts between text and the engine's tokens; None if its tokens have no text."""
         self._following = FollowedService(follower) if follower is not None else None
@@ -66,15 +85,29 @@ class DynamicInferenceEngine:
         self._service: EngineService | FollowedService | None = None
 
     @property
-    def controller(self) -> ModelText:
-        """The model's text. Raises RuntimeError for an executor whose tokens have no text."""
+    def controller(self) -> TextGenerationController:
+        """The model and its tokenizer. `inference_wrapped_model` is None while the weights are released.
+
+        Raises RuntimeError for an executor whose tokens have no text.
+        """
+        executor = self.core.executor
         if self.text is None:
-            raise RuntimeError(f"{type(self.core.executor).__name__} has no controller: its tokens have no text")
-        return self.text
+            raise RuntimeError(f"{type(executor).__name__} has no controller: its tokens have no text")
+        model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
+        wrapped = None
+        if model is not None and dtype is not None:
+            wrapped = GPTInferenceWrapper(model, self.context, dtype=dtype)
+        return TextGenerationController(wrapped, self.text)
 
     @property
-    def context(self) -> DynamicInferenceContext:
-        return self.core.context
+    def unified_memory_level(self) -> int:
+        """As configured: 0, because the KV cache is in one kind of memory."""
+        return self.core.config.unified_memory_level
+
+    @property
+    def state(self) -> EngineState:
+        """RUNNING without a coordinator; otherwise what its signals have led to."""
+        return EngineState.RUNNING if self._service is None else EngineState(self._service.events.state)
 
     # --- without a coordinator ----------------------------------------------------------------------------------
 
@@ -120,10 +153,13 @@ class DynamicInferenceEngine:
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """Drop every request without an answer, and the prefix cache unless `preserve_prefix_cache`.
 
+        The counters of the context begin again.
+
         Raises RuntimeError while the engine serves a coordinator, which would wait for the answers.
         """
         self._require_no_coordinator()
         self.calls.reset(preserve_prefix_cache=preserve_prefix_cache)
+        self.context.restart_counters()
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
         """Release memory: see EngineCore. Raises RuntimeError while direct calls are open: they need the memory."""
@@ -207,9 +243,11 @@ class DynamicInferenceEngine:
     async def wait_until(self, state: EngineState) -> None:
         """Wait until the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED.
 
+        state: also a member of Megatron-Core's own enumeration, which has the same names.
+
         Call it on the event loop of the engine's connection. Raises EngineFailedError if the engine ends first.
         """
-        await self.service.wait_until(state)
+        await self.service.wait_until(EngineState[state.name])
 
     async def stop_listening(self) -> None:
         """Leave the coordinator, and stop it if this engine launched it. Idempotent.
@@ -219,10 +257,3 @@ class DynamicInferenceEngine:
         if self._service is not None:
             await self._service.stop()
             self._service = None
-
-
-def _config_of(context: Any) -> InferenceConfig:
-    """Return the configuration with which a context of Megatron-Core was built."""
-    source = context.config
-    names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)
-    return InferenceConfig(**{name: getattr(source, name) for name in names if hasattr(source, name)})

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Any
 
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.megatron_core.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_runtime.tokenization import Tokenizer
+from megatron_runtime.tokenization import tokenizer_of
+from megatron_runtime.tokenization.of_program import MegatronTokenizer
 
 
-class TextGenerationController(ModelText):
-    """A model and its tokenizer, for code written for Megatron-Core. The engine does not use it.
+class TextGenerationController:
+    """A model and its tokenizer. An engine is constructed with it.
 
     inference_wrapped_model: None while the weights are released.
-    tokenizer: the tokenizer, or a function that loads it at first use.
+    tokenizer: the program's tokenizer, with tokenize() and detokenize(); or another one, or a model reference: see
+               tokenizer_of().
     """
 
-    def __init__(
-        self, inference_wrapped_model: GPTInferenceWrapper | None, tokenizer: Tokenizer | Callable[[], Tokenizer]
-    ) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, inference_wrapped_model: GPTInferenceWrapper | None, tokenizer: Any) -> None:
         self.inference_wrapped_model = inference_wrapped_model
+        self._text = tokenizer if isinstance(tokenizer, ModelText) else ModelText(lambda: tokenizer_of(tokenizer))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The program's tokenizer if it has Megatron-Core's interface, else a Tokenizer, which has it too."""
+        made = self._text.tokenizer
+        return made.of_program if isinstance(made, MegatronTokenizer) else made
+
+    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
+        """Return the token ids of `prompt`. add_BOS: begin with the BOS token even if the tokenizer does not add it."""
+        return self._text.tokenize_prompt(prompt, add_BOS)
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        return self._text.detokenize(tokens)

@@ -18,11 +18,14 @@ class GPTInferenceWrapper:
     The engine runs its model without a wrapper. Pass a subclass as `inference_wrapper_cls` of MegatronLLM to change how
     the model runs.
 
-    model: a DecoderModel. dtype: of its activations.
+    model: a DecoderModel; or a GPTModel of Megatron-Core, which an engine is constructed with.
+    inference_context: the context of that engine.
+    dtype: of the activations of a DecoderModel.
     """
 
-    def __init__(self, model: Any, *, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, inference_context: Any = None, *, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
+        self.inference_context = inference_context
         self._dtype = dtype
 
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
