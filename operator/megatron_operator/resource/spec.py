@@ -148,9 +148,9 @@ class VllmSpec(ApiModel):
     )
     args: VllmArgs = Field(
         default_factory=dict,
-        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects unknown "
-        "arguments, arguments that another field sets, and, without vllm.allowCode in its chart, arguments that can "
-        "load code.",
+        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects "
+        "arguments that another field sets, that open a port or a file and, without vllm.allowCode in its chart, that "
+        "are unknown or can load code.",
     )
     allow_pickle_between_pods: bool = Field(
         default=False,

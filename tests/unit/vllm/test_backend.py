@@ -486,9 +486,23 @@ async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Runni
         ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay is not supported by the vLLM backend"),
         ({"vllm_arguments": {"max_model_len": 5}}, "max_model_len conflicts with spec.model.maxSequenceLength"),
         ({"vllm_arguments": {"trust_remote_code": True}}, "trust_remote_code can load code"),
-        ({"vllm_arguments": {"colour": 1}}, "colour is not supported: use one of"),
+        ({"vllm_arguments": {"colour": 1}}, "colour is not known to this release, so it counts as loading code"),
+        ({"vllm_allow_code": True, "vllm_arguments": {"colour": 1}}, "colour is not known to vLLM 0.32.0: remove it"),
+        ({"vllm_arguments": {"block_size": "32"}}, "block_size is '32': give an integer or null"),
+        ({"vllm_arguments": {"block_size": True}}, "block_size is True: give an integer or null"),
+        ({"vllm_arguments": {"gpu_memory_utilization": "0.9"}}, "gpu_memory_utilization is '0.9': give a number"),
+        ({"vllm_arguments": {"enforce_eager": 1}}, "enforce_eager is 1: give true or false"),
+        ({"vllm_arguments": {"quantization": ["fp8"]}}, "quantization is ['fp8']: give a string or null"),
+        ({"vllm_arguments": {"kv_cache_dtype": "odd"}}, "kv_cache_dtype is 'odd': give 'auto' or 'fp8'"),
+        (
+            {"vllm_arguments": {"eplb_config": {"window_size": "9"}}},
+            "eplb_config.window_size is '9': give an integer",
+        ),
         ({"vllm_arguments": {"quantization": "odd"}}, "quantization 'odd' is unknown"),
-        ({"vllm_allow_code": True, "vllm_arguments": {"trust_remote_code": True}}, "vLLM 0.32.0 rejects its arguments"),
+        (
+            {"vllm_allow_code": True, "vllm_arguments": {"trust_remote_code": True}},
+            "trust_remote_code is not known to vLLM 0.32.0",
+        ),
     ],
 )
 async def test_a_bad_setting_is_named_with_the_remedy(start: Start, settings: dict[str, Any], text: str) -> None:
