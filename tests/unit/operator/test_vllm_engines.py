@@ -249,12 +249,32 @@ def test_a_foreign_image_needs_its_repository_in_the_chart() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_LOGGING_CONFIG_PATH", "FLASHINFER_WORKSPACE_BASE", "DG_JIT_NVCC"],
+    [
+        "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        "VLLM_PLUGINS",
+        "VLLM_ASSETS_CACHE",
+        "VLLM_LOGGING_CONFIG_PATH",
+        "FLASHINFER_WORKSPACE_BASE",
+        "DG_JIT_NVCC",
+    ],
 )
 def test_variables_by_which_vllm_loads_code_are_rejected(name: str) -> None:
     overlay = {"spec": {"containers": [{"name": "engine", "env": [{"name": name, "value": "1"}]}]}}
     with pytest.raises(NotAllowed, match=r"podPolicy\.environment"):
         all_children(context(engine={"podTemplate": overlay}))
+
+
+@pytest.mark.parametrize("name", ["VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_XLA_CACHE_PATH", "VLLM_MEDIA_CACHE"])
+def test_no_root_of_a_cache_can_be_moved(name: str) -> None:
+    overlay = {"spec": {"containers": [{"name": "engine", "env": [{"name": name, "value": "/x"}]}]}}
+    with pytest.raises(NotAllowed):
+        all_children(context(engine={"podTemplate": overlay}))
+
+
+@pytest.mark.parametrize("name", ["VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_ALLREDUCE_USE_FLASHINFER"])
+def test_variables_that_choose_what_is_built_in_are_passed_on(name: str) -> None:
+    overlay = {"spec": {"containers": [{"name": "engine", "env": [{"name": name, "value": "1"}]}]}}
+    assert variables(context(engine={"podTemplate": overlay}))[name] == "1"
 
 
 def test_each_field_that_conflicts_with_an_argument_exists() -> None:
