@@ -43,6 +43,9 @@ class Backend(StrEnum):
     VLLM = "VLLM"
 
 
+CPU_SEQUENCE_LENGTH = 4096
+CPU_CACHE_MEMORY = "2Gi"
+"""Figures of engines on CPUs for fields that are absent."""
 CacheMemory = Annotated[
     str,
     Matches(
@@ -121,18 +124,23 @@ class Batching(ApiModel):
     )
 
     max_requests: int | None = Field(
-        default=None, ge=1, le=65536, description="Limit of requests in one batch; 64 if absent."
+        default=None,
+        ge=1,
+        le=65536,
+        description="Limit of requests in one batch. If absent, 64; vLLM chooses on GPUs.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
         le=16_777_216,
-        description="Limit of tokens in one step; 2048 if absent, and never fewer than the limit of requests.",
+        description="Limit of tokens in one step, never fewer than the limit of requests. If absent, 2048; vLLM "
+        "chooses on GPUs.",
     )
     block_size_tokens: int = Field(default=256, ge=1, le=65536, description="Tokens per block of the prefix cache.")
-    kv_cache_memory: CacheMemory = Field(
-        default="2Gi",
-        description="KV cache memory of each rank, as a Kubernetes quantity.",
+    kv_cache_memory: CacheMemory | None = Field(
+        default=None,
+        description="KV cache memory of each rank, as a Kubernetes quantity. If absent, 2Gi on CPUs; on GPUs what is "
+        "free after the load.",
         max_length=20,
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
@@ -499,6 +507,16 @@ class MegatronInferenceSpec(ApiModel):
     lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
     keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
     rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Effective model.maxSequenceLength; None if the engines, which are on GPUs, choose it."""
+        return self.model.max_sequence_length or (None if self.engine.gpus_per_pod else CPU_SEQUENCE_LENGTH)
+
+    @property
+    def kv_cache_memory(self) -> str | None:
+        """Effective engine.batching.kvCacheMemory; None if the engines, which are on GPUs, measure it."""
+        return self.engine.batching.kv_cache_memory or (None if self.engine.gpus_per_pod else CPU_CACHE_MEMORY)
 
     @property
     def ranks_per_pod(self) -> int:

@@ -153,6 +153,32 @@ def test_caches_are_on_the_writable_volume_and_nothing_is_reported() -> None:
     assert mounts["/cache"] is False
 
 
+@pytest.mark.parametrize("backend", ["Native", "VLLM"])
+def test_engines_on_gpus_choose_what_the_resource_leaves_open(backend: str) -> None:
+    on_cpus, on_gpus = (engine(context(backend=backend, engine={"gpusPerPod": n}))["args"] for n in (0, 1))
+    assert (option(on_cpus, "--kv-cache-memory"), option(on_cpus, "--max-sequence-length")) == ("2Gi", "4096")
+    limits = {"--kv-cache-memory", "--max-sequence-length", "--max-requests", "--max-tokens"}
+    assert not limits & {*on_gpus}
+    batching = {"kvCacheMemory": "9Gi", "maxRequests": 8, "maxTokens": 16}
+    chosen = context(
+        backend=backend,
+        engine={"gpusPerPod": 1, "batching": batching},
+        model={"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 512},
+    )
+    assert [option(engine(chosen)["args"], name) for name in sorted(limits)] == ["9Gi", "8", "512", "16"]
+
+
+def test_a_figure_of_cpus_is_the_same_model_whether_it_is_set_or_absent() -> None:
+    explicit = {"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 4096}
+    assert model_hash(context()) == model_hash(context(model=explicit))
+    assert revision_of(context()) == revision_of(context(model=explicit))
+    deployments = [
+        next(each for each in all_children(ctx) if each["metadata"]["name"] == "demo-server")["metadata"]
+        for ctx in (context(), context(model=explicit))
+    ]
+    assert deployments[0] == deployments[1]
+
+
 # --- Checks ---------------------------------------------------------------------------------------------------------
 
 

@@ -471,6 +471,36 @@ async def test_without_enable_lora_the_remedy_for_adapters_is_named(running: Run
         running.backend.info.require("SET_ADAPTERS", Capability.ADAPTERS)
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "settings", "expected"),
+    [
+        (False, {}, (None, 64, 2048, 1 << 30)),
+        (True, {}, (-1, None, None, None)),
+        (True, {"max_requests": 4096}, (-1, 4096, None, None)),
+        (True, {"max_sequence_length": 9, "max_requests": 3, "max_tokens": 2, "kv_cache_memory": 7}, (9, 3, 3, 7)),
+    ],
+)
+def test_on_a_gpu_vllm_chooses_what_the_settings_leave_open(
+    fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, settings: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    from megatron_runtime.backends.vllm.arguments import engine_arguments
+
+    if on_gpu:
+        monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
+    engine = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="vllm", **settings)
+    chosen = engine_arguments(engine, Path("/model"), cache_events="ipc:///e")
+    limits = (chosen.max_model_len, chosen.max_num_seqs, chosen.max_num_batched_tokens, chosen.kv_cache_memory_bytes)
+    assert limits == expected
+
+
+async def test_the_limits_that_vllm_chose_on_a_gpu_are_announced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
+    running = await start(max_sequence_length=None, max_requests=None)
+    assert running.backend.info.max_requests == 256
+    await running.backend.load()
+    assert running.backend.info.max_sequence_length == 1536
+
+
 async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Running) -> None:
     async def are_there() -> bool:
         return any(family.name == "vllm:num_requests_running" for family in running.backend.metrics())

@@ -21,7 +21,12 @@ from vllm.platforms import current_platform
 from megatron_runtime.backends.vllm.logits_processor import AnswerTokens
 from megatron_runtime.backends.vllm.models import model_directory
 from megatron_runtime.distributed.shard import node_identity
-from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.engine.settings import (
+    DEFAULT_CPU_CACHE_BYTES,
+    DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_TOKENS,
+    EngineSettings,
+)
 from megatron_runtime.protocol.vllm_arguments import names_draft_model, problem_of
 from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
 
@@ -32,6 +37,9 @@ SUPPORTED = ((0, 26), (0, 34))
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 """Since vLLM 0.31. Before, V2 has no logits processors of others, and vLLM chooses V1 where there is one."""
+
+LONGEST_THAT_FITS = -1
+"""Value of max_model_len in each supported version: the model's limit, or less if the KV cache has less room."""
 
 NOT_RUN = "not run"
 ON_A_GPU: Mapping[str, tuple[str, ...]] = {
@@ -50,6 +58,10 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
         NOT_RUN,
     ),
     "an update writes new weights to the memory of the GPU": (NOT_RUN,),
+    "vLLM measures the memory for the KV cache, fits the sequence length to it, and chooses its batch limits": (
+        "tests/unit/vllm/test_backend.py::test_on_a_gpu_vllm_chooses_what_the_settings_leave_open",
+        NOT_RUN,
+    ),
     "ranks exchange tensors by NCCL": (NOT_RUN,),
 }
 """What differs on a GPU from the CPUs of `make test-vllm`: the tests that cover it there, and whether no GPU ran it."""
@@ -90,15 +102,19 @@ def engine_arguments(
     problem = problem or next(type_problems(settings.vllm_arguments, AsyncEngineArgs), None)
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
+    # On a GPU, vLLM measures what is free after the load, and chooses limits by the model and the device.
+    is_cpu = current_platform.is_cpu()
+    requests = settings.max_requests or (DEFAULT_MAX_REQUESTS if is_cpu else None)
+    tokens = settings.max_tokens or (DEFAULT_MAX_TOKENS if is_cpu else None)
     fixed = {
         "model": str(directory),
         "dtype": settings.dtype,
-        "max_model_len": settings.max_sequence_length,
-        "max_num_seqs": settings.max_requests,
-        "max_num_batched_tokens": max(settings.max_tokens, settings.max_requests),
+        "max_model_len": settings.max_sequence_length or (None if is_cpu else LONGEST_THAT_FITS),
+        "max_num_seqs": requests,
+        "max_num_batched_tokens": None if tokens is None else max(tokens, requests or 0),
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_prefix_caching": settings.prefix_caching,
-        "kv_cache_memory_bytes": settings.kv_cache_memory,
+        "kv_cache_memory_bytes": settings.kv_cache_memory or (DEFAULT_CPU_CACHE_BYTES if is_cpu else None),
         "tensor_parallel_size": sizes.tensor * sizes.expert,
         "enable_expert_parallel": sizes.expert > 1,
         "pipeline_parallel_size": sizes.pipeline,
