@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from megatron_operator.cli import main
 from megatron_operator.decision.decide import NOT_QUOTED, quotable
@@ -24,7 +25,7 @@ from megatron_operator.render.revision import context_of, revision_child
 from megatron_operator.resource.crd import structural_schema
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import MegatronInferenceSpec, parse_spec
+from megatron_operator.resource.spec import MegatronInferenceSpec, SpeculativeMethod, parse_spec
 from megatron_operator.resource.states import OperationOutcome
 from megatron_operator.resource.text import printable
 from megatron_runtime.cli.containers import engine as engine_command
@@ -261,6 +262,47 @@ def test_speculation_that_loads_no_code_needs_no_switch(config: dict[str, Any]) 
     args = engine(with_args({"speculative_config": config}))["args"]
     assert json.loads(option(args, "--vllm-arguments")) == {"speculative_config": config}
     assert "--vllm-allow-code" not in args
+
+
+def test_fields_that_vllm_has_an_argument_for_are_passed_as_arguments() -> None:
+    fields = {
+        "kvOffload": {"cpuMemory": "64Gi"},
+        "quantization": "fp8",
+        "speculative": {"method": "Eagle3", "tokens": 3, "model": "hf:org/draft@main"},
+    }
+    args = engine(context(engine={**fields, "vllm": {"args": {"block_size": 32}}}))["args"]
+    assert json.loads(option(args, "--vllm-arguments")) == {
+        "block_size": 32,
+        "kv_offloading_backend": "native",
+        "kv_offloading_size": 64.0,
+        "quantization": "fp8",
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3, "model": "hf:org/draft@main"},
+    }
+    assert "--vllm-allow-code" not in args
+    assert model_hash(context(engine={"quantization": "fp8"})) == model_hash(with_args({"quantization": "fp8"}))
+    for name, value in fields.items():
+        with pytest.raises(ValidationError, match=rf"spec.engine.{name}: not allowed with spec.engine.backend Native"):
+            context(backend="Native", engine={name: value})
+
+
+@pytest.mark.parametrize("method", SpeculativeMethod)
+def test_speculation_has_a_draft_model_exactly_if_its_method_needs_one(method: SpeculativeMethod) -> None:
+    needs_model = method in ("Eagle", "Eagle3", "DraftModel")
+    for model in ({}, {"model": "hf:org/draft"}):
+        fields = {"speculative": {"method": method.value, "tokens": 2, **model}}
+        if bool(model) == needs_model:
+            engine(context(engine=fields))
+        else:
+            with pytest.raises(ValidationError, match=r"spec.engine.speculative.model: "):
+                context(engine=fields)
+
+
+def test_an_argument_and_its_field_are_not_set_together() -> None:
+    both = {"quantization": "fp8", "vllm": {"args": {"quantization": "fp8"}}}
+    with pytest.raises(
+        UnsupportedByBackend, match=r"args.quantization conflicts with spec.engine.quantization: "
+    ):
+        all_children(context(engine=both))
 
 
 def test_a_foreign_image_needs_its_repository_in_the_chart() -> None:
