@@ -299,9 +299,7 @@ def test_speculation_has_a_draft_model_exactly_if_its_method_needs_one(method: S
 
 def test_an_argument_and_its_field_are_not_set_together() -> None:
     both = {"quantization": "fp8", "vllm": {"args": {"quantization": "fp8"}}}
-    with pytest.raises(
-        UnsupportedByBackend, match=r"args.quantization conflicts with spec.engine.quantization: "
-    ):
+    with pytest.raises(UnsupportedByBackend, match=r"args.quantization conflicts with spec.engine.quantization: "):
         all_children(context(engine=both))
 
 
