@@ -49,7 +49,7 @@ class EchoBackend(NativeBackend):
         lacks: Iterable[Capability] = (),
         **executor: Any,
     ) -> None:
-        memory = min(settings.kv_cache_memory, MAX_CACHE_BYTES)
+        memory = min(settings.kv_cache_memory or MAX_CACHE_BYTES, MAX_CACHE_BYTES)
         num_pages = 1 + max(1, memory // (PAGE_SIZE * TOKEN_BYTES))
         longest = settings.max_sequence_length or 4096
         super().__init__(

@@ -53,6 +53,7 @@ class ToyBackend(EngineBackend):
             vocab_size=49_152,
             eos_ids=(),
             max_sequence_length=settings.max_sequence_length or 2048,
+            max_requests=64,
             capabilities=frozenset({Capability.SUSPEND}),
         )
         self._open: dict[int, _Open] = {}

@@ -35,7 +35,7 @@ from megatron_operator.render.model_source import (
     weights_revision,
     without_weights,
 )
-from megatron_operator.render.options import Option, command_line, of_field
+from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, command_line, of_field
 from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template
 from megatron_operator.render.vllm import VLLM_OPTIONS, engine_image, vllm_env
 from megatron_operator.resource.names import (
@@ -80,8 +80,8 @@ OPTIONS = (
     Option("--model", lambda ctx, _: model_argument(ctx)),
     Option("--model-hash", lambda ctx, _: model_hash(ctx)),
     of_field("--dtype", "model.dtype", write=str.lower),
-    of_field("--max-sequence-length", "model.max_sequence_length"),
-    of_field("--kv-cache-memory", "engine.batching.kv_cache_memory"),
+    SEQUENCE_LENGTH_OPTION,
+    Option("--kv-cache-memory", lambda ctx, _: ctx.spec.kv_cache_memory, "engine.batching.kv_cache_memory"),
     of_field("--block-size-tokens", "engine.batching.block_size_tokens"),
     Option("--health-port", lambda ctx, _: PORT_HEALTH),
     of_field("--drain-seconds", "lifecycle.drain_seconds"),

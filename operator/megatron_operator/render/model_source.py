@@ -153,7 +153,7 @@ def model_hash(ctx: RenderContext) -> str:
     return digest(
         [
             *(model_argument(without_weights(ctx)), model_volumes(ctx)),
-            *(model.format, model.dtype, model.max_sequence_length),
+            *(model.format, model.dtype, ctx.spec.max_sequence_length),
             *([changed] if changed else []),
         ]
     )

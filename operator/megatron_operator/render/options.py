@@ -56,6 +56,11 @@ def of_field(flag: str, field: str, *, write: Callable[[Any], str] = str, unless
     return Option(flag, value, field, write)
 
 
+SEQUENCE_LENGTH_OPTION = Option(
+    "--max-sequence-length", lambda ctx, _: ctx.spec.max_sequence_length, "model.max_sequence_length"
+)
+
+
 def command_line(command: str, options: Iterable[Option], ctx: RenderContext, process: str) -> list[str]:
     """Return the arguments of a container: the command and its options, in the order of their declaration."""
     return [command, *(argument for option in options for argument in option.arguments(ctx, process))]

@@ -205,10 +205,10 @@ def _engine(engine: EngineSpec, request: Request) -> Iterator[Violation]:
         return
     if engine.vllm.image is not None:
         yield from _image(engine.vllm.image, "spec.engine.vllm.image", request)
-    for name in code_arguments(engine.vllm.args):
+    for name, value in code_arguments(engine.vllm.args).items():
         if not request.policy.vllm_code:
-            allowed = "arguments of vLLM that can load code are not allowed"
-            yield Violation(f"spec.engine.vllm.args.{name}", engine.vllm.args[name], allowed, Switch.VLLM_CODE)
+            allowed = "arguments of vLLM that can load code, or that this release does not know, are not allowed"
+            yield Violation(f"spec.engine.vllm.args.{name}", value, allowed, Switch.VLLM_CODE)
 
 
 def _model_cache(cache: CacheSpec | None, request: Request) -> Iterator[Violation]:

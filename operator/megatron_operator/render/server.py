@@ -13,7 +13,7 @@ from megatron_operator.render.model_source import (
     model_volumes,
     weights_revision,
 )
-from megatron_operator.render.options import Option, command_line, of_field
+from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, command_line, of_field
 from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
 from megatron_operator.resource.names import (
     ANNOTATION_MODEL,
@@ -23,6 +23,7 @@ from megatron_operator.resource.names import (
     PORT_HTTP,
     SERVER,
 )
+from megatron_operator.resource.spec import CPU_SEQUENCE_LENGTH
 
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
@@ -40,7 +41,7 @@ OPTIONS = (
     Option("--model", lambda ctx, _: model_argument(ctx)),
     Option("--model-name", lambda ctx, _: ctx.model_name),
     Option("--model-hash", lambda ctx, _: model_hash(ctx)),
-    of_field("--max-sequence-length", "model.max_sequence_length"),
+    SEQUENCE_LENGTH_OPTION,
     Option("--host", lambda ctx, _: "::"),
     Option("--port", lambda ctx, _: PORT_HTTP),
     Option("--health-port", lambda ctx, _: PORT_HEALTH),
@@ -116,5 +117,10 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     }
     manifest = child(ctx, "Deployment", ctx.server_name, api_version="apps/v1", component=SERVER, spec=spec)
     inputs = ctx.spec.model_dump(mode="json", include=_INPUTS, exclude=_NOT_IN_TEMPLATE, exclude_defaults=True)
+    # A fixed default, which resources of earlier releases have stored, is no change of the spec.
+    if ctx.spec.max_sequence_length == CPU_SEQUENCE_LENGTH:
+        inputs["model"].pop("max_sequence_length", None)
+    elif ctx.spec.max_sequence_length is None:
+        inputs["model"]["max_sequence_length"] = None
     manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx), **release_annotations(ctx, inputs)}
     return seal(manifest)

@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_operator.render.context import RenderContext, UnsupportedByBackend
 from megatron_operator.render.options import Option
-from megatron_operator.resource.spec import Backend
+from megatron_operator.render.pod import quantity_bytes
+from megatron_operator.resource.spec import Backend, EngineSpec, SpeculativeMethod
 from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments, problem_of
@@ -14,6 +15,14 @@ from megatron_runtime.protocol.vllm_arguments import code_arguments, problem_of
 MAX_CHARACTERS = 16_384
 """Limit of the arguments as JSON, which are a part of the command line."""
 MAX_LEVELS = 16
+_METHODS = {
+    SpeculativeMethod.NGRAM: "ngram",
+    SpeculativeMethod.SUFFIX: "suffix",
+    SpeculativeMethod.MTP: "mtp",
+    SpeculativeMethod.EAGLE: "eagle",
+    SpeculativeMethod.EAGLE3: "eagle3",
+    SpeculativeMethod.DRAFT_MODEL: "draft_model",
+}
 _ENV = {
     "VLLM_CACHE_ROOT": "/cache/vllm",
     "FLASHINFER_WORKSPACE_BASE": "/cache/flashinfer",
@@ -39,6 +48,10 @@ def _arguments(ctx: RenderContext, _name: str) -> str | None:
     """
     if ctx.spec.engine.backend is Backend.NATIVE:
         return None
+    given = ctx.spec.engine.vllm.args if ctx.spec.engine.vllm else {}
+    for field, of_field in _of_fields(ctx.spec.engine).items():
+        for name in sorted(of_field.keys() & given.keys()):
+            raise UnsupportedByBackend(f"spec.engine.vllm.args.{name} conflicts with spec.engine.{field}: remove one")
     arguments = vllm_arguments(ctx)
     canonical = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     if len(canonical) > MAX_CHARACTERS or _levels(arguments) > MAX_LEVELS:
@@ -75,8 +88,25 @@ def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
 
 
 def vllm_arguments(ctx: RenderContext) -> dict[str, Any]:
-    """Return `spec.engine.vllm.args`; empty without it."""
-    return ctx.spec.engine.vllm.args if ctx.spec.engine.vllm else {}
+    """Return `spec.engine.vllm.args` with the arguments of the fields that have one of their own."""
+    engine = ctx.spec.engine
+    arguments = engine.vllm.args if engine.vllm else {}
+    return {**arguments, **{name: value for each in _of_fields(engine).values() for name, value in each.items()}}
+
+
+def _of_fields(engine: EngineSpec) -> dict[str, dict[str, Any]]:
+    """Return the arguments by field."""
+    found: dict[str, dict[str, Any]] = {}
+    if engine.kv_offload is not None:
+        gib = quantity_bytes(engine.kv_offload.cpu_memory) / (1 << 30)
+        found["kvOffload"] = {"kv_offloading_backend": "native", "kv_offloading_size": gib}
+    if engine.quantization is not None:
+        found["quantization"] = {"quantization": engine.quantization}
+    if (speculative := engine.speculative) is not None:
+        config = {"method": _METHODS[speculative.method], "num_speculative_tokens": speculative.tokens}
+        model = {} if speculative.model is None else {"model": speculative.model}
+        found["speculative"] = {"speculative_config": {**config, **model}}
+    return found
 
 
 def _levels(value: Any) -> int:

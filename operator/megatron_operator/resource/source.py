@@ -307,9 +307,10 @@ class ModelSpec(ApiModel):
         default=Dtype.AUTO,
         description="Data type of the computation; Auto chooses by model and device.",
     )
-    max_sequence_length: int = Field(
-        default=4096,
-        description="Limit of prompt plus completion, in tokens.",
+    max_sequence_length: int | None = Field(
+        default=None,
+        description="Limit of prompt plus completion, in tokens. If absent, 4096 on CPUs; on GPUs the limit of the "
+        "model, or less if the KV cache has less room.",
         ge=1,
         le=16_777_216,
     )

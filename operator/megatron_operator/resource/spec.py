@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, WithJsonSchema
+from pydantic.alias_generators import to_camel
 
 from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.server import ServerSpec
@@ -43,6 +44,9 @@ class Backend(StrEnum):
     VLLM = "VLLM"
 
 
+CPU_SEQUENCE_LENGTH = 4096
+CPU_CACHE_MEMORY = "2Gi"
+"""Figures of engines on CPUs for fields that are absent."""
 CacheMemory = Annotated[
     str,
     Matches(
@@ -121,18 +125,23 @@ class Batching(ApiModel):
     )
 
     max_requests: int | None = Field(
-        default=None, ge=1, le=65536, description="Limit of requests in one batch; 64 if absent."
+        default=None,
+        ge=1,
+        le=65536,
+        description="Limit of requests in one batch. If absent, 64; vLLM chooses on GPUs.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
         le=16_777_216,
-        description="Limit of tokens in one step; 2048 if absent, and never fewer than the limit of requests.",
+        description="Limit of tokens in one step, never fewer than the limit of requests. If absent, 2048; vLLM "
+        "chooses on GPUs.",
     )
     block_size_tokens: int = Field(default=256, ge=1, le=65536, description="Tokens per block of the prefix cache.")
-    kv_cache_memory: CacheMemory = Field(
-        default="2Gi",
-        description="KV cache memory of each rank, as a Kubernetes quantity.",
+    kv_cache_memory: CacheMemory | None = Field(
+        default=None,
+        description="KV cache memory of each rank, as a Kubernetes quantity. If absent, 2Gi on CPUs; on GPUs what is "
+        "free after the load.",
         max_length=20,
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
@@ -148,9 +157,9 @@ class VllmSpec(ApiModel):
     )
     args: VllmArgs = Field(
         default_factory=dict,
-        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects unknown "
-        "arguments, arguments that another field sets, and, without vllm.allowCode in its chart, arguments that can "
-        "load code.",
+        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects "
+        "arguments that another field sets, that open a port or a file and, without vllm.allowCode in its chart, that "
+        "are unknown or can load code.",
     )
     allow_pickle_between_pods: bool = Field(
         default=False,
@@ -179,6 +188,61 @@ class NativeSpec(ApiModel):
     )
 
 
+class KvOffloadSpec(ApiModel):
+    cpu_memory: CacheMemory = Field(
+        description="Memory of the host for evicted KV blocks, of all ranks of an engine together, as a Kubernetes "
+        "quantity.",
+        max_length=20,
+    )
+
+
+class SpeculativeMethod(StrEnum):
+    NGRAM = "NGram"
+    SUFFIX = "Suffix"
+    MTP = "MTP"
+    EAGLE = "Eagle"
+    EAGLE3 = "Eagle3"
+    DRAFT_MODEL = "DraftModel"
+
+
+Quantization = Annotated[str, Matches(r"^[a-z0-9][a-z0-9_-]*$", "a quantization of vLLM, such as fp8 or awq")]
+DraftModel = Annotated[
+    str,
+    Matches(
+        r"^(hf:|s3://|gs://|az://|https://|/)[!-~]+$",
+        "hf:ORG/NAME[@REVISION], the URL of an object store, or an absolute path",
+    ),
+]
+
+
+class SpeculativeSpec(ApiModel):
+    RULES: ClassVar = (
+        SpecRule(
+            "has(self.model) == (self.method in ['Eagle', 'Eagle3', 'DraftModel'])",
+            lambda speculative: (
+                (speculative.model is not None)
+                == (
+                    speculative.method
+                    in (SpeculativeMethod.EAGLE, SpeculativeMethod.EAGLE3, SpeculativeMethod.DRAFT_MODEL)
+                )
+            ),
+            "spec.engine.speculative.model: Eagle, Eagle3 and DraftModel need a draft model, and other methods have "
+            "none; set or remove it",
+        ),
+    )
+
+    method: SpeculativeMethod = Field(
+        description="Source of the draft tokens: NGram and Suffix take them from the request, MTP from layers of the "
+        "model, the others from a draft model."
+    )
+    tokens: int = Field(ge=1, le=64, description="Draft tokens of each step.")
+    model: DraftModel | None = Field(
+        default=None,
+        description="Draft model: hf:ORG/NAME[@REVISION], the URL of an object store, or a path in the engine's pod.",
+        max_length=256,
+    )
+
+
 TopologyKey = Annotated[
     str,
     Matches(
@@ -193,6 +257,15 @@ class TopologySpec(ApiModel):
         description="Label of nodes whose value all nodes of one engine share, such as that of a rack or an NVLink "
         "domain. Pods that no such domain has room for stay pending.",
         max_length=317,
+    )
+
+
+def _of_vllm_only(name: str) -> SpecRule:
+    return SpecRule(
+        f"self.backend == 'VLLM' || !has(self.{to_camel(name)})",
+        lambda engine: engine.backend is Backend.VLLM or getattr(engine, name) is None,
+        f"spec.engine.{to_camel(name)}: not allowed with spec.engine.backend Native; set spec.engine.backend to VLLM, "
+        "or remove it",
     )
 
 
@@ -215,6 +288,7 @@ class EngineSpec(ApiModel):
             "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or "
             "remove spec.engine.native",
         ),
+        *map(_of_vllm_only, ("kv_offload", "quantization", "speculative")),
     )
 
     backend: Backend = Field(
@@ -223,6 +297,18 @@ class EngineSpec(ApiModel):
     )
     native: NativeSpec | None = Field(default=None, description="Settings of native engines.")
     vllm: VllmSpec | None = Field(default=None, description="Settings of vLLM engines.")
+    kv_offload: KvOffloadSpec | None = Field(
+        default=None, description="Keep evicted KV blocks in the memory of the host. vLLM engines only."
+    )
+    quantization: Quantization | None = Field(
+        default=None,
+        description="Quantization of the weights, as vLLM names it, such as fp8; a model that is quantized already "
+        "needs none. vLLM engines only.",
+        max_length=63,
+    )
+    speculative: SpeculativeSpec | None = Field(
+        default=None, description="Guess tokens that the model then checks. vLLM engines only."
+    )
     image: str | None = Field(
         default=None,
         description="Image of native engines; the operator's runtime image if absent. Other repositories than that of "
@@ -499,6 +585,16 @@ class MegatronInferenceSpec(ApiModel):
     lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
     keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
     rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Effective model.maxSequenceLength; None if the engines, which are on GPUs, choose it."""
+        return self.model.max_sequence_length or (None if self.engine.gpus_per_pod else CPU_SEQUENCE_LENGTH)
+
+    @property
+    def kv_cache_memory(self) -> str | None:
+        """Effective engine.batching.kvCacheMemory; None if the engines, which are on GPUs, measure it."""
+        return self.engine.batching.kv_cache_memory or (None if self.engine.gpus_per_pod else CPU_CACHE_MEMORY)
 
     @property
     def ranks_per_pod(self) -> int:

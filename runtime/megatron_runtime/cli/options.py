@@ -278,9 +278,11 @@ engine_options = together(
         help="Of the weights.",
     ),
     sequence_length,
-    click.option("--max-requests", type=COUNT, default=64, help="Generated at once by an engine."),
-    click.option("--max-tokens", type=COUNT, default=2048, help="Of one step."),
-    click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of an engine."),
+    click.option(
+        "--max-requests", type=COUNT, help="Generated at once by an engine: 64, or by vLLM's choice on a GPU."
+    ),
+    click.option("--max-tokens", type=COUNT, help="Of one step: 2048, or by vLLM's choice on a GPU."),
+    click.option("--kv-cache-memory", type=MEMORY, help="Of each rank: 1Gi on a CPU; on a GPU what the weights leave."),
     click.option(
         "--moe-enable-routing-replay/--no-moe-enable-routing-replay",
         default=False,

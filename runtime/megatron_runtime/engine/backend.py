@@ -44,7 +44,8 @@ class BackendInfo:
 
     name:                name in errors.
     vocab_size, eos_ids: of the model.
-    max_sequence_length: limit of prompt and answer of one request, in tokens.
+    max_sequence_length: limit of prompt and answer of one request, in tokens. The first load can lower it.
+    max_requests:        limit of concurrent requests.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
     ranks:               number of ranks that confirm each verb.
     loads_under_pause:   new weights are loaded in the place of those in use, by load_staged_weights().
@@ -55,6 +56,7 @@ class BackendInfo:
     vocab_size: int
     eos_ids: tuple[int, ...]
     max_sequence_length: int
+    max_requests: int
     block_size_tokens: int = 0
     ranks: int = 1
     capabilities: frozenset[Capability] = frozenset()

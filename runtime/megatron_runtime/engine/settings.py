@@ -10,6 +10,10 @@ from typing import Any, Literal
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 
+DEFAULT_MAX_REQUESTS = 64
+DEFAULT_MAX_TOKENS = 2048
+DEFAULT_CPU_CACHE_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
@@ -22,11 +26,12 @@ class EngineSettings:
     backend:           "native" is this project's engine; "vllm" runs vLLM, which must be installed.
     device:            "auto" (a GPU if there is one), "cpu" or "cuda".
     dtype:             "auto", "float32", "bfloat16"; on a GPU also "float16", on a CPU also "int8" and "int4".
-    max_sequence_length: limit of prompt + generated tokens of one request; None means the limit of the model.
-    max_requests:      limit of concurrent requests.
-    max_tokens:        limit of tokens of one step.
+    max_sequence_length: limit of prompt + generated tokens of one request; None means the limit of the model, and with
+                       vLLM on a GPU the longest sequence that fits.
+    max_requests:      limit of concurrent requests; None means 64, and with vLLM on a GPU its own limit.
+    max_tokens:        limit of tokens of one step; None means 2048, and with vLLM on a GPU its own limit.
     chunked_prefill:   split prompts longer than max_tokens over several steps.
-    kv_cache_memory:   size of the KV cache in bytes.
+    kv_cache_memory:   size of the KV cache in bytes; None means 1 GiB on a CPU, and on a GPU what the weights leave.
     moe_enable_routing_replay: record the experts of each token; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
     prefix_eviction:   "lru" keeps blocks without requests until their memory is needed; "ref_zero" frees them at once.
@@ -57,10 +62,10 @@ class EngineSettings:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: str = "auto"
     max_sequence_length: int | None = None
-    max_requests: int = 64
-    max_tokens: int = 2048
+    max_requests: int | None = None
+    max_tokens: int | None = None
     chunked_prefill: bool = True
-    kv_cache_memory: int = 1 << 30
+    kv_cache_memory: int | None = None
     moe_enable_routing_replay: bool = False
     prefix_caching: bool = True
     prefix_eviction: Literal["lru", "ref_zero"] = "lru"
@@ -82,9 +87,10 @@ class EngineSettings:
     @property
     def inference_config(self) -> InferenceConfig:
         """The configuration of the native engine's core."""
+        requests = self.max_requests or DEFAULT_MAX_REQUESTS
         return InferenceConfig(
-            max_requests=self.max_requests,
-            max_tokens=max(self.max_tokens, self.max_requests),
+            max_requests=requests,
+            max_tokens=max(self.max_tokens or DEFAULT_MAX_TOKENS, requests),
             max_sequence_length=self.max_sequence_length,
             enable_chunked_prefill=self.chunked_prefill,
             moe_enable_routing_replay=self.moe_enable_routing_replay,

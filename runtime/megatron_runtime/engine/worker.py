@@ -200,7 +200,7 @@ class EngineWorker:
             tokenizes=Capability.TEXT in info.capabilities,
             model=settings.model_hash,
             revision=settings.revision,
-            max_requests=settings.max_requests,
+            max_requests=info.max_requests,
             max_sequence_length=info.max_sequence_length,
             block_size_tokens=info.block_size_tokens,
             started_ms=self._started_ms,

@@ -427,6 +427,7 @@ class ReplacedWeights:
             vocab_size=9,
             eos_ids=(),
             max_sequence_length=9,
+            max_requests=9,
             capabilities=frozenset({Capability.UPDATE_WEIGHTS}),
             loads_under_pause=True,
         )

@@ -82,6 +82,7 @@ def test_every_enum_of_the_spec_that_the_runtime_reads_has_an_option() -> None:
     enums = {path for path, annotation in _fields(MegatronInferenceSpec) if issubclass(annotation, StrEnum)}
     only_the_operator = {
         "desired_state",
+        "engine.speculative.method",  # as a part of --vllm-arguments
         "engine.backend",  # as --backend vllm, or nothing
         "lifecycle.suspend.level",
         "server.inference_pool.endpoint_picker_ref.failure_mode",

@@ -47,10 +47,11 @@ def test_defaults_are_those_of_the_reference() -> None:
     assert spec["replicas"] == 1
     assert spec["engine"]["batching"] == {
         "blockSizeTokens": 256,
-        "kvCacheMemory": "2Gi",
         "prefixCaching": True,
         "chunkedPrefill": True,
     }
+    assert "maxSequenceLength" not in spec["model"]
+    assert (parse_spec(_spec()).kv_cache_memory, parse_spec(_spec()).max_sequence_length) == ("2Gi", 4096)
     assert spec["lifecycle"]["pause"] == {"mode": "Hold", "maxQueued": 10000, "maxWaitSeconds": 300}
     assert spec["rollout"] == {"maxSurge": 0, "paused": False, "autoUpdate": False}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from megatron_operator.cli import main
 from megatron_operator.decision.decide import NOT_QUOTED, quotable
@@ -23,10 +25,11 @@ from megatron_operator.render.revision import context_of, revision_child
 from megatron_operator.resource.crd import structural_schema
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import MegatronInferenceSpec, parse_spec
+from megatron_operator.resource.spec import MegatronInferenceSpec, SpeculativeMethod, parse_spec
 from megatron_operator.resource.states import OperationOutcome
+from megatron_operator.resource.text import printable
 from megatron_runtime.cli.containers import engine as engine_command
-from megatron_runtime.protocol.vllm_arguments import FIELDS
+from megatron_runtime.protocol.vllm_arguments import CLASSES, Kind
 
 SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_image="registry.example/vllm:1")
 CODE = replace(SETTINGS, pod_policy=PodPolicy(vllm_code=True))
@@ -151,27 +154,45 @@ def test_caches_are_on_the_writable_volume_and_nothing_is_reported() -> None:
     assert mounts["/cache"] is False
 
 
+@pytest.mark.parametrize("backend", ["Native", "VLLM"])
+def test_engines_on_gpus_choose_what_the_resource_leaves_open(backend: str) -> None:
+    on_cpus, on_gpus = (engine(context(backend=backend, engine={"gpusPerPod": n}))["args"] for n in (0, 1))
+    assert (option(on_cpus, "--kv-cache-memory"), option(on_cpus, "--max-sequence-length")) == ("2Gi", "4096")
+    limits = {"--kv-cache-memory", "--max-sequence-length", "--max-requests", "--max-tokens"}
+    assert not limits & {*on_gpus}
+    batching = {"kvCacheMemory": "9Gi", "maxRequests": 8, "maxTokens": 16}
+    chosen = context(
+        backend=backend,
+        engine={"gpusPerPod": 1, "batching": batching},
+        model={"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 512},
+    )
+    assert [option(engine(chosen)["args"], name) for name in sorted(limits)] == ["9Gi", "8", "512", "16"]
+
+
+def test_a_figure_of_cpus_is_the_same_model_whether_it_is_set_or_absent() -> None:
+    explicit = {"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 4096}
+    assert model_hash(context()) == model_hash(context(model=explicit))
+    assert revision_of(context()) == revision_of(context(model=explicit))
+    deployments = [
+        next(each for each in all_children(ctx) if each["metadata"]["name"] == "demo-server")["metadata"]
+        for ctx in (context(), context(model=explicit))
+    ]
+    assert deployments[0] == deployments[1]
+
+
 # --- Checks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"colour": 1}, r"^spec.engine.vllm.args.colour is not supported: use one of attention_backend, block_size, "),
         ({"max_model_len": 9}, "args.max_model_len conflicts with spec.model.maxSequenceLength: set that field"),
         ({"tensor_parallel_size": 2}, "args.tensor_parallel_size conflicts with spec.parallelism.tensor"),
-        ({"data_parallel_size": 2}, "args.data_parallel_size is not supported"),
-        ({"block_size": "32"}, 'args.block_size is "32": give an integer'),
-        ({"block_size": 1.5}, r"args.block_size is 1.5: give an integer"),
-        ({"block_size": True}, "args.block_size is true: give an integer"),
-        ({"gpu_memory_utilization": "0.9"}, "args.gpu_memory_utilization is .*: give a number"),
-        ({"enforce_eager": 1}, "args.enforce_eager is 1: give true or false"),
-        ({"quantization": None}, "args.quantization is null: give a string"),
-        ({"quantization": ["fp8"]}, "args.quantization is .*: give a string"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": "3"}},
-            'args.speculative_config.num_speculative_tokens is "3": give an integer',
-        ),
+        ({"data_parallel_size": 2}, "args.data_parallel_size conflicts with spec.replicas"),
+        ({"download_dir": "/tmp"}, "args.download_dir opens a port or a file: leave it out"),
+        ({"kv_transfer_config": {"kv_port": 1}}, "args.kv_transfer_config.kv_port opens a port or a file"),
+        ({"master_port": 1}, "args.master_port is set by the engine: leave it out"),
+        ({"compilation_config": 3}, "args.compilation_config is 3: give an object"),
         (
             {"speculative_config": {"method": "eagle3", "model": "org/draft"}},
             r'args.speculative_config.model is "org/draft": give hf:ORG/NAME\[@REVISION\], the URL',
@@ -181,7 +202,6 @@ def test_caches_are_on_the_writable_volume_and_nothing_is_reported() -> None:
             r"args.speculative_config.model is .* without \.\.",
         ),
         ({"quantization": "x" * 16_384}, r"has 16403 characters as JSON .*at most 16384 characters .*shorten it"),
-        ({"seed\n\x1b": 1}, r"args.seed\\n\\x1b is not supported"),
     ],
 )
 def test_an_argument_that_vllm_engines_do_not_accept_is_named_with_the_remedy(
@@ -207,6 +227,8 @@ def test_arguments_are_bounded_in_depth() -> None:
         {"worker_cls": "evil.Worker"},
         {"worker_extension_cls": "evil.Extension"},
         {"compilation_config": {"level": 3}},
+        {"colour": 1},
+        {"seed\n\x1b": 1},
         {"speculative_config": {"model": "evil.Proposer"}},
         {"speculative_config": {"method": "custom_class", "model": "evil.Proposer"}},
         {"speculative_config": {"method": "eagle", "model": "hf:org/draft", "code_revision": "main"}},
@@ -215,8 +237,10 @@ def test_arguments_are_bounded_in_depth() -> None:
     ids=str,
 )
 def test_an_argument_that_can_load_code_needs_the_switch_of_the_chart(args: dict[str, Any]) -> None:
-    name = next(name for name in args if name != "quantization")
-    with pytest.raises(NotAllowed, match=rf"^spec.engine.vllm.args.{name}: is .*vllm.allowCode .*--allow-vllm-code"):
+    name = re.escape(printable(next(name for name in args if name != "quantization")))
+    with pytest.raises(
+        NotAllowed, match=rf"^spec.engine.vllm.args.{name}[.a-z_]*: is .*vllm.allowCode .*--allow-vllm-code"
+    ):
         all_children(with_args(args))
     allowed = engine(with_args(args, settings=CODE))["args"]
     assert "--vllm-allow-code" in allowed
@@ -240,6 +264,45 @@ def test_speculation_that_loads_no_code_needs_no_switch(config: dict[str, Any]) 
     assert "--vllm-allow-code" not in args
 
 
+def test_fields_that_vllm_has_an_argument_for_are_passed_as_arguments() -> None:
+    fields = {
+        "kvOffload": {"cpuMemory": "64Gi"},
+        "quantization": "fp8",
+        "speculative": {"method": "Eagle3", "tokens": 3, "model": "hf:org/draft@main"},
+    }
+    args = engine(context(engine={**fields, "vllm": {"args": {"block_size": 32}}}))["args"]
+    assert json.loads(option(args, "--vllm-arguments")) == {
+        "block_size": 32,
+        "kv_offloading_backend": "native",
+        "kv_offloading_size": 64.0,
+        "quantization": "fp8",
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3, "model": "hf:org/draft@main"},
+    }
+    assert "--vllm-allow-code" not in args
+    assert model_hash(context(engine={"quantization": "fp8"})) == model_hash(with_args({"quantization": "fp8"}))
+    for name, value in fields.items():
+        with pytest.raises(ValidationError, match=rf"spec.engine.{name}: not allowed with spec.engine.backend Native"):
+            context(backend="Native", engine={name: value})
+
+
+@pytest.mark.parametrize("method", SpeculativeMethod)
+def test_speculation_has_a_draft_model_exactly_if_its_method_needs_one(method: SpeculativeMethod) -> None:
+    needs_model = method in ("Eagle", "Eagle3", "DraftModel")
+    for model in ({}, {"model": "hf:org/draft"}):
+        fields = {"speculative": {"method": method.value, "tokens": 2, **model}}
+        if bool(model) == needs_model:
+            engine(context(engine=fields))
+        else:
+            with pytest.raises(ValidationError, match=r"spec.engine.speculative.model: "):
+                context(engine=fields)
+
+
+def test_an_argument_and_its_field_are_not_set_together() -> None:
+    both = {"quantization": "fp8", "vllm": {"args": {"quantization": "fp8"}}}
+    with pytest.raises(UnsupportedByBackend, match=r"args.quantization conflicts with spec.engine.quantization: "):
+        all_children(context(engine=both))
+
+
 def test_a_foreign_image_needs_its_repository_in_the_chart() -> None:
     foreign = {"vllm": {"image": "registry.example/other:1"}}
     with pytest.raises(
@@ -252,7 +315,14 @@ def test_a_foreign_image_needs_its_repository_in_the_chart() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_LOGGING_CONFIG_PATH", "FLASHINFER_WORKSPACE_BASE", "DG_JIT_NVCC"],
+    [
+        "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        "VLLM_PLUGINS",
+        "VLLM_ASSETS_CACHE",
+        "VLLM_LOGGING_CONFIG_PATH",
+        "FLASHINFER_WORKSPACE_BASE",
+        "DG_JIT_NVCC",
+    ],
 )
 def test_variables_by_which_vllm_loads_code_are_rejected(name: str) -> None:
     overlay = {"spec": {"containers": [{"name": "engine", "env": [{"name": name, "value": "1"}]}]}}
@@ -260,9 +330,23 @@ def test_variables_by_which_vllm_loads_code_are_rejected(name: str) -> None:
         all_children(context(engine={"podTemplate": overlay}))
 
 
+@pytest.mark.parametrize("name", ["VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_XLA_CACHE_PATH", "VLLM_MEDIA_CACHE"])
+def test_no_root_of_a_cache_can_be_moved(name: str) -> None:
+    overlay = {"spec": {"containers": [{"name": "engine", "env": [{"name": name, "value": "/x"}]}]}}
+    with pytest.raises(NotAllowed):
+        all_children(context(engine={"podTemplate": overlay}))
+
+
+@pytest.mark.parametrize("name", ["VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_ALLREDUCE_USE_FLASHINFER"])
+def test_variables_that_choose_what_is_built_in_are_passed_on(name: str) -> None:
+    overlay = {"spec": {"containers": [{"name": "engine", "env": [{"name": name, "value": "1"}]}]}}
+    assert variables(context(engine={"podTemplate": overlay}))[name] == "1"
+
+
 def test_each_field_that_conflicts_with_an_argument_exists() -> None:
     schema = structural_schema(MegatronInferenceSpec, "spec")
-    for path in FIELDS.values():
+    paths = {each.field for each in CLASSES.values() if each.kind is Kind.FIELD}
+    for path in paths - {"spec.engine.vllm.args.speculative_config"}:  # untyped
         field = reduce(lambda node, name: node["properties"][name], path.split(".")[1:], schema)
         assert field["description"], path
 
@@ -306,8 +390,8 @@ def test_a_bad_argument_is_named_in_the_status_and_changes_nothing_that_runs(mak
     assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == before
     assert cluster.signals() == []
     degraded = cluster.condition("Degraded")
-    assert (degraded["status"], degraded["reason"]) == ("True", "UnsupportedByBackend")
-    assert "spec.engine.vllm.args.quantisation is not supported: use one of" in degraded["message"]
+    assert (degraded["status"], degraded["reason"]) == ("True", "NotAllowed")
+    assert "spec.engine.vllm.args.quantisation: is 'fp8'; arguments of vLLM that" in degraded["message"]
     assert cluster.condition("Ready")["status"] == "True"
 
     cluster.change(desiredState="Stopped")

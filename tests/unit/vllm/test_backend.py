@@ -471,6 +471,36 @@ async def test_without_enable_lora_the_remedy_for_adapters_is_named(running: Run
         running.backend.info.require("SET_ADAPTERS", Capability.ADAPTERS)
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "settings", "expected"),
+    [
+        (False, {}, (None, 64, 2048, 1 << 30)),
+        (True, {}, (-1, None, None, None)),
+        (True, {"max_requests": 4096}, (-1, 4096, None, None)),
+        (True, {"max_sequence_length": 9, "max_requests": 3, "max_tokens": 2, "kv_cache_memory": 7}, (9, 3, 3, 7)),
+    ],
+)
+def test_on_a_gpu_vllm_chooses_what_the_settings_leave_open(
+    fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, settings: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    from megatron_runtime.backends.vllm.arguments import engine_arguments
+
+    if on_gpu:
+        monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
+    engine = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="vllm", **settings)
+    chosen = engine_arguments(engine, Path("/model"), cache_events="ipc:///e")
+    limits = (chosen.max_model_len, chosen.max_num_seqs, chosen.max_num_batched_tokens, chosen.kv_cache_memory_bytes)
+    assert limits == expected
+
+
+async def test_the_limits_that_vllm_chose_on_a_gpu_are_announced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
+    running = await start(max_sequence_length=None, max_requests=None)
+    assert running.backend.info.max_requests == 256
+    await running.backend.load()
+    assert running.backend.info.max_sequence_length == 1536
+
+
 async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Running) -> None:
     async def are_there() -> bool:
         return any(family.name == "vllm:num_requests_running" for family in running.backend.metrics())
@@ -486,9 +516,23 @@ async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Runni
         ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay is not supported by the vLLM backend"),
         ({"vllm_arguments": {"max_model_len": 5}}, "max_model_len conflicts with spec.model.maxSequenceLength"),
         ({"vllm_arguments": {"trust_remote_code": True}}, "trust_remote_code can load code"),
-        ({"vllm_arguments": {"colour": 1}}, "colour is not supported: use one of"),
+        ({"vllm_arguments": {"colour": 1}}, "colour is not known to this release, so it counts as loading code"),
+        ({"vllm_allow_code": True, "vllm_arguments": {"colour": 1}}, "colour is not known to vLLM 0.32.0: remove it"),
+        ({"vllm_arguments": {"block_size": "32"}}, "block_size is '32': give an integer or null"),
+        ({"vllm_arguments": {"block_size": True}}, "block_size is True: give an integer or null"),
+        ({"vllm_arguments": {"gpu_memory_utilization": "0.9"}}, "gpu_memory_utilization is '0.9': give a number"),
+        ({"vllm_arguments": {"enforce_eager": 1}}, "enforce_eager is 1: give true or false"),
+        ({"vllm_arguments": {"quantization": ["fp8"]}}, "quantization is ['fp8']: give a string or null"),
+        ({"vllm_arguments": {"kv_cache_dtype": "odd"}}, "kv_cache_dtype is 'odd': give 'auto' or 'fp8'"),
+        (
+            {"vllm_arguments": {"eplb_config": {"window_size": "9"}}},
+            "eplb_config.window_size is '9': give an integer",
+        ),
         ({"vllm_arguments": {"quantization": "odd"}}, "quantization 'odd' is unknown"),
-        ({"vllm_allow_code": True, "vllm_arguments": {"trust_remote_code": True}}, "vLLM 0.32.0 rejects its arguments"),
+        (
+            {"vllm_allow_code": True, "vllm_arguments": {"trust_remote_code": True}},
+            "trust_remote_code is not known to vLLM 0.32.0",
+        ),
     ],
 )
 async def test_a_bad_setting_is_named_with_the_remedy(start: Start, settings: dict[str, Any], text: str) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_runtime.protocol.vllm_arguments import ALLOWED, FIELDS, LOADS_CODE
+from megatron_runtime.protocol.vllm_arguments import CLASSES, OBJECTS, Kind, code_arguments, problem_of
 
 from .conftest import FAKE
 from .interfaces import RECORDED, interface_of, name_of, names_used, parameters_of
@@ -19,6 +20,8 @@ VERSIONS = json.loads(RECORDED.read_text())
 
 
 ROOT = Path(__file__).parents[3]
+RECIPES = Path(__file__).parent / "recipes"
+"""Engine arguments of published recipes for large models, without those that a field of the resource sets."""
 
 
 def minor(version: str) -> tuple[int, ...]:
@@ -62,10 +65,56 @@ def check_parameters(method: str, ours: list[str], theirs: list[str]) -> None:
     assert {*ours} - {"*"} <= {*theirs}, f"{method}{theirs}"
 
 
+def fields_of(version: str) -> set[str]:
+    return {member for member in VERSIONS[version]["vllm.engine.arg_utils.AsyncEngineArgs"] if "(" not in member}
+
+
+def test_each_engine_argument_of_the_recorded_versions_has_a_class() -> None:
+    classed = {name.partition(".")[0] for name in CLASSES}
+    assert classed == set.union(*map(fields_of, VERSIONS))
+    assert not OBJECTS & CLASSES.keys(), "an object is classed by its members"
+
+
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_arguments_that_a_resource_may_set_are_in_this_version(version: str) -> None:
-    theirs = VERSIONS[version]["vllm.engine.arg_utils.AsyncEngineArgs"]
-    assert {*ALLOWED, *LOADS_CODE, *FIELDS} <= {*theirs}
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.json")), ids=lambda path: path.stem)
+def test_the_recipe_of_a_large_model_passes_the_check_for_each_version(recipe: Path, version: str) -> None:
+    arguments = json.loads(recipe.read_text())
+    assert problem_of(arguments, allow_code=False) is None
+    assert arguments.keys() <= fields_of(version)
+
+
+@pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.kind is not Kind.HARMLESS])
+def test_no_argument_of_another_class_is_accepted_without_the_switch(name: str) -> None:
+    arguments: Any = "x"
+    for key in reversed(name.split(".")):
+        arguments = {key: arguments}
+    problem = problem_of({**arguments}, allow_code=False)
+    assert problem is not None
+    assert (name in code_arguments(arguments)) == (CLASSES[name].kind is Kind.CODE)
+    if CLASSES[name].kind is not Kind.CODE and name.partition(".")[0] != "speculative_config":
+        assert problem_of(arguments, allow_code=True) == problem, "the switch allows code only"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kv_transfer_config": {"kv_connector": "NixlConnector"}},
+        {"kv_transfer_config": {"kv_connector": "Mine", "kv_connector_module_path": "evil.module"}},
+        {"kv_transfer_config": {"kv_connector_extra_config": {"spec_name": "Mine", "spec_module_path": "evil"}}},
+        {"compilation_config": {"backend": "evil.backend"}},
+        {"compilation_config.cudagraph_mode": "NONE"},
+        {"attention_config": {"colour": 1}},
+        {"load_format": "pt"},
+        {"hf_overrides": {"auto_map": {"AutoModel": "evil"}}},
+        {"argument_of_a_later_version": 1},
+    ],
+    ids=str,
+)
+def test_what_is_not_listed_counts_as_loading_code(arguments: dict[str, Any]) -> None:
+    problem = problem_of(arguments, allow_code=False)
+    assert problem is not None
+    assert "vllm.allowCode" in problem
+    assert problem_of(arguments, allow_code=True) is None
 
 
 def test_each_difference_of_a_gpu_names_its_tests_or_says_that_it_was_not_run() -> None:

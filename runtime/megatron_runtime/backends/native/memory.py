@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_runtime.engine.settings import DEFAULT_CPU_CACHE_BYTES
 from megatron_runtime.process.memory import available_bytes
 
 
@@ -29,6 +30,18 @@ def require_memory(needed: int, *, what: str, available: int | None = None, devi
             f"{what} needs {needed / (1 << 20):.0f} MiB, {available / (1 << 20):.0f} MiB are available: free memory on "
             "the node or raise the memory limit of the container"
         )
+
+
+def unset_cache_bytes(device: torch.device, *, weights: int) -> int:
+    """Return the size of a KV cache for which no size is set: a fixed one on a CPU, and on a GPU what is free beside
+    the weights, less a tenth of the device for activations and graphs.
+
+    weights: bytes of the weights of this rank, which are not loaded yet.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():  # a check runs without the GPU
+        return DEFAULT_CPU_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - weights - total // 10)
 
 
 class KVPool:

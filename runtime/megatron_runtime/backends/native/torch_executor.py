@@ -14,7 +14,7 @@ import torch
 
 from megatron_kernels.cpu.cores import default_threads
 from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
-from megatron_runtime.backends.native.memory import KVPool, require_memory
+from megatron_runtime.backends.native.memory import KVPool, require_memory, unset_cache_bytes
 from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut, merge
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.backends.text import ModelText
@@ -99,7 +99,8 @@ class ForwardStep:
 class TorchOptions(TypedDict, total=False):
     """Options of every TorchExecutor.
 
-    kv_cache_memory: bytes of the KV cache. On the CPU, the operating system allocates them as they are written.
+    kv_cache_memory: bytes of the KV cache; None as unset_cache_bytes(). On the CPU, the operating system allocates
+                     them as they are written.
     max_sequence_length: prompt + generated tokens; None means the model's limit.
     page_size:       tokens of a KV page.
     threads:         None means one for each physical core, within the container's limit.
@@ -109,7 +110,7 @@ class TorchOptions(TypedDict, total=False):
     records_routing: return the experts of each token.
     """
 
-    kv_cache_memory: Required[int]
+    kv_cache_memory: Required[int | None]
     max_sequence_length: int | None
     page_size: int
     threads: int | None
@@ -141,7 +142,7 @@ class TorchExecutor(ABC):
         dtype: torch.dtype,
         cache_dtype: torch.dtype,
         linears: Callable[[], LinearFactory],
-        kv_cache_memory: int,
+        kv_cache_memory: int | None,
         max_sequence_length: int | None = None,
         page_size: int = 16,
         threads: int | None = None,
@@ -176,6 +177,8 @@ class TorchExecutor(ABC):
         # All ranks have the same number of pages: as many as fit on a rank with the most layers.
         most_layers = len(ParallelSizes(pipeline=shard.sizes.pipeline).shard(0).layers(config.num_layers))
         page_bytes = most_layers * width * cache_dtype.itemsize * page_size
+        if kv_cache_memory is None:
+            kv_cache_memory = unset_cache_bytes(device, weights=self._store.num_bytes)
         self.num_pages = kv_cache_memory // page_bytes
         if self.num_pages < 2:
             raise ValueError(
@@ -183,7 +186,13 @@ class TorchExecutor(ABC):
                 "of them the dummy page): raise it"
             )
         layers = len(shard.layers(config.num_layers))
-        self._pool = KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
+        self._make_pool = lambda: KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
+        self._pool = self._make_pool()
+
+    def use_pages(self, num_pages: int) -> None:
+        """Use this number of pages, as another rank has room for no more. To be called before load()."""
+        self.num_pages = num_pages
+        self._pool = self._make_pool()
 
     # --- the device ---------------------------------------------------------------------------------------------
 

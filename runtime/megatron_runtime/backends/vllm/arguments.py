@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import vllm
 from vllm.config import KVEventsConfig, StructuredOutputsConfig, VllmConfig
@@ -16,8 +21,13 @@ from vllm.platforms import current_platform
 from megatron_runtime.backends.vllm.logits_processor import AnswerTokens
 from megatron_runtime.backends.vllm.models import model_directory
 from megatron_runtime.distributed.shard import node_identity
-from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.protocol.vllm_arguments import loads_code, problem_of
+from megatron_runtime.engine.settings import (
+    DEFAULT_CPU_CACHE_BYTES,
+    DEFAULT_MAX_REQUESTS,
+    DEFAULT_MAX_TOKENS,
+    EngineSettings,
+)
+from megatron_runtime.protocol.vllm_arguments import names_draft_model, problem_of
 from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
 
 logger = logging.getLogger(__name__)
@@ -27,6 +37,9 @@ SUPPORTED = ((0, 26), (0, 34))
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 """Since vLLM 0.31. Before, V2 has no logits processors of others, and vLLM chooses V1 where there is one."""
+
+LONGEST_THAT_FITS = -1
+"""Value of max_model_len in each supported version: the model's limit, or less if the KV cache has less room."""
 
 NOT_RUN = "not run"
 ON_A_GPU: Mapping[str, tuple[str, ...]] = {
@@ -45,6 +58,10 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
         NOT_RUN,
     ),
     "an update writes new weights to the memory of the GPU": (NOT_RUN,),
+    "vLLM measures the memory for the KV cache, fits the sequence length to it, and chooses its batch limits": (
+        "tests/unit/vllm/test_backend.py::test_on_a_gpu_vllm_chooses_what_the_settings_leave_open",
+        NOT_RUN,
+    ),
     "ranks exchange tensors by NCCL": (NOT_RUN,),
 }
 """What differs on a GPU from the CPUs of `make test-vllm`: the tests that cover it there, and whether no GPU ran it."""
@@ -82,17 +99,22 @@ def engine_arguments(
     # The process has threads and sockets, which a fork would copy.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     problem = problem_of(settings.vllm_arguments, allow_code=settings.vllm_allow_code)
+    problem = problem or next(type_problems(settings.vllm_arguments, AsyncEngineArgs), None)
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
+    # On a GPU, vLLM measures what is free after the load, and chooses limits by the model and the device.
+    is_cpu = current_platform.is_cpu()
+    requests = settings.max_requests or (DEFAULT_MAX_REQUESTS if is_cpu else None)
+    tokens = settings.max_tokens or (DEFAULT_MAX_TOKENS if is_cpu else None)
     fixed = {
         "model": str(directory),
         "dtype": settings.dtype,
-        "max_model_len": settings.max_sequence_length,
-        "max_num_seqs": settings.max_requests,
-        "max_num_batched_tokens": max(settings.max_tokens, settings.max_requests),
+        "max_model_len": settings.max_sequence_length or (None if is_cpu else LONGEST_THAT_FITS),
+        "max_num_seqs": requests,
+        "max_num_batched_tokens": None if tokens is None else max(tokens, requests or 0),
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_prefix_caching": settings.prefix_caching,
-        "kv_cache_memory_bytes": settings.kv_cache_memory,
+        "kv_cache_memory_bytes": settings.kv_cache_memory or (DEFAULT_CPU_CACHE_BYTES if is_cpu else None),
         "tensor_parallel_size": sizes.tensor * sizes.expert,
         "enable_expert_parallel": sizes.expert > 1,
         "pipeline_parallel_size": sizes.pipeline,
@@ -111,13 +133,107 @@ def engine_arguments(
     }
     known = {name: value for name, value in fixed.items() if value is not None}
     chosen = dict(settings.vllm_arguments)
-    speculation = chosen.get("speculative_config")
-    if speculation and "model" in speculation and not loads_code(settings.vllm_arguments, "speculative_config"):
+    if names_draft_model(chosen):
+        speculation = chosen["speculative_config"]
         chosen["speculative_config"] = {**speculation, "model": str(draft_directory(speculation["model"]))}
+    declared = _declared_types(AsyncEngineArgs)
+    for name, value in chosen.items():
+        nested = _dataclass_in(declared.get(name, ()))
+        if isinstance(value, Mapping) and nested is not None:
+            chosen[name] = nested(**value)  # vLLM itself does this for some of them only
     try:
         return AsyncEngineArgs(**{**known, **chosen})
     except TypeError as error:
         raise ValueError(f"vLLM {vllm.__version__} rejects its arguments: {error}") from error
+
+
+def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = "") -> Iterator[str]:
+    """Yield why the installed version of vLLM does not take an argument: it has no such field, or another type.
+
+    declared: the dataclass whose fields the arguments are.
+    parent:   name of the argument that has these as its members, with a dot.
+    """
+    declared_types = _declared_types(declared)
+    for key, value in sorted(arguments.items()):
+        name = f"{parent}{key}"
+        if key not in declared_types:
+            yield f"{name} is not known to vLLM {vllm.__version__}: remove it, or use a version of vLLM that has it"
+            continue
+        alternatives = declared_types[key]
+        nested = _dataclass_in(alternatives)
+        if isinstance(value, Mapping) and nested is not None:
+            yield from type_problems(value, nested, f"{name}.")
+        elif not any(_accepts(each, value) for each in alternatives):
+            yield f"{name} is {value!r}: give {' or '.join(dict.fromkeys(map(_described, alternatives)))}"
+
+
+def _declared_types(declared: type) -> dict[str, tuple[Any, ...]]:
+    """Return the types that each field of a dataclass accepts. `Any` stands for an annotation that only type checkers
+    can evaluate."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for field in fields(declared):
+        try:
+            # Annotations of vLLM's own source.
+            hint = field.type
+            if isinstance(hint, str):
+                hint = eval(hint, {**vars(sys.modules[declared.__module__])})
+        except NameError:
+            hint = Any
+        found[field.name] = (*_alternatives(hint),)
+    return found
+
+
+def _dataclass_in(alternatives: Iterable[Any]) -> type | None:
+    return next((each for each in alternatives if isinstance(each, type) and is_dataclass(each)), None)
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    """Yield the members of a union, and each value of a Literal as one."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        for each in get_args(hint):
+            yield from _alternatives(each)
+    elif origin is Literal:
+        yield from (Literal[each] for each in get_args(hint))
+    elif origin is Annotated:
+        yield from _alternatives(get_args(hint)[0])
+    else:
+        yield hint
+
+
+_JSON_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    dict: ((dict,), "an object"),
+    float: ((int, float), "a number"),
+    int: ((int,), "an integer"),
+    list: ((list,), "a list"),
+    set: ((list,), "a list"),
+    str: ((str,), "a string"),
+    tuple: ((list,), "a list"),
+    type(None): ((type(None),), "null"),
+}
+"""The types of a JSON value that become a type of Python, and their name."""
+
+
+def _accepts(declared: Any, value: object) -> bool:
+    """Return whether a JSON value can become the declared type. vLLM checks what this leaves open."""
+    origin = get_origin(declared) or declared
+    if origin is Literal:
+        return bool(get_args(declared)[0] == value and type(get_args(declared)[0]) is type(value))
+    if origin in _JSON_TYPES:
+        return type(value) in _JSON_TYPES[origin][0]
+    if isinstance(origin, type) and issubclass(origin, Enum):
+        return isinstance(value, str | int)
+    return not is_dataclass(origin)
+
+
+def _described(declared: Any) -> str:
+    origin = get_origin(declared) or declared
+    if origin is Literal:
+        return repr(get_args(declared)[0])
+    if origin in _JSON_TYPES:
+        return _JSON_TYPES[origin][1]
+    return "an object" if is_dataclass(origin) else "a string"
 
 
 def logits_processor_of(config: VllmConfig) -> type | None:

@@ -112,6 +112,7 @@ class VllmBackend(EngineBackend):
             vocab_size=started["vocab_size"],
             eos_ids=tuple(started["eos_ids"]),
             max_sequence_length=started["max_sequence_length"],
+            max_requests=started["max_requests"],
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
             capabilities=_capabilities(started),
@@ -184,7 +185,7 @@ class VllmBackend(EngineBackend):
         if self._followers is not None:
             await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
         try:
-            await vllm.call("load")
+            self.info = replace(self.info, max_sequence_length=await vllm.call("load"))
             await vllm.call("set_adapters", self._adapters)
         except Exception:
             await self._end_process()

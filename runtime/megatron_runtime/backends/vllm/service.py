@@ -129,6 +129,7 @@ class VllmService:
             "vocab_size": model.get_vocab_size(),
             "eos_ids": eos_ids(self._directory),
             "max_sequence_length": model.max_model_len,
+            "max_requests": config.scheduler_config.max_num_seqs,
             "block_size_tokens": cache.block_size if cache.enable_prefix_caching else 0,
             "ranks": config.parallel_config.world_size,
             "can_sleep": model.enable_sleep_mode,
@@ -162,7 +163,8 @@ class VllmService:
 
     # --- memory and weights -------------------------------------------------------------------------------------
 
-    async def load(self) -> None:
+    async def load(self) -> int:
+        """Load vLLM, paused. Return the limit of prompt and answer that its KV cache has room for, in tokens."""
         config = await asyncio.to_thread(self._config)
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
         self._llm = llm
@@ -174,6 +176,7 @@ class VllmService:
         await llm.pause_generation(mode="keep", clear_cache=False)
         gc.collect()
         gc.freeze()  # a collection with the objects of all imports stalls every stream
+        return int(config.model_config.max_model_len)
 
     async def run_workers(self) -> None:
         """Run the ranks of this pod, which is not the engine's first, as `vllm serve --headless` does."""

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -78,6 +78,7 @@ class EnginePart:
         """Whether the last load() loaded weights, and whether it allocated the cache."""
         self._kept_pages: Int64 | None = None
         self._orders: dict[str, Callable[..., Any]] = {
+            "use_pages": executor.use_pages,
             "sizes": lambda: {name: getattr(executor, name) for name in _SIZES},
             "digest": lambda: executor.digest,
             "load": self._load,
@@ -124,7 +125,8 @@ class RankedExecutor(Ranks):
     digest:   digest of the digests of all ranks.
     local:    the executor of rank 0's part.
     progress: of rank 0's steps.
-    warm_up:  steps to run once, after the first load.
+    warm_up:  returns the steps to run once, after the first load, for a number of pages.
+    measures: each rank measured its memory: use as many pages as every rank has room for.
 
     Raises RankError if a rank was started with other sizes.
     """
@@ -136,13 +138,13 @@ class RankedExecutor(Ranks):
         sizes: ParallelSizes,
         *,
         progress: StepProgress,
-        warm_up: Sequence[StepPlan],
+        warm_up: Callable[[int], list[StepPlan]],
+        measures: bool,
     ) -> None:
         self._local = local
         self._part = EnginePart(local)
         self._channel = channel
         self._progress = progress
-        self._warm_up = list(warm_up)
         last_stage = (sizes.pipeline - 1) * sizes.expert * sizes.tensor
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
         self.digest = ""
@@ -153,7 +155,10 @@ class RankedExecutor(Ranks):
         self.max_sequence_length = local.max_sequence_length
         self.short_length = local.short_length
         self.page_size = local.page_size
+        if measures:
+            self._everywhere("use_pages", min(own["num_pages"] for own in self._everywhere("sizes").values()))
         self.num_pages = local.num_pages
+        self._warm_up = warm_up(self.num_pages)
         for rank, own in self._everywhere("sizes").items():
             for name in _SIZES:
                 if own[name] != (value := getattr(local, name)):
@@ -366,10 +371,17 @@ def lead(
     )
     channel.start(timeout_seconds=settings.rendezvous_seconds)
     logger.info("all %d ranks are connected", identity.world)
-    limits = StepLimits(tokens=settings.max_tokens, rows=settings.max_requests, length=part.max_sequence_length)
+    config = settings.inference_config
+    limits = StepLimits(tokens=config.step_tokens, rows=config.request_slots, length=part.max_sequence_length)
     sizes = StepLimits(*map(min, GPU if groups.device.type == "cuda" else CPU, limits))
-    warm_up = warm_up_plans(settings.parallel, sizes, num_pages=part.num_pages, page_size=part.page_size)
-    return RankedExecutor(part, channel, settings.parallel, progress=groups.progress, warm_up=warm_up)
+    return RankedExecutor(
+        part,
+        channel,
+        settings.parallel,
+        progress=groups.progress,
+        warm_up=lambda pages: warm_up_plans(settings.parallel, sizes, num_pages=pages, page_size=part.page_size),
+        measures=settings.kv_cache_memory is None,
+    )
 
 
 def join(

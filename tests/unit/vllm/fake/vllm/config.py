@@ -27,6 +27,11 @@ class ModelConfig:
 
 
 @dataclass
+class _SchedulerConfig:
+    max_num_seqs: int
+
+
+@dataclass
 class CacheConfig:
     block_size: int
     enable_prefix_caching: bool
@@ -44,6 +49,7 @@ class VllmConfig:
     model_config: ModelConfig
     cache_config: CacheConfig
     parallel_config: ParallelConfig
+    scheduler_config: _SchedulerConfig
     lora_config: object | None
     speculative_config: dict[str, object] | None
     use_v2_model_runner: bool
@@ -52,9 +58,14 @@ class VllmConfig:
 
 def _config_of(args: object) -> VllmConfig:
     return VllmConfig(
-        ModelConfig(args.max_model_len or 2048, args.enable_sleep_mode, args.logits_processors),
+        ModelConfig(
+            2048 if args.max_model_len in (None, -1) else args.max_model_len,
+            args.enable_sleep_mode,
+            args.logits_processors,
+        ),
         CacheConfig(args.block_size or 16, args.enable_prefix_caching),
         ParallelConfig(args.tensor_parallel_size * args.pipeline_parallel_size),
+        _SchedulerConfig(256 if args.max_num_seqs is None else args.max_num_seqs),
         object() if args.enable_lora else None,
         args.speculative_config,
         _chosen_runner(args),

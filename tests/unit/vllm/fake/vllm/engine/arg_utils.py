@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from vllm.config import VllmConfig, _config_of
 from vllm.platforms import current_platform
+
+
+@dataclass(kw_only=True)
+class _EPLBConfig:
+    window_size: int = 1000
 
 
 @dataclass(kw_only=True)
@@ -12,11 +17,11 @@ class AsyncEngineArgs:
     model: str
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
-    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -39,6 +44,9 @@ class AsyncEngineArgs:
     master_addr: str = ""
     master_port: int = 29500
     seed: int = 0
+    gpu_memory_utilization: float = 0.92
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    eplb_config: _EPLBConfig = field(default_factory=_EPLBConfig)
 
     def create_model_config(self) -> object:
         return self._checked().model_config

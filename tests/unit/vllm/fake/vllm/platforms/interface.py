@@ -6,7 +6,7 @@ class Platform:
         return "FAKE_VLLM_CAN_SLEEP" in os.environ
 
     def is_cpu(self) -> bool:
-        return True
+        return "FAKE_VLLM_ON_GPU" not in os.environ
 
     def is_unspecified(self) -> bool:
         """Whether this is vLLM for GPUs on a machine without one."""

@@ -32,6 +32,8 @@ def next_token(context: Sequence[int], weights: int = 0) -> int:
 
 
 DEADLY = 666
+FITTING_LENGTH = 1536
+"""Room of the KV cache, if the sequence length is fitted to it."""
 
 
 def log(line: str) -> None:
@@ -42,6 +44,8 @@ def log(line: str) -> None:
 class AsyncLLM:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
+        if vllm_config._args.max_model_len == -1:
+            vllm_config.model_config.max_model_len = FITTING_LENGTH
         self._is_paused_now = False
         self._is_dead = False
         self._weights = self._read_weights(vllm_config._args.model)
