@@ -16,7 +16,7 @@ from megatron_runtime.protocol import strict_json as json
 _WORD = re.compile(r"[!-~]{1,256}")
 
 
-class Kind(Enum):
+class Effect(Enum):
     """What an argument can do."""
 
     HARMLESS = "none of the others"
@@ -34,12 +34,12 @@ class Class:
     field:  path of the field that sets the argument.
     """
 
-    kind: Kind
+    kind: Effect
     values: tuple[str, ...] = ()
     field: str = ""
 
 
-def _members(names: str, kind: Kind, *, of: str = "") -> dict[str, Class]:
+def _members(names: str, kind: Effect, *, of: str = "") -> dict[str, Class]:
     return {f"{of}.{name}" if of else name: Class(kind) for name in names.split()}
 
 
@@ -158,24 +158,24 @@ CLASSES: Mapping[str, Class] = {
         stream_interval swa_bounded_replay tokenizer_mode ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load
         video_pruning_method video_pruning_rate watermark
         """,
-        Kind.HARMLESS,
+        Effect.HARMLESS,
     ),
     **{
         name: classified
         for parent, names in _HARMLESS_MEMBERS.items()
-        for name, classified in _members(names, Kind.HARMLESS, of=parent).items()
+        for name, classified in _members(names, Effect.HARMLESS, of=parent).items()
     },
-    "kv_offloading_backend": Class(Kind.HARMLESS, values=("native",)),
+    "kv_offloading_backend": Class(Effect.HARMLESS, values=("native",)),
     "kv_transfer_config.kv_connector": Class(
-        Kind.HARMLESS, values=("OffloadingConnector", "SimpleCPUOffloadConnector")
+        Effect.HARMLESS, values=("OffloadingConnector", "SimpleCPUOffloadConnector")
     ),
-    "kv_transfer_config.kv_connector_extra_config.spec_name": Class(Kind.HARMLESS, values=("CPUOffloadingSpec",)),
+    "kv_transfer_config.kv_connector_extra_config.spec_name": Class(Effect.HARMLESS, values=("CPUOffloadingSpec",)),
     "load_format": Class(
-        Kind.HARMLESS, values=("auto", "dummy", "fastsafetensors", "mistral", "runai_streamer", "safetensors")
+        Effect.HARMLESS, values=("auto", "dummy", "fastsafetensors", "mistral", "runai_streamer", "safetensors")
     ),
-    "model_impl": Class(Kind.HARMLESS, values=("auto", "transformers", "vllm")),
+    "model_impl": Class(Effect.HARMLESS, values=("auto", "transformers", "vllm")),
     "speculative_config.method": Class(
-        Kind.HARMLESS, values=("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix")
+        Effect.HARMLESS, values=("draft_model", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix")
     ),
     **_members(
         """
@@ -187,7 +187,7 @@ CLASSES: Mapping[str, Class] = {
         speculative_config.code_revision trust_remote_code watchdog_config watermark_config worker_cls
         worker_extension_cls
         """,
-        Kind.CODE,
+        Effect.CODE,
     ),
     **_members(
         """
@@ -197,7 +197,7 @@ CLASSES: Mapping[str, Class] = {
         kv_transfer_config.kv_connector_extra_config.secondary_tiers kv_transfer_config.kv_port
         mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path otlp_traces_endpoint profiler_config
         """,
-        Kind.ACCESS,
+        Effect.ACCESS,
     ),
     **_members(
         """
@@ -208,10 +208,10 @@ CLASSES: Mapping[str, Class] = {
         pooler_config prefill_context_parallel_size ray_workers_use_nsight runner scheduling_policy served_model_name
         skip_tokenizer_init structured_outputs_config tokens_only
         """,
-        Kind.ENGINE,
+        Effect.ENGINE,
     ),
     **{
-        name: Class(Kind.FIELD, field=field)
+        name: Class(Effect.FIELD, field=field)
         for field, names in {
             "spec.engine.batching.chunkedPrefill": "enable_chunked_prefill",
             "spec.engine.batching.kvCacheMemory": "kv_cache_memory_bytes",
@@ -259,13 +259,13 @@ def _leaves(arguments: Mapping[str, object], parent: str = "") -> Iterator[tuple
         elif name in OBJECTS and isinstance(value, Mapping):
             yield from _leaves(value, name)
         elif name in OBJECTS:
-            yield name, value, Class(Kind.HARMLESS)
+            yield name, value, Class(Effect.HARMLESS)
         else:
             yield name, value, CLASSES.get(name)
 
 
 def _loads_code(value: object, classified: Class | None) -> bool:
-    if classified is None or classified.kind is Kind.CODE:
+    if classified is None or classified.kind is Effect.CODE:
         return True
     return bool(classified.values) and value not in classified.values
 
@@ -319,9 +319,9 @@ def _code_problem(name: str, value: object, classified: Class | None) -> str:
 
 
 def _problem(name: str, value: object, classified: Class) -> str | None:
-    if classified.kind is Kind.FIELD:
+    if classified.kind is Effect.FIELD:
         return f"{name} conflicts with {classified.field}: set that field instead"
-    if classified.kind is not Kind.HARMLESS:
+    if classified.kind is not Effect.HARMLESS:
         return f"{name} {classified.kind.value}: leave it out"
     if name in OBJECTS:
         return f"{name} is {json.dumps(value)[:60]}: give an object"

@@ -25,7 +25,7 @@ from megatron_operator.resource.names import LABEL_COMPONENT, LABEL_ENGINE, LABE
 from megatron_operator.resource.pod_policy import PodPolicy, Switch, in_repositories, repository_of
 from megatron_operator.resource.settings import Settings
 from megatron_operator.resource.spec import parse_spec
-from megatron_runtime.protocol.vllm_arguments import CLASSES, Kind
+from megatron_runtime.protocol.vllm_arguments import CLASSES, Effect
 
 from .pod_security import violations as restricted_violations
 
@@ -482,7 +482,7 @@ def _specs_with(text: str) -> Iterator[dict[str, Any]]:
     adapters = [{"name": f"a{text}", "source": {"huggingFace": {"repo": "a/b", "revision": text}}}]
     yield {"model": {"source": source}}
     yield {"model": {"source": source, "adapters": adapters}}
-    for name in (name for name, each in CLASSES.items() if each.kind is Kind.HARMLESS and "." not in name):
+    for name in (name for name, each in CLASSES.items() if each.kind is Effect.HARMLESS and "." not in name):
         yield {**MINIMAL, "engine": {"backend": "VLLM", "vllm": {"args": {name: text}}}}
 
 

@@ -29,7 +29,7 @@ from megatron_operator.resource.spec import MegatronInferenceSpec, SpeculativeMe
 from megatron_operator.resource.states import OperationOutcome
 from megatron_operator.resource.text import printable
 from megatron_runtime.cli.containers import engine as engine_command
-from megatron_runtime.protocol.vllm_arguments import CLASSES, Kind
+from megatron_runtime.protocol.vllm_arguments import CLASSES, Effect
 
 SETTINGS = Settings(runtime_image="registry.example/runtime:1", vllm_runtime_image="registry.example/vllm:1")
 CODE = replace(SETTINGS, pod_policy=PodPolicy(vllm_code=True))
@@ -345,7 +345,7 @@ def test_variables_that_choose_what_is_built_in_are_passed_on(name: str) -> None
 
 def test_each_field_that_conflicts_with_an_argument_exists() -> None:
     schema = structural_schema(MegatronInferenceSpec, "spec")
-    paths = {each.field for each in CLASSES.values() if each.kind is Kind.FIELD}
+    paths = {each.field for each in CLASSES.values() if each.kind is Effect.FIELD}
     for path in paths - {"spec.engine.vllm.args.speculative_config"}:  # untyped
         field = reduce(lambda node, name: node["properties"][name], path.split(".")[1:], schema)
         assert field["description"], path

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.protocol.vllm_arguments import CLASSES, OBJECTS, Kind, code_arguments, problem_of
+from megatron_runtime.protocol.vllm_arguments import CLASSES, OBJECTS, Effect, code_arguments, problem_of
 
 from .conftest import FAKE
 from .interfaces import RECORDED, interface_of, name_of, names_used, parameters_of
@@ -83,15 +83,15 @@ def test_the_recipe_of_a_large_model_passes_the_check_for_each_version(recipe: P
     assert arguments.keys() <= fields_of(version)
 
 
-@pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.kind is not Kind.HARMLESS])
+@pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.kind is not Effect.HARMLESS])
 def test_no_argument_of_another_class_is_accepted_without_the_switch(name: str) -> None:
     arguments: Any = "x"
     for key in reversed(name.split(".")):
         arguments = {key: arguments}
     problem = problem_of({**arguments}, allow_code=False)
     assert problem is not None
-    assert (name in code_arguments(arguments)) == (CLASSES[name].kind is Kind.CODE)
-    if CLASSES[name].kind is not Kind.CODE and name.partition(".")[0] != "speculative_config":
+    assert (name in code_arguments(arguments)) == (CLASSES[name].kind is Effect.CODE)
+    if CLASSES[name].kind is not Effect.CODE and name.partition(".")[0] != "speculative_config":
         assert problem_of(arguments, allow_code=True) == problem, "the switch allows code only"
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from megatron_runtime.backends.native.admission import Admission, CoreRequest
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
+from megatron_runtime.backends.native.kv.request_slots import RequestSlots
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.engine_request import STEP_SIZES, BackendStats, EngineRequest, FinishReason, RequestOutput
@@ -70,7 +70,7 @@ class EngineCore:
         self.config = config = config.for_engine()
         self.epoch = 0
         limit = min(config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length)
-        self.context = DynamicInferenceContext(
+        self.context = RequestSlots(
             config, max_sequence_length=limit, page_size=executor.page_size, num_pages=executor.num_pages
         )
         self._clock = clock

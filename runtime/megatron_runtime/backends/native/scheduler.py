@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.backends.native.admission import CoreRequest
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock
+from megatron_runtime.backends.native.kv.request_slots import RequestSlots
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
@@ -63,7 +63,7 @@ class Scheduler:
     cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
     """
 
-    def __init__(self, context: DynamicInferenceContext, config: InferenceConfig) -> None:
+    def __init__(self, context: RequestSlots, config: InferenceConfig) -> None:
         self.open: dict[int, CoreRequest] = {}
         self.waiting: list[CoreRequest] = []
         self.running: list[CoreRequest] = []

@@ -55,7 +55,7 @@ class RecordedRouting:
         return self._of_pages[pages].reshape(-1, *self._of_pages.shape[2:])[:count]
 
 
-class DynamicInferenceContext:
+class RequestSlots:
     """Columns by slot. A slot is taken at admission and freed with its pages when the request ends or is preempted.
 
     tokens:       int32 [slots, max_sequence_length]; prompt, then generated tokens.
