@@ -17,7 +17,7 @@ class Option:
 
     flag: its long name. One that begins with `--no-` is passed if its value is false, as `click` has it.
     value: of a resource and the name of the process: a coordinator's component, an engine's name. None: it is not
-        passed. A bool has no text of its own: the flag alone.
+        passed. A bool has no text of its own: the flag alone. A list repeats the option.
     field: path of the field of the spec that has the value, by the names of the models; empty if it has another source.
     write: text of a value of the field, if the command line has another than the spec.
     """
@@ -31,6 +31,8 @@ class Option:
         value = self.value(ctx, process)
         if value is None:
             return []
+        if isinstance(value, list):
+            return [part for each in value for part in (self.flag, self.write(each))]
         if isinstance(value, bool):
             return [self.flag] if value is not self.flag.startswith("--no-") else []
         return [self.flag, self.write(value)]

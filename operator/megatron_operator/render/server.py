@@ -39,7 +39,7 @@ _NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters", "cache"}}
 OPTIONS = (
     Option("--coordinator", lambda ctx, _: ctx.coordinator_address(PORT_CLIENT)),
     Option("--model", lambda ctx, _: model_argument(ctx)),
-    Option("--model-name", lambda ctx, _: ctx.model_name),
+    Option("--model-name", lambda ctx, _: [ctx.model_name, *(ctx.spec.server.model_aliases or ())]),
     Option("--model-hash", lambda ctx, _: model_hash(ctx)),
     SEQUENCE_LENGTH_OPTION,
     Option("--host", lambda ctx, _: "::"),
@@ -52,9 +52,11 @@ OPTIONS = (
     of_field("--tls-key-file", "server.tls", write=lambda _: f"{TLS_DIR}/tls.key"),
     of_field("--share-prefix-cache", "server.share_prefix_cache"),
     of_field("--allow-priority", "server.allow_priority"),
+    of_field("--allowed-origin", "server.allowed_origins"),
     of_field("--reserve-tokens", "server.reserve_tokens"),
     of_field("--tool-call-parser", "server.tool_call_parser"),
     of_field("--reasoning-parser", "server.reasoning_parser"),
+    of_field("--generation-config", "server.generation_config"),
 )
 """Options of `megatron server`."""
 

@@ -26,6 +26,19 @@ PathPrefix = Annotated[
         "a path that begins with / and does not end with /, such as /models/demo",
     ),
 ]
+Origin = Annotated[
+    str,
+    Field(max_length=261),
+    Matches(
+        r"^([*]|https?://[-A-Za-z0-9.:\[\]]+)$",
+        "the origin of a web page, such as https://chat.example.com, or * for all",
+    ),
+]
+ModelAlias = Annotated[
+    str,
+    Field(max_length=256),
+    Matches(r"^[A-Za-z0-9][-A-Za-z0-9._/:]*$", "a name of a model, such as gpt-3.5-turbo"),
+]
 HeaderName = Annotated[str, Matches(r"^[A-Za-z0-9-]+$", "the name of an HTTP header, such as x-model")]
 
 
@@ -127,6 +140,11 @@ class ReasoningParser(StrEnum):
     GPT_OSS = "gpt_oss"
 
 
+class GenerationConfig(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+
+
 class TlsSpec(ApiModel):
     secret_name: Name = Field(
         description="Secret of type kubernetes.io/tls in the resource's namespace. A renewed certificate is loaded "
@@ -184,6 +202,23 @@ class ServerSpec(ApiModel):
         default=None,
         description="How the model marks its reasoning, which is returned as reasoning_content; auto chooses by the "
         "chat template, none leaves it in the text.",
+    )
+    generation_config: GenerationConfig | None = Field(
+        default=None,
+        description="Defaults of sampling: those of the model's generation_config.json (auto, also if absent), or "
+        "neutral ones (none).",
+    )
+    model_aliases: list[ModelAlias] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Further names under which requests may ask for the model, for programs that send a fixed one.",
+    )
+    allowed_origins: list[Origin] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Origins of web pages that may use the servers (CORS); none if absent.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,

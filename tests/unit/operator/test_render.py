@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_operator.render.context import InvalidPodTemplate, RenderContext
 from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.pod import merge_template
+from megatron_operator.render.server import server_args
 from megatron_operator.resource.names import LABEL_ENGINE
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
@@ -506,6 +508,29 @@ def test_shares_and_priorities_are_arguments_of_the_server_only() -> None:
     added = [argument for argument in args if argument not in plain["demo-server"]["containers"][0]["args"]]
     assert added == ["--share-prefix-cache", "--allow-priority", "--reserve-tokens", "512"]
     assert _pods(_context(server={"sharePrefixCache": False, "allowPriority": False})) == plain
+
+
+def test_lists_of_the_server_become_repeated_options() -> None:
+    arguments = server_args(
+        _context(
+            server={
+                "modelAliases": ["gpt-3.5-turbo", "org/name"],
+                "allowedOrigins": ["https://chat.example.com", "http://[::1]:3000"],
+                "generationConfig": "none",
+            }
+        )
+    )
+    values = list(pairwise(arguments))
+    assert [value for flag, value in values if flag == "--model-name"][1:] == ["gpt-3.5-turbo", "org/name"]
+    origins = [value for flag, value in values if flag == "--allowed-origin"]
+    assert origins == ["https://chat.example.com", "http://[::1]:3000"]
+    assert ("--generation-config", "none") in values
+
+
+@pytest.mark.parametrize("origin", ["chat.example.com", "https://a.example/path", "https://", "null"])
+def test_what_is_no_origin_is_rejected(origin: str) -> None:
+    with pytest.raises(ValueError, match="origin of a web page"):
+        _context(server={"allowedOrigins": [origin]})
 
 
 @pytest.mark.parametrize(("server", "replicas"), [({}, None), ({"replicas": 1}, 1), ({"replicas": 3}, 3)])
