@@ -103,7 +103,7 @@ def test_names_images_and_further_fields_of_the_pod_can_be_set(platform: Platfor
         "serviceAccount": {"create": False, "name": "existing"},
         "operator": {
             "image": {"repository": "operator", "digest": digest},
-            "podLabels": {"team": "a", "app.kubernetes.io/name": "x", "app.kubernetes.io/instance": "y"},
+            "podLabels": {"team": "a", "app.kubernetes.io/name": "other", "app.kubernetes.io/instance": "other"},
             "podAnnotations": {"note": "b"},
             "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
             "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],

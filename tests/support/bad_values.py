@@ -69,6 +69,10 @@ def _minimal(schema: Schema) -> Any:
     """Return a minimal valid value, so that only the one field is invalid."""
     if schema.get("type") == "array":
         return [_minimal(schema["items"])]
+    if "enum" in schema:
+        return schema["enum"][0]
+    if schema.get("type") == "integer":
+        return schema.get("minimum", 1)
     if schema.get("type") != "object":
         return "org/name" if "org/name" in schema["description"] else "x"
     return {name: _minimal(schema["properties"][name]) for name in schema.get("required", ())}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import sentencepiece_like
 
-from megatron_runtime.server.openai.conversation import Conversation
+from megatron_runtime.server.openai.conversation import ChatTemplateInput
 from megatron_runtime.tokenization import ChatTemplate, ChatTemplateError, Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
@@ -59,7 +59,7 @@ def tokenizer_with(template: str, tool_template: str | None = None) -> Tokenizer
 
 
 def rendered(template: str, messages: list[dict[str, Any]], *, tools: Any = (), **options: Any) -> str:
-    return Conversation(messages, tools=tools, variables={}, **options).render(tokenizer_with(template))
+    return ChatTemplateInput(messages, tools=tools, variables={}, **options).render(tokenizer_with(template))
 
 
 # --- tools for templates without tools ------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_a_conversation_with_tools_is_rendered_by_every_template(name: str) -> N
     def check(messages: list[dict[str, Any]], has_tools: bool) -> None:
         if not has_tools and not any("tool_calls" in message for message in messages):
             return  # the template's own rules hold
-        conversation = Conversation(messages, tools=[TOOL] if has_tools else [], variables={})
+        conversation = ChatTemplateInput(messages, tools=[TOOL] if has_tools else [], variables={})
         text = conversation.render(tokenizer)
         assert not has_tools or "weather" in text
         named = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
@@ -171,7 +171,7 @@ def test_a_template_that_exceeds_a_limit_is_not_run_again() -> None:
 
     tokenizer = SimpleNamespace(template_for=lambda _: SimpleNamespace(variables=()), render_chat=render_chat)
     with pytest.raises(ChatTemplateError, match="limited"):
-        Conversation([USER], tools=[TOOL], variables={}).render(tokenizer)  # type: ignore[arg-type]
+        ChatTemplateInput([USER], tools=[TOOL], variables={}).render(tokenizer)  # type: ignore[arg-type]
     assert len(runs) == 1
 
 

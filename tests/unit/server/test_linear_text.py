@@ -282,7 +282,9 @@ def test_the_events_of_a_stream_cost_what_they_say(counted: CountedModules, rout
     elif route == "messages":
         take = module._Answer(reader, usage, model="m", prompt_tokens=1).take
     else:
-        take = module._Answer(None, reader, usage, model="m", defaults={}).take
+        take = module._Answer(
+            module.ResponsesRequest(model="m", input="Hi"), reader, usage, model="m", defaults={}
+        ).take
 
     def feed(text: str) -> None:
         for _ in take(Piece(0, text=text)):

@@ -333,13 +333,14 @@ def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         sent = converted(name, value) if is_number(value) else value
-        rule = PARAMETERS[name].rule
+        rule, http = PARAMETERS[name].rule, PARAMETERS[name].http
+        allowed = rule.allowed
         if rule.is_valid(sent):
-            found[name] = sent
-        else:
-            logger.warning(
-                "generation_config.json: %s is %s and has no effect: want %s", key, shown(value), rule.allowed
-            )
+            if http is None or http.minimum is None or value >= http.minimum:
+                found[name] = sent
+                continue
+            allowed = f"at least {http.minimum}"
+        logger.warning("generation_config.json: %s is %s and has no effect: want %s", key, shown(value), allowed)
     return found
 
 
