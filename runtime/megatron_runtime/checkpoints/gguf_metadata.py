@@ -51,7 +51,7 @@ def gguf_parts(path: Path) -> list[Path]:
     Large models are in several files, named NAME-00001-of-00003.gguf and so on. The files need not exist.
     """
     match = _PART_NAME.fullmatch(path.name)
-    if match is None:
+    if match is None or not int(match[3]):
         return [path]
     name, _, count = match.groups()
     return [path.with_name(f"{name}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]

@@ -87,6 +87,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self._entries: dict[str, tuple[MappedFile, StoredTensor]] = {}
         self.kinds: dict[str, TensorKind] = {}
         for own_name, name in _names(stored).items():
+            if name in self._entries:
+                raise ModelFileError(f"{directory} has two tensors for {shown(name)}: remove {shown(own_name)}")
             mapped, entry = stored[own_name]
             self._entries[name], self.kinds[name] = (mapped, entry), entry.kind
         self.config, values = read_config(directory), _config_json(directory)

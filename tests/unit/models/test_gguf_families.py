@@ -206,3 +206,9 @@ def test_two_models_in_a_directory_are_not_guessed(in_parts: Path, tmp_path: Pat
         shutil.copy(file, tmp_path)
     with pytest.raises(ModelSourceError, match=r"\.gguf files of 2 models"):
         resolve(str(tmp_path))
+
+
+def test_a_name_that_counts_no_files_is_that_of_one_file(in_parts: Path, tmp_path: Path) -> None:
+    shutil.copy(in_parts / "whole/m.gguf", tmp_path / "m-00001-of-00000.gguf")
+    assert resolve(str(tmp_path)).path == tmp_path / "m-00001-of-00000.gguf"
+    assert GGUFCheckpoint(tmp_path / "m-00001-of-00000.gguf").kinds

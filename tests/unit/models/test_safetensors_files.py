@@ -255,3 +255,15 @@ def test_a_text_part_has_the_defaults_of_its_family(tmp_path: Path) -> None:
     assert config.sliding.window == expected.sliding_window
     assert config.bos_token_id == expected.bos_token_id
     assert config.tie_embeddings
+
+
+def test_two_tensors_for_one_name_are_rejected(model: Path, tmp_path: Path) -> None:
+    """A prefix hides the second one, so neither may win silently."""
+
+    def embed(held: Tensors) -> None:
+        for name in [name for name in held if name.startswith("model.")]:
+            held[f"language_model.{name}"] = held.pop(name)
+        held["model.norm.weight"] = torch.ones(32)
+
+    with pytest.raises(ModelFileError, match=r"two tensors for 'model\.norm\.weight'"):
+        SafetensorsCheckpoint(copy(model, tmp_path, embed))
