@@ -112,10 +112,10 @@ def create_app(
     )
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)
-    _add_page(app)
-    _add_get_routes(app, service)
-    for path, handler, body in _POST_ROUTES:
+    for path, handler, body in _POST_ROUTES:  # first: a request is compared with each route in order
         _add_post_route(app, service, path=path, handler=handler, body=body)
+    _add_get_routes(app, service)
+    _add_page(app)
     for kind in (ApiError, HTTPException, ClientDisconnectedError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
     return app

@@ -66,8 +66,12 @@ class BytesDetokenizer(Detokenizer):
     ) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        before = b"".join(map(token_bytes, after))
-        self._utf8.decode(before.lstrip(_CONTINUATION_BYTES))
+        before = b""
+        for id_ in reversed(after):
+            before = token_bytes(id_) + before
+            if last := before.lstrip(_CONTINUATION_BYTES):
+                self._utf8.decode(last)
+                break
         self._stripped: LeadingSpaces = "kept" if before else stripped
 
     def feed(self, ids: Iterable[int]) -> str:
@@ -287,17 +291,16 @@ class Tokenizer:
         visible: special tokens that are returned as text.
         """
         hidden = self._hidden(skip_special=skip_special, visible=visible)
-        context = context_of(after, hidden)
         if self._stripped is not None:
-            token_bytes = self.token_bytes
+            token_bytes, last = self.token_bytes, after[-_SEARCHED_TOKENS:]
             if hidden:
                 return BytesDetokenizer(
-                    lambda id_: b"" if id_ in hidden else token_bytes(id_), after=context, stripped=self._stripped
+                    lambda id_: b"" if id_ in hidden else token_bytes(id_), after=last, stripped=self._stripped
                 )
-            return BytesDetokenizer(token_bytes, after=context, stripped=self._stripped)
+            return BytesDetokenizer(token_bytes, after=last, stripped=self._stripped)
         return WindowDetokenizer(
             lambda ids: self._backend.decode([id_ for id_ in ids if id_ not in hidden], skip_special_tokens=False),
-            after=context,
+            after=context_of(after, hidden),
         )
 
     def _hidden(self, *, skip_special: bool, visible: Collection[int]) -> frozenset[int]:

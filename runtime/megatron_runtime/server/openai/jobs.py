@@ -23,7 +23,7 @@ from megatron_runtime.sampling.grammar_dialects import normalised, unsupported, 
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_structure
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, shown
 from megatron_runtime.server.guards import load_json
-from megatron_runtime.server.openai.fields import HTTP_FIELDS, converted
+from megatron_runtime.server.openai.fields import HTTP_FIELDS, PARAMETER_OF, converted
 from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.reasoning import ReasoningUse
 from megatron_runtime.tokenization import Tokenizer
@@ -313,8 +313,11 @@ def _sampling_params(
 
 def _chosen(request: GenerationRequest) -> dict[str, Any]:
     """Return the sampling parameters that the fields of a request choose."""
-    values = {name: getattr(request, http.name) for name, http in HTTP_FIELDS.items()}
-    return {name: converted(name, value) for name, value in values.items() if value is not None}
+    return {
+        name: converted(name, value)
+        for field in request.model_fields_set
+        if (name := PARAMETER_OF.get(field)) is not None and (value := getattr(request, field)) is not None
+    }
 
 
 def _is_greedy(chosen: Mapping[str, Any]) -> bool:

@@ -16,7 +16,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -178,21 +177,18 @@ class ModelRequest(Body):
 
     model: Name | None = served("The name in `/v1/models`.")
 
-    _ignored: tuple[str, ...] = PrivateAttr(())
-
     @property
     def ignored(self) -> tuple[str, ...]:
         """Return the names of the unknown fields, of a request that was prepared()."""
-        return self._ignored
+        return tuple(self.__pydantic_extra__ or ())
 
     def prepared(self) -> Self:
         """Return the request in the form that its route reads. Called where the body was parsed.
 
         Raises ApiError 400 for a field that is not offered.
         """
-        extra = self.__pydantic_extra__ or {}
-        self._ignored = tuple(self.policy.unknown(extra))
-        extra.clear()
+        if extra := self.__pydantic_extra__:
+            self.__pydantic_extra__ = dict.fromkeys(self.policy.unknown(extra))
         return self
 
 

@@ -150,9 +150,9 @@ class Service:
             work = self.prompts.lanes.run("parse", lease, partial(parse_in_child, model, parts, scan))
             validated = await until_disconnect(request.receive, work, expired=self.expired)
         lease.add(-size)
-        if validated.ignored:
-            self.metrics.ignored_fields.inc(len(validated.ignored))
-            request.state.ignored_fields = reported(validated.ignored)
+        if ignored := validated.ignored:
+            self.metrics.ignored_fields.inc(len(ignored))
+            request.state.ignored_fields = reported(ignored)
         self.check_model(request.state.key, validated.model)
         return validated
 
