@@ -2,11 +2,12 @@
 
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
-`megatron serve` of both starts once, with the virtual environment .venv of its checkout, and an echo engine: by
+`megatron serve` of both starts, with the virtual environment .venv of its checkout, and an echo engine: by
 tests/support/echo_serve.py, or by `--backend echo` in a checkout that lacks it. Then one is loaded while the other is
 idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
-connection. First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron
-bench coordinator` of both runs in turn. Figures are compared within a round.
+connection. The cost of the same code differs by up to 5 % between two starts of a process, so both start several times.
+First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron bench
+coordinator` of both runs in turn. Figures are compared within a round.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -84,21 +86,30 @@ def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int) 
     return {"requests_per_s": answered / answers.duration, **costs}
 
 
-def serve_rows(checkouts: dict[str, Path], keys: Path | None, *, rounds: int, requests: int) -> Iterator[Row]:
-    """Yield the figures of the servers under each load."""
-    servers: dict[str, Server] = {}
-    try:
-        for name, checkout in checkouts.items():
-            servers[name] = start(name, checkout, keys)
-            run(servers[name], 8, 8, requests=min(100, requests), seed=-1)  # warm-up
-        for clients, tokens in LOADS:
-            count = requests if tokens < 8 else requests // 4
-            options: dict[str, int] = {"clients": clients, "tokens": tokens, "requests": count}
-            row = interleaved(rounds, lambda name, seed, options=options: run(servers[name], seed=seed, **options))
-            yield {"clients": clients, "tokens": tokens, "has_key": keys is not None, **row}
-    finally:
-        for server in servers.values():
-            server.close()
+def run_named(servers: dict[str, Server], name: str, seed: int, **options: int) -> dict[str, float]:
+    return run(servers[name], seed=seed, **options)
+
+
+def serve_rows(
+    checkouts: dict[str, Path], keys: Path | None, *, starts: int, rounds: int, requests: int
+) -> Iterator[Row]:
+    """Yield the figures of the servers under each load. rounds: after each start."""
+    found = {load: Rounds() for load in LOADS}
+    for start_number in range(starts):
+        servers: dict[str, Server] = {}
+        try:
+            for name in sorted(checkouts, reverse=start_number % 2 == 1):
+                servers[name] = start(name, checkouts[name], keys)
+                run(servers[name], 8, 8, requests=min(100, requests), seed=-1)  # warm-up
+            for (clients, tokens), figures in found.items():
+                count = requests if tokens < 8 else requests // 4
+                options: dict[str, int] = {"clients": clients, "tokens": tokens, "requests": count}
+                figures.measure(rounds, partial(run_named, servers, **options))
+        finally:
+            for server in servers.values():
+                server.close()
+    for (clients, tokens), figures in found.items():
+        yield {"clients": clients, "tokens": tokens, "has_key": keys is not None, **figures.row()}
 
 
 def bench_coordinator(checkout: Path, requests: int) -> dict[str, float]:
@@ -113,23 +124,33 @@ def bench_coordinator(checkout: Path, requests: int) -> dict[str, float]:
     return figures
 
 
-def interleaved(rounds: int, measured: Callable[[str, int], dict[str, float]]) -> Row:
-    """Return medians of the figures of both, and the ratios of each round. measured: of a name, in a round."""
-    found: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
-    for number in range(rounds):
-        for name in sorted(found, reverse=number % 2 == 1):
-            found[name].append(measured(name, number))
-    row: Row = {}
-    for figure in found[THIS][0]:
-        pairs = [(one[figure], two[figure]) for one, two in zip(found[THIS], found[OTHER], strict=True)]
-        ratios = [round(one / two, 3) for one, two in pairs if two]  # CPU time in ticks can be 0
-        row[figure] = {
-            THIS: round(median(one for one, _ in pairs), 2),
-            OTHER: round(median(two for _, two in pairs), 2),
-            "ratio": round(median(ratios), 3) if ratios else None,
-            "ratio_by_round": ratios,
-        }
-    return row
+class Rounds:
+    """The figures of both checkouts in each round."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
+
+    def measure(self, rounds: int, measured: Callable[[str, int], dict[str, float]]) -> None:
+        """Measure both in alternating order, `rounds` times. measured: figures of a name, in a round."""
+        for _ in range(rounds):
+            number = len(self._found[THIS])
+            for name in sorted(self._found, reverse=number % 2 == 1):
+                self._found[name].append(measured(name, number))
+
+    def row(self) -> Row:
+        """Return medians of the figures of both, and the ratios of each round."""
+        row: Row = {}
+        for figure in self._found[THIS][0]:
+            found = (self._found[THIS], self._found[OTHER])
+            pairs = [(one[figure], two[figure]) for one, two in zip(*found, strict=True)]
+            ratios = [round(one / two, 3) for one, two in pairs if two]  # CPU time in ticks can be 0
+            row[figure] = {
+                THIS: round(median(one for one, _ in pairs), 2),
+                OTHER: round(median(two for _, two in pairs), 2),
+                "ratio": round(median(ratios), 3) if ratios else None,
+                "ratio_by_round": ratios,
+            }
+        return row
 
 
 def say(what: str, row: Row, figures: Sequence[str]) -> None:
@@ -145,11 +166,14 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
 
 @click.command()
 @click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--starts", type=click.IntRange(min=1), default=6, show_default=True, help="Of both servers.")
+@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="After each start.")
 @click.option("--requests", type=click.IntRange(min=4), default=300, show_default=True, help="Of a run of 2 tokens.")
 @click.option("--coordinator-requests", type=click.IntRange(min=100), default=20_000, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
-def main(*, against: Path, rounds: int, requests: int, coordinator_requests: int, json_file: Path | None) -> None:
+def main(
+    *, against: Path, starts: int, rounds: int, requests: int, coordinator_requests: int, json_file: Path | None
+) -> None:
     """Compare requests per second and CPU time of servers and coordinators of two checkouts."""
     checkouts = {THIS: REPOSITORY, OTHER: against.absolute()}
     facts = machine() | {"commit": commit()}
@@ -158,16 +182,25 @@ def main(*, against: Path, rounds: int, requests: int, coordinator_requests: int
         keys = Path(folder, "keys.yaml")
         keys.write_text(KEYS)
         for file in (None, keys):
-            for row in serve_rows(checkouts, file, rounds=rounds, requests=requests):
+            for row in serve_rows(checkouts, file, starts=starts, rounds=rounds, requests=requests):
                 key = ", a key with limits" if row["has_key"] else ""
                 what = f"{row['clients']} clients, {row['tokens']:2} tokens{key}"
                 say(what, row, ("requests_per_s", *(f"{name}_cpu_us" for name in COMPONENTS)))
                 rows.append(row)
-    coordinators = interleaved(rounds, lambda name, _: bench_coordinator(checkouts[name], coordinator_requests))
+    figures = Rounds()
+    figures.measure(starts * rounds, lambda name, _: bench_coordinator(checkouts[name], coordinator_requests))
+    coordinators = figures.row()
     say("megatron bench coordinator", coordinators, ("cpu_us_per_request", "cpu_us_per_partial", "requests_per_second"))
     if json_file is not None:
         goals = {"least_ratio_of_requests_per_s": MIN_RATIO, "most_ratio_of_cpu": MAX_COST}
-        document = {"machine": facts, "rounds": rounds, "goals": goals, "rows": rows, "coordinator": coordinators}
+        document = {
+            "machine": facts,
+            "starts": starts,
+            "rounds": rounds,
+            "goals": goals,
+            "rows": rows,
+            "coordinator": coordinators,
+        }
         json_file.write_text(json.dumps(document, indent=1) + "\n")
 
 

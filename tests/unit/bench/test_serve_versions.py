@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "bench"))
 
-from serve_versions import OTHER, THIS, cpu_seconds, interleaved, say  # noqa: E402
+from serve_versions import OTHER, THIS, Rounds, cpu_seconds, say  # noqa: E402
 
 
 def test_rounds_alternate_and_ratios_are_those_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +24,10 @@ def test_rounds_alternate_and_ratios_are_those_of_a_round(capsys: pytest.Capture
         order.append((name, number))
         return {"server_cpu_us": next(costs[name]), "idle_cpu_us": 0.0}
 
-    row = interleaved(3, measured)
+    rounds = Rounds()
+    rounds.measure(1, measured)
+    rounds.measure(2, measured)  # after another start
+    row = rounds.row()
     assert [name for name, _ in order] == [OTHER, THIS, THIS, OTHER, OTHER, THIS]
     assert [number for _, number in order] == [0, 0, 1, 1, 2, 2]
     assert row["server_cpu_us"] == {THIS: 12, OTHER: 10, "ratio": 1.2, "ratio_by_round": [0.5, 2.0, 1.2]}
