@@ -33,6 +33,8 @@ from megatron_runtime.protocol.messages import Control, StatusReply
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
 from megatron_runtime.server.errors import ApiError, renamed, shown, try_again
+from megatron_runtime.server.formats.parser import parser_of
+from megatron_runtime.server.formats.reasoning import format_of
 from megatron_runtime.server.guards import Origins, check_host
 from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.metrics import ServerMetrics
@@ -56,10 +58,8 @@ from megatron_runtime.server.openai.schema import (
     TokenizeRequest,
 )
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.reasoning import format_of
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
-from megatron_runtime.server.tools import parser_of
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError

@@ -18,9 +18,9 @@ from soak import size
 from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.protocol.messages import Dispatch, RequestMeta
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.server.formats.parser import PARSERS
+from megatron_runtime.server.formats.reasoning import FORMATS
 from megatron_runtime.server.openai.answer import Piece
-from megatron_runtime.server.reasoning import FORMATS
-from megatron_runtime.server.tools import PARSERS
 
 from .counted_operations import CountedModules
 from .test_reasoning import CASES as REASONING_CASES
@@ -84,8 +84,8 @@ STATES = {
 @pytest.fixture(scope="module")
 def counted() -> CountedModules:
     return CountedModules(
-        "megatron_runtime.server.tools",
-        "megatron_runtime.server.reasoning",
+        "megatron_runtime.server.formats.parser",
+        "megatron_runtime.server.formats.reasoning",
         "megatron_runtime.tokenization.tokenizer",
         "megatron_runtime.sampling.bad_words",
         "megatron_runtime.engine.output_stage",
@@ -138,7 +138,7 @@ def check_hostile_texts(
 
 @pytest.mark.parametrize("name", [*PARSERS, "required", "named"])
 def test_no_text_makes_a_parser_of_tool_calls_quadratic(counted: CountedModules, name: str) -> None:
-    tools = counted.modules["megatron_runtime.server.tools"]
+    tools = counted.modules["megatron_runtime.server.formats.parser"]
     forced = {"required": lambda: tools.RequiredParser(TOOLS), "named": lambda: tools.NamedParser("f")}
     make = forced.get(name) or (lambda: tools.PARSERS[name](TOOLS))
     answers = [answer for parser, answer, *_ in TOOL_CASES if parser == name]
@@ -152,8 +152,8 @@ def test_no_text_makes_a_parser_of_tool_calls_quadratic(counted: CountedModules,
 def test_no_text_makes_a_parser_of_reasoning_quadratic(
     counted: CountedModules, name: str, is_open: bool, calls: str | None
 ) -> None:
-    tools = counted.modules["megatron_runtime.server.tools"]
-    reasoning = counted.modules["megatron_runtime.server.reasoning"]
+    tools = counted.modules["megatron_runtime.server.formats.parser"]
+    reasoning = counted.modules["megatron_runtime.server.formats.reasoning"]
     format_ = reasoning.FORMATS[name]
     answers = [answer for parser, opens, answer, *_ in REASONING_CASES if (parser, opens) == (name, is_open)]
     states = ["Hm" if is_open else f"{format_.opening}Hm", "", format_.opening, f"Hm{format_.closing}", " \n"]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.cli.options import REASONING_PARSERS
-from megatron_runtime.server.reasoning import FORMATS, ReasoningFormat, ReasoningUse, format_of
-from megatron_runtime.server.tools import PARSERS, CallArguments, CallBegin, Reasoning, Text, ToolParser
+from megatron_runtime.server.formats.parser import PARSERS, CallArguments, CallBegin, Reasoning, Text, ToolParser
+from megatron_runtime.server.formats.reasoning import FORMATS, ReasoningFormat, ReasoningUse, format_of
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 THINKING = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }};{% endfor %}<think>\n"

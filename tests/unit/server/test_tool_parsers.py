@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.cli.options import TOOL_CALL_PARSERS
-from megatron_runtime.server.tools import (
+from megatron_runtime.server.formats.parser import (
     PARSERS,
     CallArguments,
     CallBegin,

@@ -13,6 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, invalid_value
+from megatron_runtime.server.formats.parser import (
+    CallArguments,
+    CallBegin,
+    Event,
+    NamedParser,
+    Reasoning,
+    RequiredParser,
+    Text,
+    ToolParser,
+)
+from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningUse
 from megatron_runtime.server.openai.answer import (
     Piece,
     TokenLogProb,
@@ -25,17 +36,6 @@ from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, OutputFormat, Prompt, enforceable, structured_output
 from megatron_runtime.server.openai.schema import MAX_CALLS, ChatRequest, NamedTool, Tool
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.reasoning import AnswerParser, ReasoningUse
-from megatron_runtime.server.tools import (
-    CallArguments,
-    CallBegin,
-    Event,
-    NamedParser,
-    Reasoning,
-    RequiredParser,
-    Text,
-    ToolParser,
-)
 from megatron_runtime.tokenization import Tokenizer
 
 _ID_CHARACTERS = string.ascii_letters + string.digits

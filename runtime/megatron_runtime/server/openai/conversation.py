@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.formats.parser import HermesParser
 from megatron_runtime.server.openai.schema import THOUGHT_FIELDS
-from megatron_runtime.server.tools import HermesParser
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateRejectedError, Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]

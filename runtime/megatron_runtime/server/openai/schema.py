@@ -38,6 +38,7 @@ from megatron_runtime.requests.sampling_params import (
 )
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.errors import shown
+from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS
 from megatron_runtime.server.guards import JsonScan, load_json
 from megatron_runtime.server.openai.fields import (
     CHAT_POLICY,
@@ -51,7 +52,6 @@ from megatron_runtime.server.openai.fields import (
     with_sampling_fields,
     within,
 )
-from megatron_runtime.server.tools import MAX_NAME_CHARACTERS
 
 MAX_TOKEN_IDS = 1 << 20
 MAX_STOP_TOKEN_IDS = 1024

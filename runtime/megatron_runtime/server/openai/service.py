@@ -21,6 +21,8 @@ from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.auth import ApiKey, ApiKeys
 from megatron_runtime.server.errors import ApiError, context_length_error, shown, try_again
+from megatron_runtime.server.formats.parser import ToolParser
+from megatron_runtime.server.formats.reasoning import ReasoningFormat
 from megatron_runtime.server.guards import (
     MAX_ELEMENTS,
     Gunzip,
@@ -36,10 +38,8 @@ from megatron_runtime.server.openai.jobs import MAX_JOBS, model_defaults
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
 from megatron_runtime.server.rate_limits import LimitReachedError, RateLimits, Reservation
-from megatron_runtime.server.reasoning import ReasoningFormat
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import JsonAnswer, until_disconnect
-from megatron_runtime.server.tools import ToolParser
 
 _Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")

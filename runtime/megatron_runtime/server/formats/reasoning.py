@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_runtime.server.tools import Event, HarmonyParser, Reasoning, Text, ToolParser, overlap
+from megatron_runtime.server.formats.parser import Event, HarmonyParser, Reasoning, Text, ToolParser, overlap
 from megatron_runtime.tokenization import Tokenizer
 
 _PROMPT_TOKENS = 16
