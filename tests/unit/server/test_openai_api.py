@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from megatron_runtime.server.formats.parser import PARSERS
+from megatron_runtime.server.formats.table import PARSERS
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}

@@ -9,15 +9,15 @@ The cost is linear in the answer: before a reader yields, it reads all text but 
 
 from __future__ import annotations
 
-import ast
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.formats.head import Head
 
 MAX_JSON_DEPTH = 256
 MAX_NAME_CHARACTERS = 256
@@ -30,8 +30,9 @@ _STRING = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
 _ESCAPE_BEGIN = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
 _PUNCTUATION = frozenset('[]{}:,"')
 _CLOSER = {"{": "}", "[": "]"}
+_NAME_KEYS = frozenset({"name", "tool_name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-_OTHER_KEYS = frozenset({"name", "id", "type", "index"})
+_OTHER_KEYS = frozenset({"id", "type", "index", "tool_call_id"})
 
 Reading = Generator[None, None, None]
 StringReading = Generator[None, None, str]
@@ -76,19 +77,17 @@ class ToolParser(ABC):
     """Parses the answer of one choice.
 
     tools:     JSON schema of the arguments of each tool of the request, by its name.
-    markers:   special tokens of the vocabulary that this format needs as text.
     is_marked: a marker precedes each call. A call of an unknown tool is then a call too, and the client reports the
                error to the model.
     """
 
-    markers: ClassVar[tuple[str, ...]] = ()
     is_marked: ClassVar[bool] = True
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._tools = tools
         self._events: list[Event] = []
         self._spaces: list[str] = []  # at the end of the text
-        self._has_calls = False
+        self._num_calls = 0
         self._in_call = False
         self._held: list[str] = []  # read before the buffer, not emitted yet
         self._buffer = ""
@@ -115,7 +114,7 @@ class ToolParser(ABC):
         if not self._in_call:
             self._kind = Text
         self._flush()
-        if not self._has_calls and self._spaces:
+        if not self._num_calls and self._spaces:
             self._events.append(Text("".join(self._spaces)))
         return self._new_events()
 
@@ -164,13 +163,14 @@ class ToolParser(ABC):
         """Emit the begin of a call, in place of what has been read, and arguments that are known already."""
         self._flush()
         self._spaces.clear()
-        self._has_calls = self._in_call = True
+        self._num_calls += 1
+        self._in_call = True
         self._events.append(CallBegin(name))
         if arguments:
             self._events.append(CallArguments(arguments))
 
     def _accepts(self, name: str) -> bool:
-        is_name = 0 < len(name) <= MAX_NAME_CHARACTERS and _is_unicode(name)
+        is_name = 0 < len(name) <= MAX_NAME_CHARACTERS and is_unicode(name)
         return is_name and (self.is_marked or name in self._tools)
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
@@ -187,74 +187,102 @@ class ToolParser(ABC):
                 return
             yield
 
-    def _read_until(self, marker: str = "") -> Reading:
-        """Read and flush up to a marker; without one, up to the end of the answer."""
-        while not marker or (place := self._buffer.find(marker, self._at)) < 0:
-            self._read_but(marker)
+    def _read_end(self, marker: str) -> Generator[None, None, bool]:
+        """Read white space, and the marker if it follows. Return whether it does."""
+        yield from self._read_space(_SPACE, marker=marker)
+        follows = self._buffer.startswith(marker, self._at)
+        self._at += len(marker) if follows else 0
+        return follows
+
+    def _read_until(self, *markers: str) -> StringReading:
+        """Read and flush up to the first of the markers, and return it; without one, up to the end of the answer."""
+        while (match := first_of(self._buffer, markers, start=self._at)) is None:
+            self._read_but(*markers)
             self._flush()
             yield
-        self._at = place
+        self._at, marker = match
         self._flush()
         self._kind = None
+        return marker
 
     def _read_but(self, *markers: str) -> None:
         """Read the buffer but its end, if one of the markers, which is not in the buffer, may begin there."""
-        self._at = len(self._buffer) - max(overlap(self._buffer, marker, start=self._at) for marker in markers)
+        kept = (overlap(self._buffer, marker, start=self._at) for marker in markers)
+        self._at = len(self._buffer) - max(kept, default=0)
 
-    def _read_head(
-        self, head: re.Pattern[str], *, begin: re.Pattern[str]
-    ) -> Generator[None, None, re.Match[str] | None]:
-        """Return the match of a pattern of bounded length, not read yet; None if it cannot follow.
-
-        begin: matches all text that a match may begin with.
-        """
-        while (match := head.match(self._buffer, self._at)) is None:
-            if begin.fullmatch(self._buffer, self._at) is None:
+    def _read_head(self, *heads: Head) -> Generator[None, None, tuple[Head, re.Match[str]] | None]:
+        """Return the first of the heads that follows, with its match, not read yet; None if none of them can follow."""
+        while True:
+            is_undecided = False
+            for head in heads:
+                if (match := head.pattern.match(self._buffer, self._at)) is not None and not is_undecided:
+                    return head, match
+                is_undecided = is_undecided or head.begin.fullmatch(self._buffer, self._at) is not None
+            if not is_undecided:
                 return None
             yield
-        return match
 
-    def _read_text(self, marker: str = "") -> Reading:
-        """Emit what is held, and what comes before the marker, as text. Hold the marker."""
+    def _read_text(self, *markers: str) -> StringReading:
+        """Emit what is held, and what comes before the first of the markers, as text. Hold the marker and return it."""
         self._kind = Text
-        yield from self._read_until(marker)
+        marker = yield from self._read_until(*markers)
         self._at += len(marker)
+        return marker
 
-    def _read_call(self, *, name: str | None = None, end: str = "") -> Generator[None, None, bool]:
+    def _read_call(
+        self, *, name: str | None = None, until: str = "", is_keyed: bool = False
+    ) -> Generator[None, None, bool]:
         """Read one call. Return False, and hold what has been read, if it is not a call.
 
-        name: of the function, if the text has only the arguments.
-        end:  the marker after a call; a model may omit it. If the JSON of a call that has begun is malformed, its text
-              up to the marker, or up to the end of the answer, is passed on as arguments: the client sees what the
-              model wrote.
+        name:     of the function, if the text has only the arguments.
+        is_keyed: the call is `{name: {…}}`.
+        until:    if the JSON of a call that has begun is malformed, its text up to this marker, or up to the end of
+                  the answer, is passed on as arguments: the client sees what the model wrote. After complete arguments
+                  it is text.
         """
         try:
             first = yield from self._token()
             _expect(first == "{")
-            if name is None:
+            if is_keyed:
+                yield from self._read_keyed()
+            elif name is None:
                 yield from self._read_members()
             else:
                 yield from self._stream_arguments(name)
         except (ValueError, RecursionError):
             if not self._in_call:
                 return False
-            yield from self._read_until(end)
-        if end:
-            yield from self._read_space(_SPACE, marker=end)
-            if self._buffer.startswith(end, self._at):
-                self._at += len(end)
+            if self._kind is None:  # the arguments are complete: what follows them is text
+                self._in_call = False
+                self._kind = Text
+            yield from self._read_until(*((until,) if until else ()))
         self._flush()
         self._in_call = False
         return True
 
-    def _read_call_list(self) -> Reading:
-        """Read the rest of `[call, call, …]` after the bracket. Hold what follows the last call."""
-        while (yield from self._read_call()):
+    def _read_call_list(self, *, until: str = "", is_keyed: bool = False) -> Generator[None, None, bool]:
+        """Read the rest of `[call, call, …]` after the bracket. Return False, and hold what follows the last call, if
+        the list does not end.
+
+        until, is_keyed: as of _read_call().
+        """
+        while (yield from self._read_call(until=until, is_keyed=is_keyed)):
             separator = yield from self._token()
             if separator == "]":
                 self._flush()
+                return True
             if separator != ",":
-                return
+                break
+        return False
+
+    def _read_keyed(self) -> Reading:
+        """Read the rest of `{name: {…}}` after the bracket."""
+        _expect((yield from self._token()) == '"')
+        name = json.loads((yield from self._raw('"')))
+        _expect(self._accepts(name) and (yield from self._token()) == ":")
+        _expect((yield from self._token()) == "{")
+        yield from self._stream_arguments(name)
+        _expect((yield from self._token()) == "}")
 
     def _read_members(self) -> Reading:
         """Read the rest of `{"name": …, "arguments": {…}}`, with its keys in any order, after the bracket."""
@@ -264,8 +292,8 @@ class ToolParser(ABC):
         while token != "}":
             _expect(token == '"')
             key = json.loads((yield from self._raw(token)))
-            # Before a call has begun, an unknown key shows that this is another kind of object.
-            _expect(self._in_call or key in _ARGUMENT_KEYS or key in _OTHER_KEYS)
+            # An unknown key shows that this is another kind of object; after the arguments its text follows the call.
+            _expect(key in _ARGUMENT_KEYS or key in _NAME_KEYS or key in _OTHER_KEYS)
             _expect((yield from self._token()) == ":")
             token = yield from self._token()
             if key in _ARGUMENT_KEYS and name is not None and token == "{":
@@ -279,8 +307,8 @@ class ToolParser(ABC):
                     # Some models write a string that contains the object.
                     arguments = raw if token == "{" else json.loads(raw) or "{}"
                     _expect(isinstance(arguments, str) and isinstance(json.loads(arguments), dict))
-                    _expect(_is_unicode(arguments))
-                elif key == "name":
+                    _expect(is_unicode(arguments))
+                elif key in _NAME_KEYS:
                     _expect(name is None)
                     name = json.loads(raw)
                     _expect(isinstance(name, str) and self._accepts(name))
@@ -363,227 +391,6 @@ class ToolParser(ABC):
             yield
 
 
-class HermesParser(ToolParser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>` with text around it: Hermes and Qwen."""
-
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
-
-    def _read(self) -> Reading:
-        while True:
-            yield from self._read_text(self.OPEN)
-            yield from self._read_call(end=self.CLOSE)
-
-
-class Qwen3CoderParser(ToolParser):
-    """`<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`: Qwen3-Coder.
-
-    A value is text. It becomes the JSON value that the schema of the parameter allows, or else a string.
-    """
-
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
-    _FUNCTION = re.compile(r"\s{0,64}<function=([\w.-]{1,256})>")
-    _FUNCTION_BEGIN = re.compile(r"\s{0,64}(?:<[^>]{0,266})?")
-    """While this is all that has come, the name may follow."""
-    _PARAMETER = re.compile(r"\s{0,64}<parameter=([^>\n]{1,256})>")
-    _PARAMETER_BEGIN = re.compile(r"\s{0,64}(?:<[^>\n]{0,266})?")
-    _VALUE_END = "</parameter>"
-    _VALUE_OR_CALL_END = re.compile(f"{_VALUE_END}|{CLOSE}")
-
-    def _read(self) -> Reading:
-        while True:
-            yield from self._read_text(self.OPEN)
-            head = yield from self._read_head(self._FUNCTION, begin=self._FUNCTION_BEGIN)
-            if head is not None:
-                self._at = head.end()
-                yield from self._read_parameters(head[1])
-
-    def _read_parameters(self, name: str) -> Reading:
-        """Read a call after its name, and pass each parameter on when it is complete."""
-        self._begin(name)
-        properties = self._tools.get(name, {}).get("properties")
-        schemas = properties if isinstance(properties, Mapping) else {}
-        separator = "{"
-        while (parameter := (yield from self._read_parameter())) is not None:
-            name, text = parameter
-            value = _value_of(text, schemas.get(name))
-            self._events.append(CallArguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: {value}"))
-            separator = ", "
-        yield from self._read_until(self.CLOSE)
-        self._events.append(CallArguments("{}" if separator == "{" else "}"))
-        self._at += len(self.CLOSE)
-        self._flush()
-        self._in_call = False
-
-    def _read_parameter(self) -> Generator[None, None, tuple[str, str] | None]:
-        """Return name and text of the next parameter; None if the call ends first, or if none follows."""
-        head = yield from self._read_head(self._PARAMETER, begin=self._PARAMETER_BEGIN)
-        if head is None or head[0].endswith(self.CLOSE):
-            return None
-        self._at = head.end()
-        self._flush()
-        while (end := self._VALUE_OR_CALL_END.search(self._buffer, self._at)) is None:
-            self._read_but(self._VALUE_END, self.CLOSE)
-            yield
-        self._at = end.start()
-        if end[0] == self.CLOSE:
-            return None
-        text = self._take_read()
-        self._at = end.end()
-        self._flush()
-        return head[1], text.removeprefix("\n").removesuffix("\n")
-
-
-class HarmonyParser(ToolParser):
-    """The messages of gpt-oss, each `<|channel|>channel [to=recipient] …<|message|>…<|end|>`.
-
-    Channel `analysis` is reasoning, a message to `functions.name` is a call, and any other message is text. Without
-    tools, no message is a call.
-    """
-
-    markers: ClassVar[tuple[str, ...]] = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
-    _MESSAGE, _END = "<|message|>", "<|end|>"
-    _RECIPIENT = re.compile(r"to=functions\.([\w.-]{1,256})")
-    _CHANNEL = re.compile(r"<\|channel\|>\s{0,8}(\w{1,64})")
-
-    def finish(self) -> list[Event]:
-        """Return the remaining events. An incomplete header is dropped."""
-        if self._kind is None:
-            header = self._take_read() + self._buffer[self._at :]
-            if not header.startswith(("<|start|>", "<|channel|>")):
-                self._held.append(header)
-            self._start = self._at = len(self._buffer)
-        return super().finish()
-
-    def _read(self) -> Reading:
-        while True:
-            while (place := self._buffer.find(self._MESSAGE, self._at)) < 0:
-                self._read_but(self._MESSAGE)
-                yield
-            self._at = place
-            header = self._take_read()
-            self._at += len(self._MESSAGE)
-            recipient, channel = self._RECIPIENT.search(header), self._CHANNEL.search(header)
-            if recipient is not None and self._tools:
-                self._begin(recipient[1])
-                self._kind = CallArguments
-            else:
-                self._flush()
-                self._kind = Reasoning if channel is not None and channel[1] == "analysis" else Text
-            yield from self._read_until(self._END)
-            self._at += len(self._END)
-            self._flush()
-            self._in_call = False
-
-
-class Llama3JsonParser(ToolParser):
-    """`{"name": …, "parameters": {…}}` as the whole answer, several with `;` between: Llama 3.
-
-    An answer that does not begin with an object that names a tool is text.
-    """
-
-    TAG = "<|python_tag|>"
-    _SEPARATORS = re.compile(r"(?:[ \t\r\n;]|<\|python_tag\|>)*")
-    markers: ClassVar[tuple[str, ...]] = (TAG,)
-    is_marked: ClassVar[bool] = False
-
-    def _read(self) -> Reading:
-        while True:
-            self._in_call = self._has_calls  # what separates calls is dropped
-            yield from self._read_space(self._SEPARATORS, marker=self.TAG)
-            if self._in_call:
-                self._flush()
-            self._in_call = False
-            if not (yield from self._read_call()):
-                break
-        yield from self._read_text()
-
-
-class MistralParser(ToolParser):
-    """Text, then `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`: Mistral."""
-
-    MARKER = "[TOOL_CALLS]"
-    markers: ClassVar[tuple[str, ...]] = (MARKER, "[ARGS]", "[CALL_ID]")
-    _HEAD = re.compile(
-        r"\s{0,8}(?:(?P<list>\[)|(?:(?P<name>[\w.-]{1,64})[ \t]{0,8}"
-        r"(?:\[CALL_ID\][ \t]{0,8}\w{0,32}[ \t]{0,8})?(?:\[ARGS\][ \t]{0,8})?)?(?=\{))"
-    )
-    _HEAD_BEGIN = re.compile(r"[^{]{0,160}")
-    """While this is all that has come, the head may follow, which is never longer."""
-
-    def _read(self) -> Reading:
-        while True:
-            yield from self._read_text(self.MARKER)
-            head = yield from self._read_head(self._HEAD, begin=self._HEAD_BEGIN)
-            if head is None:
-                continue
-            self._at = head.end()
-            if head["list"]:
-                yield from self._read_call_list()
-            else:
-                yield from self._read_call(name=head["name"])
-
-
-class PythonicParser(ToolParser):
-    """`[name(argument="value"), …]` as the whole answer, a Python list of calls with literal arguments: Llama 4.
-
-    An answer that does not begin with `[name(` of a tool is text. Each call is emitted when it is complete.
-    """
-
-    is_marked: ClassVar[bool] = False
-    MAX_CALL_CHARACTERS = 256 * 1024
-    MAX_DEPTH = 64
-
-    def _read(self) -> Reading:
-        while (character := (yield from self._character())).isspace():
-            pass
-        if character == "[":
-            yield from self._read_list()
-        yield from self._read_text()
-
-    def _character(self) -> StringReading:
-        while self._at == len(self._buffer):
-            yield
-        self._at += 1
-        return self._buffer[self._at - 1]
-
-    def _read_list(self) -> Reading:
-        """Read up to the end of the list, or to the first character that a list of calls cannot have."""
-        call: list[str] = []
-        depth, quote = 0, ""
-        while 0 <= depth <= self.MAX_DEPTH and len(call) <= self.MAX_CALL_CHARACTERS:
-            character = yield from self._character()
-            if quote:
-                if character == "\\":
-                    call.append(character)
-                    character = yield from self._character()
-                elif character == quote:
-                    quote = ""
-            elif depth == 0 and character in ",]":
-                text = "".join(call).strip()
-                is_trailing_comma = not text and self._has_calls and character == "]"
-                if not is_trailing_comma:
-                    if (read := _python_call(text)) is None:
-                        return
-                    self._begin(*read)
-                    self._in_call = False
-                call.clear()
-                self._flush()
-                if character == "]":
-                    return
-                continue
-            elif character in "'\"":
-                quote = character
-            elif character in "([{":
-                if character == "(" and depth == 0 and not self._accepts("".join(call).strip()):
-                    return
-                depth += 1
-            elif character in ")]}":
-                depth -= 1
-            call.append(character)
-
-
 class RequiredParser(ToolParser):
     """`tool_choice: required`: a grammar restricts the answer to a list of calls."""
 
@@ -605,62 +412,11 @@ class NamedParser(ToolParser):
         yield from self._read_text()
 
 
-def _python_call(text: str) -> tuple[str, str] | None:
-    """Return name and JSON arguments of a call; None unless all its arguments are literals given by keyword."""
-    try:
-        tree = ast.parse(text, mode="eval").body
-        if not isinstance(tree, ast.Call) or tree.args or any(keyword.arg is None for keyword in tree.keywords):
-            return None
-        arguments: dict[str, Any] = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in tree.keywords}
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return (ast.unparse(tree.func), written) if _is_unicode(written) else None
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        return None
-
-
-def _value_of(text: str, schema: Any) -> str:
-    """Return the text of a parameter as JSON: as it is if it is a value that the schema may allow, else as a string."""
-    allowed = schema.get("type") if isinstance(schema, Mapping) else None
-    if allowed != "string":
-        try:
-            if not isinstance(json.loads(text), str):
-                return text
-        except (ValueError, RecursionError):
-            pass
-    return json.dumps(text, ensure_ascii=False)
-
-
-PARSERS: Mapping[str, type[ToolParser]] = {
-    "hermes": HermesParser,
-    "qwen3_coder": Qwen3CoderParser,
-    "gpt_oss": HarmonyParser,
-    "llama3_json": Llama3JsonParser,
-    "mistral": MistralParser,
-    "pythonic": PythonicParser,
-}
-
-_FORMATS = (
-    ("<|channel|>", "gpt_oss"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("[func_name1(", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
-    ('{"name": function name, "parameters":', "llama3_json"),
-)
-"""Text of a chat template, and the format that a template with this text describes. The first match counts."""
-
-
-def parser_of(name: str, *, template: str | None) -> type[ToolParser] | None:
-    """Return the parser for a setting: a name of PARSERS, "none" or "auto". Raises ValueError for another name.
-
-    template: "auto" takes the format that this chat template describes, or the Hermes format if it describes none.
-    """
-    if name == "auto":
-        name = next((format_ for text, format_ in _FORMATS if text in (template or "")), "hermes")
-    if name != "none" and name not in PARSERS:
-        raise ValueError(f"there is no tool-call parser {name!r}: use auto, none or one of {', '.join(PARSERS)}")
-    return PARSERS.get(name)
+def first_of(text: str, markers: Sequence[str], *, start: int = 0) -> tuple[int, str] | None:
+    """Return where the first of the markers begins in `text[start:]`, and the longest one that begins there."""
+    places = ((place, -len(marker), marker) for marker in markers if (place := text.find(marker, start)) >= 0)
+    first = min(places, default=None)
+    return None if first is None else (first[0], first[2])
 
 
 def overlap(text: str, marker: str, *, start: int = 0) -> int:
@@ -669,7 +425,7 @@ def overlap(text: str, marker: str, *, start: int = 0) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Return whether a text has no half of a surrogate pair, which a JSON escape can name and no answer can have."""
     try:
         text.encode()

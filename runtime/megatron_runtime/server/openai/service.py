@@ -21,8 +21,7 @@ from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.auth import ApiKey, ApiKeys
 from megatron_runtime.server.errors import ApiError, context_length_error, shown, try_again
-from megatron_runtime.server.formats.parser import ToolParser
-from megatron_runtime.server.formats.reasoning import ReasoningFormat
+from megatron_runtime.server.formats.chat_format import ChatFormat
 from megatron_runtime.server.guards import (
     MAX_ELEMENTS,
     Gunzip,
@@ -56,8 +55,7 @@ _NAMED_MODELS = 8
 class Service:
     """One per server process.
 
-    tool_parser: parses the calls in answers; None if tools are not offered.
-    reasoning_format: how the model marks its reasoning; None if it is part of the text.
+    chat_format: what is special to the model in prompts and answers.
     tracer: None: requests are not traced.
     """
 
@@ -66,8 +64,7 @@ class Service:
     prompts: Prompts
     metrics: ServerMetrics
     api_keys: ApiKeys
-    tool_parser: type[ToolParser] | None
-    reasoning_format: ReasoningFormat | None = None
+    chat_format: ChatFormat
     tracer: Tracer | None = None
     draining: bool = False
     in_flight: int = 0
