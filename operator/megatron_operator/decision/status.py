@@ -30,6 +30,7 @@ REACHED = {state: ResourceState(state.value) for state in DesiredState}
 STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
 NAMED_FIELDS = 8
+NO_FORMAT = "none"
 FULL_TEXTS = 64
 """Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
 ENGINE_TEXT, SHORT_TEXT = 1024, 80
@@ -69,6 +70,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "verifiedRevisions": list(scene.rollout.verified),
         "weights": _weights(scene, serving=[*serving, *unknown]),
         "adapters": scene.adapters.entries,
+        "formats": _formats(scene),
         "keys": _keys(scene),
         "failedRequests": _failed_requests(scene),
         "download": _download(scene),
@@ -76,6 +78,14 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
     }
     present = {name: value for name, value in optional.items() if value}
     return {**status, **present, **scene.update.status(complete=_has_release(scene))}
+
+
+def _formats(scene: Scene) -> Mapping[str, str] | None:
+    """Return the formats of answers that the servers read. They are kept while no server reports them."""
+    found = scene.world.coordinator.formats
+    if found is None:
+        return scene.world.resource.status.get("formats")
+    return {"toolCalls": found.tool_calls or NO_FORMAT, "reasoning": found.reasoning or NO_FORMAT}
 
 
 def _download(scene: Scene) -> dict[str, Any] | None:

@@ -313,6 +313,14 @@ class AdapterReport:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatsReport:
+    """The formats of answers that the OpenAI servers read, by name; empty: unknown, or none."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
     """The coordinator's answer to STATUS, or that there is none."""
 
@@ -344,6 +352,9 @@ class CoordinatorSnapshot:
 
     adapters: tuple[AdapterReport, ...] | None = None
     """The adapters of its engines; None if its release has none."""
+
+    formats: FormatsReport | None = None
+    """The formats of answers that the servers read; None if none reports them."""
 
     @property
     def steady(self) -> CoordinatorState | None:

@@ -16,6 +16,7 @@ from megatron_operator.decision.world import (
     CoordinatorSnapshot,
     EngineReport,
     FailedRequestReport,
+    FormatsReport,
     KeysInUse,
     OperationReport,
 )
@@ -23,6 +24,7 @@ from megatron_operator.resource.states import CoordinatorState, OperationOutcome
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     AdapterStatus,
+    AnswerFormats,
     ControlAck,
     EngineStatus,
     FailedRequest,
@@ -68,6 +70,7 @@ def snapshot_of(
         drained_all=reply.drained_all,
         failed_requests=tuple(map(_failed_request, reply.failed_requests or ())),
         adapters=None if reply.adapters is None else tuple(map(_adapter, reply.adapters)),
+        formats=None if reply.formats is None else _formats(reply.formats),
     )
 
 
@@ -131,6 +134,10 @@ def _failed_request(failed: FailedRequest) -> FailedRequestReport:
 def _adapter(adapter: AdapterStatus) -> AdapterReport:
     name, error = printable(adapter.name, NAME_CHARACTERS), printable(adapter.error or "", MESSAGE_CHARACTERS)
     return AdapterReport(name, adapter.source, adapter.engines, error)
+
+
+def _formats(formats: AnswerFormats) -> FormatsReport:
+    return FormatsReport(printable(formats.tool_calls, NAME_CHARACTERS), printable(formats.reasoning, NAME_CHARACTERS))
 
 
 def _keys(reply: StatusReply) -> KeysInUse | None:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.source import SecretKeyRef
+from megatron_runtime.protocol.answer_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
 HostName = Annotated[
@@ -121,23 +122,9 @@ class InferencePoolSpec(ApiModel):
     endpoint_picker_ref: EndpointPickerRef = Field(description="The endpoint picker, which you run.")
 
 
-class ToolCallParser(StrEnum):
-    AUTO = "auto"
-    NONE = "none"
-    HERMES = "hermes"
-    QWEN3_CODER = "qwen3_coder"
-    GPT_OSS = "gpt_oss"
-    LLAMA3_JSON = "llama3_json"
-    MISTRAL = "mistral"
-    PYTHONIC = "pythonic"
-
-
-class ReasoningParser(StrEnum):
-    AUTO = "auto"
-    NONE = "none"
-    THINK = "think"
-    GEMMA4 = "gemma4"
-    GPT_OSS = "gpt_oss"
+# mypy reads the members of an enum from literals only; nothing names them.
+ToolCallParser = StrEnum("ToolCallParser", {name.upper(): name for name in TOOL_CALL_PARSERS})  # type: ignore[misc]
+ReasoningParser = StrEnum("ReasoningParser", {name.upper(): name for name in REASONING_PARSERS})  # type: ignore[misc]
 
 
 class GenerationConfig(StrEnum):

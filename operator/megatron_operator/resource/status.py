@@ -94,6 +94,17 @@ class AdapterStatusEntry(ApiModel):
     failed_at: Time | None = Field(default=None, description="Time of the error; it is tried again 30 s later.")
 
 
+class FormatsStatus(ApiModel):
+    tool_calls: str = Field(
+        description="Format of the model's tool calls, a value of spec.server.toolCallParser. none: unknown, calls are "
+        "returned as text; or tools are not offered."
+    )
+    reasoning: str = Field(
+        description="Format of the model's reasoning, a value of spec.server.reasoningParser. none: it is part of the "
+        "text."
+    )
+
+
 class KeysStatus(ApiModel):
     generation: int = Field(description="Generation of the CURVE keys; during a rotation the new generation.")
     stage: KeyStage = Field(description="Stage of the rotation.")
@@ -194,6 +205,9 @@ class MegatronInferenceStatus(ApiModel):
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
     download: DownloadStatus | None = Field(
         default=None, description="The download to spec.model.cache, every 10 s; absent if none is in progress."
+    )
+    formats: FormatsStatus | None = Field(
+        default=None, description="Formats of answers that the servers read, as auto has recognised them or as set."
     )
     adapters: list[AdapterStatusEntry] | None = Field(
         default=None,

@@ -18,6 +18,7 @@ from megatron_runtime.process.logs import configure
 from megatron_runtime.process.options import FiniteRange, environment_option
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.answer_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_runtime.protocol.vllm_arguments import problem_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -193,8 +194,6 @@ DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 NEW_DIRECTORY = click.Path(file_okay=False, path_type=Path)
 ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix"])
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "gpt_oss", "llama3_json", "mistral", "pythonic")
-REASONING_PARSERS = ("auto", "none", "think", "gemma4", "gpt_oss")
 
 
 def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:

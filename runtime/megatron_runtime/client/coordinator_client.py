@@ -25,6 +25,7 @@ from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.messages import (
     Abort,
+    AnswerFormats,
     Charge,
     Control,
     ControlAck,
@@ -126,11 +127,15 @@ class CoordinatorClient:
         self._link = PeerLink(
             CoordinatorAddresses(coordinator_address(address)),
             keys=keys,
-            hello=lambda incarnation: Hello(role=Role.CLIENT, name=self.name, incarnation=incarnation, model=model),
+            hello=lambda incarnation: Hello(
+                role=Role.CLIENT, name=self.name, incarnation=incarnation, model=model, formats=self.formats
+            ),
             on_ack=self._on_ack,
             on_message=self._on_message,
             open_socket=open_socket,
         )
+        self.formats: AnswerFormats | None = None
+        """The formats of answers that this client reads, if it is an OpenAI server. Set before it starts."""
         self.adapters = AdapterList()
         """The adapters that requests may name, as far as this client knows."""
         self._calls = ControlCalls(self._link.send, address=self._link.address)

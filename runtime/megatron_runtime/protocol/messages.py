@@ -83,6 +83,15 @@ class ControlMessage(_Map):
         return [pack([int(self.header), self.model_dump(exclude_none=True)])]
 
 
+class AnswerFormats(_Map):
+    """The formats of answers that an OpenAI server reads, by the names of protocol/answer_formats.py."""
+
+    tool_calls: Label = ""
+    """Empty: unknown, or tools are not offered. Calls that the model chooses to make are then text."""
+    reasoning: Label = ""
+    """Empty: reasoning is part of the text."""
+
+
 class Hello(ControlMessage):
     """Registers a peer, or reports that an engine has loaded (`serving`). Answered by HELLO_ACK."""
 
@@ -126,6 +135,9 @@ class Hello(ControlMessage):
     release that does not announce it."""
     parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
     """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
+    formats: AnswerFormats | None = None
+    """OpenAI servers: the formats of answers that they read. None: another client, or a release
+    that does not report them."""
 
 
 class HelloAck(ControlMessage):
@@ -347,6 +359,8 @@ class StatusReply(ControlMessage):
     """The last failed requests during which engines ended, oldest first; None if there are none."""
     adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None
     """The adapters of the pool. None: the coordinator is of a release without adapters."""
+    formats: AnswerFormats | None = None
+    """Those of the OpenAI server that registered last. None: no server is registered that reports them."""
 
 
 class Error(ControlMessage):

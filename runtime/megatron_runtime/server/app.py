@@ -29,10 +29,11 @@ from megatron_runtime.process.logs import REQUEST_ID
 from megatron_runtime.process.tracing import Span, Tracer
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.limits import MAX_REQUEST_ID_CHARACTERS
-from megatron_runtime.protocol.messages import Control, StatusReply
+from megatron_runtime.protocol.messages import AnswerFormats, Control, StatusReply
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
 from megatron_runtime.server.errors import ApiError, renamed, shown, try_again
+from megatron_runtime.server.formats.chat_format import NativeChatFormat
 from megatron_runtime.server.guards import Origins, check_host
 from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.metrics import ServerMetrics
@@ -56,10 +57,8 @@ from megatron_runtime.server.openai.schema import (
     TokenizeRequest,
 )
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.reasoning import format_of
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
-from megatron_runtime.server.tools import parser_of
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
@@ -94,17 +93,19 @@ def create_app(
     Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that cannot be used, OSError
     for one that cannot be read.
     """
-    template, tool_template = (
-        None if chosen is None else chosen.source for chosen in (tokenizer.chat_template, tokenizer.template_for([{}]))
+    chat_format = NativeChatFormat(
+        tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
+    )
+    backend.formats = AnswerFormats(
+        tool_calls=chat_format.tool_format or "", reasoning=chat_format.reasoning_format or ""
     )
     service = Service(
         settings=settings,
         client=backend,
-        prompts=Prompts(tokenizer, max_sequence_length=settings.max_sequence_length),
+        prompts=Prompts(tokenizer, chat_format, max_sequence_length=settings.max_sequence_length),
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
         api_keys=ApiKeys(settings.api_keys_file),
-        tool_parser=parser_of(settings.tool_call_parser, template=tool_template),
-        reasoning_format=format_of(settings.reasoning_parser, template=template),
+        chat_format=chat_format,
         tracer=tracer,
     )
     app = FastAPI(
@@ -201,6 +202,8 @@ class RequestMiddleware:
             headers.append((b"x-ignored-fields", ignored.encode()))
         if ignored := state.get("ignored_keywords"):
             headers.append((b"x-ignored-keywords", ignored.encode()))
+        if state.get("has_unread_calls"):
+            headers.append((b"x-tool-call-format", b"unknown"))
         if self._service.draining:
             headers.append((b"connection", b"close"))
         return headers
@@ -249,6 +252,8 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         "created": int(time.time()),
         "owned_by": "megatron",
         "max_model_len": service.prompts.sequence_limit,
+        "tool_call_format": service.chat_format.tool_format,
+        "reasoning_format": service.chat_format.reasoning_format,
     }
 
     def card(adapter: str) -> dict[str, Any]:

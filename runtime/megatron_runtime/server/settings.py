@@ -54,7 +54,7 @@ class ServerSettings:
                         of one key which prompts others sent. Without API keys it has no effect.
     allow_priority:     requests may have a `priority` other than 0.
     reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
-    tool_call_parser:   format of the model's tool calls: a name of `tools.PARSERS`, "auto" for the one that its chat
+    tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, "auto" for the one that its chat
                         template describes, "none" to offer no tools.
     generation_config:  "auto": the model's generation_config.json has the defaults of sampling; "none": neutral ones.
     reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, "auto" for the markers in its

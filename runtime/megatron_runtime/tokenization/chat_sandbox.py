@@ -32,6 +32,16 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox, in which a template may append to a list, as those of Kimi K2 do.
+
+    All that a template can reach belongs to one rendering.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, list) and attr == "append") or super().is_safe_attribute(obj, attr, value)
+
+
 class _RenderingError(Exception):
     """The template rejects the messages, or fails on them."""
 
@@ -39,9 +49,7 @@ class _RenderingError(Exception):
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[Template, list[str]]:
     """Return the template and the variables that it reads. Raises the errors of Jinja and Python for an invalid one."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
 
     def raise_exception(message: str) -> NoReturn:
         raise _RenderingError(message)

@@ -27,6 +27,7 @@ from megatron_operator.decision.world import (
     DeletePods,
     EmitEvent,
     FailedRequestReport,
+    FormatsReport,
     Signal,
 )
 from megatron_operator.resource.conditions import ConditionType, Reason
@@ -997,6 +998,22 @@ def test_a_verb_without_an_error_emits_no_warning(make_cluster: Any, goal: str) 
     cluster.change(desiredState=goal)
     cluster.change(desiredState="Running")
     assert [event for event in cluster.events if event.type == "Warning"] == []
+
+
+def test_the_status_names_the_formats_that_servers_read(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1).settled()
+    assert "formats" not in cluster.status
+    for formats in (FormatsReport("mistral", ""), FormatsReport("", "think")):
+        cluster.coordinator.formats = formats
+        cluster.settle()
+        assert cluster.status["formats"] == {
+            "toolCalls": formats.tool_calls or "none",
+            "reasoning": formats.reasoning or "none",
+        }
+    settled = copy.deepcopy(cluster.status)
+    cluster.coordinator.formats = None  # no server is registered
+    assert decide(cluster.world()).status == settled
+    MegatronInferenceStatus.model_validate(settled)
 
 
 def failed_request(number: int) -> FailedRequestReport:

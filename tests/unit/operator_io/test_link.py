@@ -24,6 +24,7 @@ from megatron_operator.resource.states import CoordinatorState, EngineState, Ope
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
+    AnswerFormats,
     ControlAck,
     Disconnect,
     EngineStatus,
@@ -392,6 +393,15 @@ def test_a_request_that_waits_is_worth_waking_for_only_while_all_sleeps() -> Non
     assert without_traffic(replace(running, queue_length=3)) == without_traffic(running)
     assert without_traffic(replace(asleep, queue_length=3)) != without_traffic(asleep)
     assert without_traffic(replace(asleep, queue_length=3)) == without_traffic(replace(asleep, queue_length=4))
+
+
+def test_the_formats_of_servers_are_read_and_unprintable_characters_escaped() -> None:
+    formats = AnswerFormats(tool_calls="mistral\x1b", reasoning="think")
+    reply = StatusReply(incarnation=1, state=CoordinatorState.RUNNING, formats=formats)
+    before, after = (snapshot_of(one, rejections={}) for one in (reply.model_copy(update={"formats": None}), reply))
+    assert without_traffic(before) != without_traffic(after)
+    assert after.formats is not None
+    assert (after.formats.tool_calls, after.formats.reasoning) == ("mistral\\x1b", "think")
 
 
 def test_failed_requests_are_read_and_are_worth_waking_for() -> None:

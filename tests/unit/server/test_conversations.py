@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import sentencepiece_like
 
-from megatron_runtime.server.openai.conversation import ChatTemplateInput
+from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.tokenization import ChatTemplate, ChatTemplateError, Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
@@ -240,7 +240,7 @@ def test_a_malformed_list_of_templates_is_rejected(tmp_path: Path, listed: Any) 
 async def test_the_calls_of_an_answer_are_parsed_as_the_template_for_tools_says(start: Any) -> None:
     tokenizer = tokenizer_with(TEMPLATES["chatml"], TEMPLATES["with tools"] + "{# [TOOL_CALLS] #}")
     running = await start(tokenizer)
-    assert running.service.tool_parser.MARKER == "[TOOL_CALLS]"
+    assert running.service.chat_format.tool_format == "mistral"
 
 
 # --- messages that the answer continues -----------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from soak import size
 from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.protocol.messages import Dispatch, RequestMeta
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.server.formats.reasoning import FORMATS
+from megatron_runtime.server.formats.table import PARSERS
 from megatron_runtime.server.openai.answer import Piece
-from megatron_runtime.server.reasoning import FORMATS
-from megatron_runtime.server.tools import PARSERS
 
 from .counted_operations import CountedModules
 from .test_reasoning import CASES as REASONING_CASES
@@ -81,11 +81,17 @@ STATES = {
 """Beginnings of answers after which the rest of a text matters most. Others are cut from the examples of a parser."""
 
 
+FORMAT_MODULES = (
+    *("parser", "pythonic", "tagged_calls", "whole_calls", "json_calls", "harmony", "reasoning"),
+    "table",
+)
+"""The modules of formats, each before those that import it."""
+
+
 @pytest.fixture(scope="module")
 def counted() -> CountedModules:
     return CountedModules(
-        "megatron_runtime.server.tools",
-        "megatron_runtime.server.reasoning",
+        *(f"megatron_runtime.server.formats.{name}" for name in FORMAT_MODULES),
         "megatron_runtime.tokenization.tokenizer",
         "megatron_runtime.sampling.bad_words",
         "megatron_runtime.engine.output_stage",
@@ -138,12 +144,14 @@ def check_hostile_texts(
 
 @pytest.mark.parametrize("name", [*PARSERS, "required", "named"])
 def test_no_text_makes_a_parser_of_tool_calls_quadratic(counted: CountedModules, name: str) -> None:
-    tools = counted.modules["megatron_runtime.server.tools"]
+    tools = counted.modules["megatron_runtime.server.formats.parser"]
+    parsers = counted.modules["megatron_runtime.server.formats.table"].PARSERS
     forced = {"required": lambda: tools.RequiredParser(TOOLS), "named": lambda: tools.NamedParser("f")}
-    make = forced.get(name) or (lambda: tools.PARSERS[name](TOOLS))
+    make = forced.get(name) or (lambda: parsers[name](TOOLS))
     answers = [answer for parser, answer, *_ in TOOL_CASES if parser == name]
     assert answers or name in forced, f"CASES has no example of an answer that the parser {name} reads"
-    check_hostile_texts(counted, make, states_of(name, answers), make().markers, name)
+    markers = () if name in forced else parsers[name].markers
+    check_hostile_texts(counted, make, states_of(name, answers), markers, name)
 
 
 @pytest.mark.parametrize("calls", [None, "hermes"])
@@ -152,8 +160,8 @@ def test_no_text_makes_a_parser_of_tool_calls_quadratic(counted: CountedModules,
 def test_no_text_makes_a_parser_of_reasoning_quadratic(
     counted: CountedModules, name: str, is_open: bool, calls: str | None
 ) -> None:
-    tools = counted.modules["megatron_runtime.server.tools"]
-    reasoning = counted.modules["megatron_runtime.server.reasoning"]
+    parsers = counted.modules["megatron_runtime.server.formats.table"].PARSERS
+    reasoning = counted.modules["megatron_runtime.server.formats.reasoning"]
     format_ = reasoning.FORMATS[name]
     answers = [answer for parser, opens, answer, *_ in REASONING_CASES if (parser, opens) == (name, is_open)]
     states = ["Hm" if is_open else f"{format_.opening}Hm", "", format_.opening, f"Hm{format_.closing}", " \n"]
@@ -161,7 +169,7 @@ def test_no_text_makes_a_parser_of_reasoning_quadratic(
 
     def make() -> Any:
         use = reasoning.ReasoningUse(format_, (), (), is_open)
-        return use.parser(None if calls is None else tools.PARSERS[calls](TOOLS))
+        return use.parser(None if calls is None else parsers[calls](TOOLS))
 
     check_hostile_texts(counted, make, [*dict.fromkeys(states), *states_of(name, answers)], markers, name)
 
@@ -272,7 +280,7 @@ def test_a_choice_becomes_text_in_linear_time(
 @pytest.mark.parametrize("route", ["chat", "messages", "responses"])
 def test_the_events_of_a_stream_cost_what_they_say(counted: CountedModules, route: str, calls: str | None) -> None:
     module = counted.modules[f"megatron_runtime.server.openai.{route}"]
-    chat, tools = (counted.modules[f"megatron_runtime.server.{name}"] for name in ("openai.chat", "tools"))
+    chat, tools = (counted.modules[f"megatron_runtime.server.{name}"] for name in ("openai.chat", "formats.table"))
     usage = SimpleNamespace(cached=0, completion=0)
     reader = chat.AnswerReader(None if calls is None else tools.PARSERS[calls](TOOLS), parallel_calls=True)
     if route == "chat":

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from megatron_runtime.server.formats.table import PARSERS
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest
-from megatron_runtime.server.tools import PARSERS
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 PAGE = "".join(page.read_text() for page in sorted((Path(__file__).parents[3] / "docs").rglob("*.md")))

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.cli.options import REASONING_PARSERS
-from megatron_runtime.server.reasoning import FORMATS, ReasoningFormat, ReasoningUse, format_of
-from megatron_runtime.server.tools import PARSERS, CallArguments, CallBegin, Reasoning, Text, ToolParser
+from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Reasoning, Text, ToolParser
+from megatron_runtime.server.formats.reasoning import FORMATS, ReasoningFormat, ReasoningUse
+from megatron_runtime.server.formats.recognition import reasoning_format_of, recognised
+from megatron_runtime.server.formats.table import PARSERS
+from megatron_runtime.tokenization import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 THINKING = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}|{{ m.content }};{% endfor %}<think>\n"
@@ -60,6 +62,16 @@ CASES: list[tuple[str, bool, str, str, str]] = [
     ),
     ("gpt_oss", True, "<|channel|>commentary<|message|>I look.<|end|><|start|>assist", "", "I look."),
     ("gpt_oss", True, "No marker", "", "No marker"),
+    ("seed_oss", False, "<seed:think>Hm</seed:think>Yes", "Hm", "Yes"),
+    ("command_a", False, "<|START_THINKING|>Hm<|END_THINKING|>Yes", "Hm", "Yes"),
+    ("mistral", False, "[THINK]Hm[/THINK]Yes", "Hm", "Yes"),
+    ("minimax_m3", False, "<mm:think>Hm</mm:think>Yes", "Hm", "Yes"),
+    ("kimi_k3", True, "Hm<|close|>think<|sep|>Yes", "Hm", "Yes"),
+    ("hunyuan_v3", False, "<think:opensource>Hm</think:opensource>Yes", "Hm", "Yes"),
+    ("solar", False, "<|think|>Hm<|end|>Yes", "Hm", "Yes"),
+    ("apertus", False, "<|inner_prefix|>Hm<|inner_suffix|>Yes", "Hm", "Yes"),
+    ("apriel", True, "Hm\n[BEGIN FINAL RESPONSE]\nYes", "Hm", "Yes"),
+    ("muse", False, " to=self<|message|>Hm<|eom|>Yes", "Hm", "Yes"),
 ]
 
 
@@ -100,15 +112,26 @@ def test_the_division_of_the_text_does_not_matter(text: str, name: str, is_open:
     assert read(FORMATS[name], pieces, is_open=is_open) == read(FORMATS[name], [text], is_open=is_open)
 
 
-def test_the_template_says_how_reasoning_is_marked() -> None:
-    assert format_of("auto", template="{% if x %}<think>\n\n</think>{% endif %}") is FORMATS["think"]
-    assert format_of("auto", template="<|start|><|channel|><|message|><|end|>") is FORMATS["gpt_oss"]
-    assert format_of("auto", template="<|channel>thought\n<channel|>") is FORMATS["gemma4"]
-    assert format_of("auto", template="{{ messages }}") is None
-    assert format_of("none", template="<think></think>") is None
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if x %}<think>\n\n</think>{% endif %}", "think"),
+        ("{% for m in messages %}{{ '<th' + 'ink>' + (m.reasoning or '') + '</th' + 'ink>' }}{% endfor %}", "think"),
+        ("<|start|><|channel|><|message|><|end|>", "gpt_oss"),
+        ("<|channel>thought\n<channel|>", "gemma4"),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_shows_how_reasoning_is_marked(template: str, name: str | None) -> None:
+    assert reasoning_format_of(ChatTemplate(template, special={})) is (None if name is None else FORMATS[name])
+
+
+def test_the_format_of_reasoning_may_be_set() -> None:
+    template = ChatTemplate("<think></think>", special={})
+    assert recognised("none", "none", template=template, tool_template=template).reasoning is None
+    assert recognised("none", "gemma4", template=template, tool_template=template).reasoning is FORMATS["gemma4"]
     with pytest.raises(ValueError, match="no reasoning parser 'thinks': use auto, none or one of think"):
-        format_of("thinks", template=None)
-    assert set(REASONING_PARSERS) == {"auto", "none", *FORMATS}
+        recognised("none", "thinks", template=template, tool_template=template)
 
 
 async def test_reasoning_is_returned_streamed_and_counted(start_with_template: Any) -> None:

@@ -209,7 +209,11 @@ ROUTES: dict[str, Callable[..., Any]] = {"chat": chat, "responses": responses, "
 @pytest.mark.parametrize("route", ROUTES)
 async def test_every_answer_is_accepted_as_history(start_with_template: Any, route: str, template: str) -> None:
     running = await start_with_template(
-        TEMPLATES[template], special=MARKERS, reasoning_parser="think", max_sequence_length=1 << 20
+        TEMPLATES[template],
+        special=MARKERS,
+        reasoning_parser="think",
+        tool_call_parser="hermes",
+        max_sequence_length=1 << 20,
     )
     calls = 0
     for seed in range(ROUNDS):

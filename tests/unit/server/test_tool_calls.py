@@ -242,9 +242,50 @@ async def test_the_tool_call_parser_can_be_chosen_or_switched_off(start: Any) ->
         await start(tool_call_parser="hermess")
 
 
+UNKNOWN = "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}!{{ c.function.name }}"
+UNKNOWN += "{% endfor %}{% endfor %}"
+
+
+async def test_calls_of_an_unknown_format_are_text_and_a_header_reports_it(start_with_template: Any) -> None:
+    running = await start_with_template(UNKNOWN)
+    running.backend.answer = "!weather Rome"
+    header = "x-tool-call-format"
+    for stream in (False, True):
+        reply = await running.post("/v1/chat/completions", request(stream=stream))
+        assert reply.headers[header] == "unknown"
+        assert stream or reply.json()["choices"][0]["message"]["content"] == "!weather Rome"
+    tool = {"name": "weather", "input_schema": {"type": "object"}}
+    body = {"model": "smollm2", "max_tokens": 9, "messages": MESSAGES, "tools": [tool]}
+    reply = await running.post("/v1/messages", body)
+    assert reply.headers[header] == "unknown", reply.text
+    for fields in ({"tool_choice": "none"}, {"tools": []}):
+        assert header not in (await running.post("/v1/chat/completions", request(**fields))).headers
+    running.backend.answer = '[{"name": "time", "arguments": {}}]'
+    forced = await running.post("/v1/chat/completions", request(tool_choice="required"))
+    assert header not in forced.headers
+    assert forced.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "time"
+    (model,) = (await running.http.get("/v1/models")).json()["data"]
+    assert (model["tool_call_format"], model["reasoning_format"]) == (None, None)
+    assert (running.backend.formats.tool_calls, running.backend.formats.reasoning) == ("", "")
+
+
+async def test_the_formats_of_a_model_are_reported(start_with_template: Any) -> None:
+    template = "<think></think>{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    template += "{{ tools }}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}"
+    running = await start_with_template(template + "{% endfor %}{% endfor %}", special=["<think>", "</think>"])
+    running.backend.answer = '[TOOL_CALLS]time[ARGS]{"zone": "UTC"}'
+    reply = await running.post("/v1/chat/completions", request())
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"zone": "UTC"}'
+    assert "x-tool-call-format" not in reply.headers
+    (model,) = (await running.http.get("/v1/models")).json()["data"]
+    assert (model["tool_call_format"], model["reasoning_format"]) == ("mistral", "think")
+    assert (running.backend.formats.tool_calls, running.backend.formats.reasoning) == ("mistral", "think")
+
+
 async def test_special_tokens_of_the_format_reach_the_parser(start_with_template: Any) -> None:
     """A marker that is a special token of the vocabulary is text for the parser only."""
-    running = await start_with_template("{{ tools }}{{ messages }}<|python_tag|>", special=["<|python_tag|>"])
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}<|python_tag|>"
+    running = await start_with_template(template, special=["<|python_tag|>"])
     running.backend.answer = '<|python_tag|>{"name": "time", "parameters": {"a": "b"}}'
     for stream in (False, True):
         reply = await running.openai.chat.completions.create(**request(), stream=stream)

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.cli.options import TOOL_CALL_PARSERS
-from megatron_runtime.server.tools import (
-    PARSERS,
+from megatron_runtime.server.formats.parser import (
     CallArguments,
     CallBegin,
     Event,
@@ -23,8 +21,10 @@ from megatron_runtime.server.tools import (
     RequiredParser,
     Text,
     ToolParser,
-    parser_of,
 )
+from megatron_runtime.server.formats.recognition import recognised
+from megatron_runtime.server.formats.table import PARSERS
+from megatron_runtime.tokenization import ChatTemplate
 
 NAMES: dict[str, Any] = {"f": {"properties": {"s": {"type": "string"}}}, "get_weather": {}}
 Read = tuple[str, list[tuple[str, str]]]
@@ -120,6 +120,186 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what", []),
     ("mistral", "a [TOOL] list", "a [TOOL] list", []),
     ("mistral", '[TOOL_CALLS]! [TOOL_CALLS]f{"a": 1}', "[TOOL_CALLS]!", [("f", '{"a": 1}')]),
+    (
+        "glm45",
+        "See.\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>n</arg_key>\n"
+        '<arg_value>{"k": [1]}</arg_value>\n</tool_call><tool_call>get_weather</tool_call> Done.',
+        "See. Done.",
+        [("f", '{"s": "12", "n": {"k": [1]}}'), ("get_weather", "{}")],
+    ),
+    ("glm45", "<tool_call>f<arg_key>s</arg_key> x</tool_call> y", "<arg_key>s</arg_key> x y", [("f", "{}")]),
+    ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>cut", "<arg_key>s</arg_key><arg_value>cut", [("f", "")]),
+    (
+        "seed_oss",
+        "See.<seed:tool_call>\n<function=f>\n<parameter=s>\n a\n</parameter>\n<parameter=n>{'k': [1, None, True]}"
+        "</parameter>\n</function>\n</seed:tool_call>",
+        "See.",
+        [("f", '{"s": "\\n a\\n", "n": {"k": [1, null, true]}}')],
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">1</parameter>\n</invoke>\n'
+        '<invoke name="get_weather">\n</invoke>\n</minimax:tool_call>',
+        "",
+        [("f", '{"s": "1"}'), ("get_weather", "{}")],
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f">odd</invoke></minimax:tool_call>!',
+        "odd</invoke>!",
+        [("f", "{}")],
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">1'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">1</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "",
+        [("f", '{"a": "1", "b": 1}')],
+    ),
+    (
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        "",
+        [("f", "{}")],
+    ),
+    (
+        "hunyuan_v3",
+        "<tool_calls:opensource>\n<tool_call:opensource>f<tool_sep:opensource>\n<arg_key:opensource>s"
+        "</arg_key:opensource>\n<arg_value:opensource>1</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        "",
+        [("f", '{"s": "1"}')],
+    ),
+    (
+        "kimi_k3",
+        '<|open|>response<|sep|>See.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"'
+        '<|sep|><|open|>argument key="a" type="string"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>",
+        "See.",
+        [("f", '{"a": "1"}')],
+    ),
+    (
+        "muse",
+        ' to=f<|message|><atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="s">1</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Done.",
+        "Done.",
+        [("f", '{"s": "1"}')],
+    ),
+    (
+        "minicpm5",
+        'See.\n<function name="f"><param name="s"><![CDATA[<1>]]></param></function><function name="get_weather">'
+        "</function>",
+        "See.",
+        [("f", '{"s": "<1>"}'), ("get_weather", "{}")],
+    ),
+    (
+        "deepseek_v3",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "deepseek_v31",
+        'See.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "See.",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>no JSON",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>no JSON",
+        [],
+    ),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        '<|tool_call_begin|>g:1<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+        "",
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    (
+        "solar",
+        "<|content|>See.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>1<|tool_call:name|>f"
+        '<|tool_call:args|>{"a": 1}<|tool_call:end|><|calls|>',
+        "See.",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        "minimax",
+        '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": 1}}\n</tool_calls>',
+        "",
+        [("f", "{}"), ("g", '{"a": 1}')],
+    ),
+    ("minimax", '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>', "", [("f", "{}")]),
+    ("minimax", "<tool_calls></tool_calls>", "<tool_calls></tool_calls>", []),
+    ("nemotron", 'See.<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>', "See.", [("f", '{"a": 1}')]),
+    (
+        "command_a",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        "command_r_plus",
+        'See.\nAction:\n```json\n[\n{"tool_name": "f",\n"parameters": {}}\n]```',
+        "See.",
+        [("f", "{}")],
+    ),
+    (
+        "apertus",
+        '<|tools_prefix|>[{"f": {"a": 1}}, {"g": {}}]<|tools_suffix|>',
+        "",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
+    (
+        "gigachat3",
+        'See.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}',
+        "See.",
+        [("f", '{"a": 1}')],
+    ),
+    ("gigachat3", '<|function_call|>{"name": "f", "arguments": {}}<|message_sep|>', "", [("f", "{}")]),
+    ("functools", ' functools[{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
+    ("functools", "Use functools, it helps.", "Use functools, it helps.", []),
+    (
+        "functionary_v31",
+        'See.<function=f>{"a": 1}</function><function=g>{}</function> Done.',
+        "See. Done.",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "functionary_v32",
+        'all\nSee.>>>f\n{"a": 1}>>>get_weather\n{}',
+        "See.",
+        [("f", '{"a": 1}'), ("get_weather", "{}")],
+    ),
+    ("functionary_v32", "python\nprint(1)>>>x", "python\nprint(1)>>>x", []),
+    (
+        "gemma4",
+        'See.<|tool_call>call:f{s:<|"|>a "{x}", <|"|>,n:[1,{k:null}],<|"|>o p<|"|>:true}<tool_call|>'
+        "<|tool_call>call:get_weather{}<tool_call|>",
+        "See.",
+        [("f", '{"s": "a \\"{x}\\", ", "n": [1, {"k": null}], "o p": true}'), ("get_weather", "{}")],
+    ),
+    ("gemma4", "<|tool_call>call:f{a}<tool_call|>", "<|tool_call>call:f{a}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call:f{a:1", "<|tool_call>call:f{a:1", []),
+    (
+        "minimax_m3",
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">]<]minimax[>[<s>1]<]minimax[>[</s>]<]minimax[>[<n>'
+        "]<]minimax[>[<k>]<]minimax[>[<item>1]<]minimax[>[</item>]<]minimax[>[</k>]<]minimax[>[</n>]<]minimax[>["
+        "</invoke>\n]<]minimax[>[</tool_call>",
+        "",
+        [("f", '{"s": "1", "n": {"k": [1]}}')],
+    ),
+    (
+        "lfm2",
+        "See.<|tool_call_start|>[f(a='x\ny', b={\"k\": [null, true]}), g()]<|tool_call_end|> Done.",
+        "See. Done.",
+        [("f", '{"a": "x\\ny", "b": {"k": [null, true]}}'), ("g", "{}")],
+    ),
     (
         "pythonic",
         "[f(a='x, [y)', b=[1, {'k': None}], c=-1.5, d=True), get_weather()]",
@@ -294,9 +474,14 @@ def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
         assert text[expected : expected + 1] not in ("", " ", "\n", ",", "]", "}")
 
 
+CALLS_AS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
+        (CALLS_AS.replace("CALL", "<tool_call>{{ c.function | tojson }}</tool_call>"), "hermes"),
+        (CALLS_AS.replace("CALL", "{{ tools }}[TOOL_CALLS][{{ c.function | tojson }}]"), "mistral"),
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<tool_call>\n<function=name>", "qwen3_coder"),
@@ -305,11 +490,39 @@ def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
         ("{{ messages }}", "hermes"),
         (None, "hermes"),
+        (CALLS_AS.replace("CALL", "{{ tools }}<call {{ c.function | tojson }}>"), None),
+        ("{{ tools }}{{ messages }}", None),
+        ("{% if %}", "hermes"),
     ],
 )
-def test_the_template_says_how_calls_are_written(template: str | None, name: str) -> None:
-    assert parser_of("auto", template=template) is PARSERS[name]
+def test_the_template_shows_how_calls_are_written(template: str | None, name: str | None) -> None:
+    chosen = None if template is None else ChatTemplate(template, special={})
+    formats = recognised("auto", "none", template=chosen, tool_template=chosen)
+    assert (formats.tools, formats.offers_tools) == (None if name is None else PARSERS[name], True)
 
 
-def test_the_command_line_offers_every_parser() -> None:
-    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *PARSERS}
+def test_the_format_may_be_set(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    formats = recognised("mistral", "none", template=None, tool_template=None)
+    assert formats.tools is PARSERS["mistral"]
+    assert "tool calls: format mistral, set by --tool-call-parser" in caplog.text
+    assert not recognised("none", "none", template=None, tool_template=None).offers_tools
+    with pytest.raises(ValueError, match="no tool-call parser 'hermess': use auto, none or one of hermes"):
+        recognised("hermess", "none", template=None, tool_template=None)
+
+
+def test_no_marker_of_a_format_hides_another() -> None:
+    """However an answer is divided, the first marker in it is found: none begins with another, or has it within."""
+    for format_ in PARSERS.values():
+        markers = (*format_.starts, *format_.dropped)
+        for marker in markers:
+            for other in markers:
+                assert marker is other or other not in marker or marker.endswith(other), (format_.name, marker, other)
+
+
+def test_a_call_that_is_held_until_it_is_complete_is_text_beyond_a_limit() -> None:
+    for size, calls in (((1 << 20) - 100, 1), (1 << 20, 0)):
+        answer = '<|tool_call>call:f{s:<|"|>' + "x" * size + '<|"|>}<tool_call|>'
+        whole = read(PARSERS["gemma4"](NAMES), [answer])
+        assert (len(whole[1]), whole[0] or answer) == (calls, answer)
+        assert read(PARSERS["gemma4"](NAMES), [answer[i : i + 99_991] for i in range(0, len(answer), 99_991)]) == whole

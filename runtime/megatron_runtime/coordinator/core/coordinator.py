@@ -239,6 +239,7 @@ class CoordinatorCore:
             keys=self.access.report({peer.key for peer in peers if peer.key}),
             failed_requests=list(self.dispatcher.quarantine.failures) or None,
             adapters=self.verbs.adapter_report(),
+            formats=next((client.formats for client in reversed(list(self.clients)) if client.formats), None),
         )
 
     # --- messages -----------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ class Membership:
         elif client.peer != peer or client.incarnation != hello.incarnation:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._context.now
-        client.model = hello.model
+        client.model, client.formats = hello.model, hello.formats
         self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route, quotas=True)
         if client.blocked:
             self._replies.catch_up(client)

@@ -19,6 +19,7 @@ from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (
+    AnswerFormats,
     ControlCommit,
     EngineStatus,
     Frames,
@@ -44,6 +45,7 @@ class Client:
 
     key:       public key of its connection; empty without keys.
     model:     model that its requests are made for; empty: any.
+    formats:   formats of answers that it reads; None: it is no OpenAI server, or does not report them.
     route:     number by which engines group partials for it.
     open:      its open requests by uid.
     answered:  uids whose final answer was sent on the present connection; the last few thousand.
@@ -63,6 +65,7 @@ class Client:
     heard: float
     key: bytes = b""
     model: str = ""
+    formats: AnswerFormats | None = None
     open: dict[bytes, Entry] = field(default_factory=dict)
     outbox: deque[tuple[bytes | None, Frames]] = field(default_factory=deque)
     outbox_bytes: int = 0

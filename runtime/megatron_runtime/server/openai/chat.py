@@ -5,14 +5,17 @@ from __future__ import annotations
 import secrets
 import string
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, invalid_value
+from megatron_runtime.server.formats.chat_format import ANY_CALLS, AnswerFormat, AnswerRequest, ChatFormat
+from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning, Text
+from megatron_runtime.server.formats.reasoning import AnswerParser
 from megatron_runtime.server.openai.answer import (
     Piece,
     TokenLogProb,
@@ -25,17 +28,6 @@ from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, OutputFormat, Prompt, enforceable, structured_output
 from megatron_runtime.server.openai.schema import MAX_CALLS, ChatRequest, NamedTool, Tool
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.reasoning import AnswerParser, ReasoningUse
-from megatron_runtime.server.tools import (
-    CallArguments,
-    CallBegin,
-    Event,
-    NamedParser,
-    Reasoning,
-    RequiredParser,
-    Text,
-    ToolParser,
-)
 from megatron_runtime.tokenization import Tokenizer
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -88,21 +80,21 @@ class PreparedChat:
     prompt: Prompt
     options: Options
     tools: _ToolUse
-    reasoning: ReasoningUse | None
+    answer: AnswerFormat
     parallel_calls: bool
     shows_reasoning: bool
 
     def reader(self) -> AnswerReader:
         """Return a reader of one choice."""
-        calls = None if self.tools.parser is None else self.tools.parser()
-        parser = calls if self.reasoning is None else self.reasoning.parser(calls)
+        parser = self.answer.parser()
         return AnswerReader(parser, parallel_calls=self.parallel_calls, shows_reasoning=self.shows_reasoning)
 
 
 async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
     """Tokenize a conversation. Raises ApiError 400, and 429 if too many requests are open."""
     service.check_in_flight(tenant=request.state.tenant)
-    tools = _tool_use(body, parser=service.tool_parser)
+    tools = _tool_use(body, service.chat_format)
+    request.state.has_unread_calls = tools.is_unread
     variables = _template_variables(service, body)
     lease = service.lease(request)
     continues = bool(body.continue_final_message)
@@ -121,25 +113,30 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
         prompt = await _with_earlier_tokens(service, body, prompt, lease)
     prompt = service.prompts.truncated(prompt, body)
     prompt = service.prompts.checked(prompt, param="messages", add_bos=body.add_BOS)
-    format_, tokenizer = service.reasoning_format, service.prompts.tokenizer
     last = body.messages[-1]
-    reasoning = None if format_ is None else ReasoningUse.of(format_, prompt, tokenizer)
-    if reasoning is not None and continues:
-        reasoning = replace(reasoning, is_open=bool(last.thought and not last.content), continues=True)
+    answer = service.chat_format.answer(
+        AnswerRequest(
+            prompt=prompt,
+            tools=tools.offered,
+            forced=tools.forced,
+            continues=continues,
+            is_thought=bool(last.thought and not last.content),
+        )
+    )
     options = Options(
         max_tokens=body.answer_limit,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_log_probs=body.prompt_logprobs,
         forced_format=tools.forced_format,
-        markers=(*tools.markers, *(() if format_ is None else format_.markers)),
-        reasoning=reasoning,
+        markers=answer.markers,
+        reasoning=answer.reasoning,
     )
     parallel_calls = body.parallel_tool_calls is not False
     return PreparedChat(
         Prompt(prompt, param="messages"),
         options,
         tools,
-        reasoning,
+        answer,
         parallel_calls=parallel_calls,
         shows_reasoning=body.include_reasoning is not False,
     )
@@ -165,26 +162,27 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
 class _ToolUse:
     """How the choices of one request may call tools.
 
-    parser:   returns a new parser for one choice; None if no tool can be called.
-    markers:  special tokens that the parser needs as text.
+    offered:       schemas of the arguments, by name; empty if no tool can be called.
+    forced:        as of AnswerRequest.
     forced_format: the structured output of an answer that must be a call.
+    is_unread:     the model may write calls whose format is unknown: they are returned as text.
     """
 
-    parser: Callable[[], ToolParser] | None = None
-    markers: tuple[str, ...] = ()
+    offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    forced: str | None = None
     forced_format: OutputFormat | None = None
+    is_unread: bool = False
 
 
-def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _ToolUse:
+def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
     """Return how the choices may call tools.
 
-    parser: for calls that the model chooses to make; None if this server offers no tools.
     Raises ApiError 400 for tools that are not offered, or that are combined with a structured output.
     """
     tools, choice = request.offered_tools, request.tool_choice
     if not tools:
         return _ToolUse()
-    if parser is None:
+    if not chat_format.offers_tools:
         message = "tools are not offered by this server: leave them out, or start it with another --tool-call-parser."
         raise ApiError(400, message, param="tools", code="invalid_value")
     if (own := structured_output(request)) is not None:
@@ -194,15 +192,15 @@ def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _Tool
     if isinstance(choice, NamedTool):
         name = choice.function.name
         schema, ignored = _parameters(next(tool for tool in tools if tool.function.name == name))
-        return _ToolUse(parser=lambda: NamedParser(name), forced_format=_forced(schema, ignored))
+        return _ToolUse(offered=offered, forced=name, forced_format=_forced(schema, ignored))
     if request.requires_a_call:
         schemas = {tool.function.name: _parameters(tool) for tool in tools}
         schema = _schema_of_any_call(
             {name: schema for name, (schema, _) in schemas.items()}, is_single=request.parallel_tool_calls is False
         )
         forced = _forced(schema, sorted({keyword for _, ignored in schemas.values() for keyword in ignored}))
-        return _ToolUse(parser=lambda: RequiredParser(offered), forced_format=forced)
-    return _ToolUse(parser=lambda: parser(offered), markers=parser.markers)
+        return _ToolUse(offered=offered, forced=ANY_CALLS, forced_format=forced)
+    return _ToolUse(offered=offered, is_unread=chat_format.tool_format is None)
 
 
 def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:

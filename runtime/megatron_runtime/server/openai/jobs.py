@@ -22,10 +22,10 @@ from megatron_runtime.requests.sampling_params import (
 from megatron_runtime.sampling.grammar_dialects import normalised, unsupported, with_ascii_classes
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_structure
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, shown
+from megatron_runtime.server.formats.reasoning import ReasoningUse
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.openai.fields import HTTP_FIELDS, PARAMETER_OF, converted
 from megatron_runtime.server.openai.schema import GenerationRequest
-from megatron_runtime.server.reasoning import ReasoningUse
 from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -28,6 +28,7 @@ from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, ContextLengthError, from_validation
+from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
@@ -52,7 +53,6 @@ from megatron_runtime.server.openai.schema import (
 )
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.streaming import EventStream, until_disconnect
-from megatron_runtime.server.tools import CallArguments, CallBegin, Event, Reasoning
 
 _MAX_BLOCKS = 4096
 _BLOCK_DEPTH = 8

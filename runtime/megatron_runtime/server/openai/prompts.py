@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from megatron_runtime.process.fair_lanes import BudgetExceededError, FairLanes
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
+from megatron_runtime.server.formats.chat_format import ChatFormat
+from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
-from megatron_runtime.server.openai.conversation import ChatTemplateInput
 from megatron_runtime.server.openai.jobs import check_vocabulary
 from megatron_runtime.server.openai.schema import ChatMessage, GenerationRequest, Tool
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
@@ -70,11 +71,13 @@ class TextLanes:
 class Prompts:
     """Turns the texts and conversations of requests into tokens, and tokens into text.
 
+    chat_format: renders conversations, and encodes what it renders.
     max_sequence_length: most tokens of prompt and answer together; None means what the model was made for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_sequence_length: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat, *, max_sequence_length: int | None) -> None:
         self.tokenizer = tokenizer
+        self._chat_format = chat_format
         limits = [limit for limit in (max_sequence_length, tokenizer.context_length) if limit is not None]
         self.sequence_limit = min(limits, default=None)
         self.lanes = TextLanes()
@@ -131,16 +134,19 @@ class Prompts:
             variables=variables or {},
             continues=continues,
         )
-        render = partial(conversation.render, self.tokenizer)
+        render = partial(self._chat_format.render, conversation)
         try:
-            text = await self.lanes.run("render", lease, render)
+            rendered = await self.lanes.run("render", lease, render)
         except ChatTemplateUnusableError as error:
             raise ApiError(500, f"{error}.", code="chat_template_unusable") from error
         except ChatTemplateError as error:
             raise ApiError(400, f"{error}.", param=error.variable or "messages", code="invalid_value") from error
-        size = _bytes_at_most(text)
+        if rendered.tokens is not None:
+            lease.add(TOKEN_BYTES * len(rendered.tokens))
+            return rendered.tokens
+        size = _bytes_at_most(rendered.text)
         lease.add(size)
-        tokens = await self.encode(text, lease=lease, param="messages", add_special=add_special, is_cut=is_cut)
+        tokens = await self.encode(rendered.text, lease=lease, param="messages", add_special=add_special, is_cut=is_cut)
         lease.add(-size)
         return tokens
 
@@ -152,7 +158,7 @@ class Prompts:
 
         is_whole: nothing follows, so that an incomplete character at the end is written too.
         """
-        detokenizer = self.tokenizer.detokenizer(skip_special=skip_special)
+        detokenizer = self._chat_format.decoder(skip_special=skip_special)
         parts = []
         for start in range(0, len(tokens), _DECODED_AT_ONCE):
             parts.append(detokenizer.feed(tokens[start : start + _DECODED_AT_ONCE]))
@@ -193,7 +199,7 @@ class Prompts:
             if fewest > limit:
                 raise context_length_error(prompt_length=fewest, limit=limit, param=param, is_bound=True)
         try:
-            return self.tokenizer.encode(text, add_special=add_special)
+            return self._chat_format.encode(text, add_special=add_special)
         except ValueError as error:
             raise invalid_value(param, str(error)) from error
 

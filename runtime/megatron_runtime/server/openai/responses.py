@@ -27,6 +27,7 @@ from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.formats.parser import CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
@@ -50,7 +51,6 @@ from megatron_runtime.server.openai.schema import (
 )
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.streaming import EventStream, until_disconnect
-from megatron_runtime.server.tools import CallBegin, Event, Reasoning, Text
 
 _CUSTOM_INPUT: Mapping[str, Any] = {
     "type": "object",

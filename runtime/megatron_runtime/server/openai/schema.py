@@ -37,6 +37,8 @@ from megatron_runtime.requests.sampling_params import (
 )
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.errors import shown
+from megatron_runtime.server.formats.conversation import THOUGHT_FIELDS
+from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS
 from megatron_runtime.server.guards import JsonScan, load_json
 from megatron_runtime.server.openai.fields import (
     CHAT_POLICY,
@@ -50,7 +52,6 @@ from megatron_runtime.server.openai.fields import (
     with_sampling_fields,
     within,
 )
-from megatron_runtime.server.tools import MAX_NAME_CHARACTERS
 
 MAX_TOKEN_IDS = 1 << 20
 MAX_STOP_TOKEN_IDS = 1024
@@ -69,9 +70,6 @@ MAX_SCHEMA_KEYS = 4096
 
 FREE_JSON = "bounded by JsonScan"
 """Marks JSON of any structure: JsonScan limits its depth and size before the body is parsed."""
-
-THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which chat templates read the reasoning of a message: Qwen and DeepSeek, gpt-oss, Gemma."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 

@@ -21,6 +21,7 @@ from megatron_runtime.process.tracing import Tracer
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.auth import ApiKey, ApiKeys
 from megatron_runtime.server.errors import ApiError, context_length_error, shown, try_again
+from megatron_runtime.server.formats.chat_format import ChatFormat
 from megatron_runtime.server.guards import (
     MAX_ELEMENTS,
     Gunzip,
@@ -36,10 +37,8 @@ from megatron_runtime.server.openai.jobs import MAX_JOBS, model_defaults
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import ModelRequest
 from megatron_runtime.server.rate_limits import LimitReachedError, RateLimits, Reservation
-from megatron_runtime.server.reasoning import ReasoningFormat
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import JsonAnswer, until_disconnect
-from megatron_runtime.server.tools import ToolParser
 
 _Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")
@@ -56,8 +55,7 @@ _NAMED_MODELS = 8
 class Service:
     """One per server process.
 
-    tool_parser: parses the calls in answers; None if tools are not offered.
-    reasoning_format: how the model marks its reasoning; None if it is part of the text.
+    chat_format: what is special to the model in prompts and answers.
     tracer: None: requests are not traced.
     """
 
@@ -66,8 +64,7 @@ class Service:
     prompts: Prompts
     metrics: ServerMetrics
     api_keys: ApiKeys
-    tool_parser: type[ToolParser] | None
-    reasoning_format: ReasoningFormat | None = None
+    chat_format: ChatFormat
     tracer: Tracer | None = None
     draining: bool = False
     in_flight: int = 0

@@ -13,19 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.server.openai.schema import THOUGHT_FIELDS
-from megatron_runtime.server.tools import HermesParser
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateRejectedError, Tokenizer
 
+THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which chat templates read the reasoning of a message: Qwen and DeepSeek, gpt-oss, Gemma."""
+
 Message: TypeAlias = Mapping[str, Any]
+
+_CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 _ID_CHARACTERS = 9
 """Templates of Mistral accept only ids of nine letters and digits."""
 _TOOL_INSTRUCTIONS = (
     "You can call these functions, given as JSON between <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
-    f"To call one, write its name and its arguments as one JSON object between {HermesParser.OPEN}{HermesParser.CLOSE}:"
-    f'\n{HermesParser.OPEN}\n{{{{"name": "function-name", "arguments": {{{{"argument": "value"}}}}}}}}\n'
-    f"{HermesParser.CLOSE}"
+    f"To call one, write its name and its arguments as one JSON object between {_CALL_OPEN}{_CALL_CLOSE}:"
+    f'\n{_CALL_OPEN}\n{{{{"name": "function-name", "arguments": {{{{"argument": "value"}}}}}}}}\n'
+    f"{_CALL_CLOSE}"
 )
 """A description of tools in the format of Hermes, for chat templates without support for them."""
 _TRIMMED = "\n\t\n"
@@ -160,7 +163,7 @@ def _without_calls(message: Message) -> dict[str, Any]:
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     calls = [
-        f"{HermesParser.OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{HermesParser.CLOSE}"
+        f"{_CALL_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{_CALL_CLOSE}"
         for call in message.get("tool_calls", ())
     ]
     return {**kept, "content": "\n".join([kept["content"], *calls] if kept["content"] else calls or [""])}

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_runtime.server.tools import Event, HarmonyParser, Reasoning, Text, ToolParser, overlap
+from megatron_runtime.protocol.answer_formats import REASONING_FORMATS
+from megatron_runtime.server.formats.harmony import HarmonyParser
+from megatron_runtime.server.formats.parser import Event, Reasoning, Text, ToolParser, overlap
 from megatron_runtime.tokenization import Tokenizer
 
 _PROMPT_TOKENS = 16
@@ -43,26 +45,28 @@ class ReasoningFormat:
     markers: tuple[str, ...]
 
 
-FORMATS: Mapping[str, ReasoningFormat] = {
-    "think": ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
-    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
-    "gpt_oss": ReasoningFormat("", "<|channel|>final<|message|>", HarmonyParser.markers),
+_TAGS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "command_a": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+    "hunyuan_v3": ("<think:opensource>", "</think:opensource>"),
+    "solar": ("<|think|>", "<|end|>"),
+    "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "apriel": ("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
 }
+"""Opening and closing of the formats in which both are markers of a template."""
+_FORMATS: Mapping[str, ReasoningFormat] = {
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+    "gpt_oss": ReasoningFormat("", "<|channel|>final<|message|>", HarmonyParser.MARKERS),
+    "kimi_k3": ReasoningFormat("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>", "<|sep|>", "<|close|>")),
+    "muse": ReasoningFormat("to=self<|message|>", "<|eom|>", ("<|message|>", "<|eom|>")),
+    **{name: ReasoningFormat(*tags, tags) for name, tags in _TAGS.items()},
+}
+FORMATS: Mapping[str, ReasoningFormat] = {name: _FORMATS[name] for name in REASONING_FORMATS}
 """By the name that `--reasoning-parser` has for it."""
 _HARMONY = FORMATS["gpt_oss"]
-
-
-def format_of(name: str, *, template: str | None) -> ReasoningFormat | None:
-    """Return the format for a setting: a name of FORMATS, "none" or "auto". Raises ValueError for another name.
-
-    template: "auto" takes the format whose markers this chat template contains; None if it contains those of none.
-    """
-    if name == "auto":
-        source = template or ""
-        return next((format_ for format_ in FORMATS.values() if all(m in source for m in format_.markers)), None)
-    if name != "none" and name not in FORMATS:
-        raise ValueError(f"there is no reasoning parser {name!r}: use auto, none or one of {', '.join(FORMATS)}")
-    return FORMATS.get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +85,28 @@ class ReasoningUse:
     continues: bool = False
 
     @classmethod
-    def of(cls, format_: ReasoningFormat, prompt: Sequence[int], tokenizer: Tokenizer) -> ReasoningUse:
-        """prompt: its tokens."""
+    def of(
+        cls,
+        format_: ReasoningFormat,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        continues: bool = False,
+        is_thought: bool = False,
+    ) -> ReasoningUse:
+        """Return the reasoning of the answers to a prompt.
+
+        prompt:     its tokens.
+        continues:  the answer continues a message of the prompt; is_thought: which has ended within its reasoning.
+        """
         opening = format_.opening
         end = tokenizer.decode(prompt[-_PROMPT_TOKENS:], skip_special=False).rstrip()
         return cls(
             format_,
             tuple(tokenizer.encode(opening, add_special=False)),
             tuple(tokenizer.encode(format_.closing, add_special=False)),
-            is_open=end.endswith(opening.rstrip()),
+            is_open=is_thought if continues else end.endswith(opening.rstrip()),
+            continues=continues,
         )
 
     def count(self, tokens: Sequence[int]) -> int:

@@ -1,0 +1,184 @@
+"""`ChatFormat`, the seam between the HTTP API and what is special to a model: prompts, and the structure of answers.
+
+The API speaks of conversations, text, reasoning and calls; engines speak of tokens. A server has one ChatFormat, which
+turns the first into tokens and the answers' text back. Every route is converted to a chat before it comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_runtime.server.formats.conversation import ChatTemplateInput
+from megatron_runtime.server.formats.parser import NamedParser, RequiredParser, ToolParser
+from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningFormat, ReasoningUse
+from megatron_runtime.server.formats.recognition import recognised
+from megatron_runtime.server.formats.table import ToolFormat
+from megatron_runtime.tokenization import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedChat:
+    """A conversation as a prompt.
+
+    text:   to be encoded, without the tokens that the model expects around a text.
+    tokens: in place of the text, if the format renders to tokens.
+    """
+
+    text: str = ""
+    tokens: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRequest:
+    """What a request says about its answers.
+
+    prompt:     its tokens.
+    tools:      JSON schema of the arguments of each tool that may be called, by its name.
+    forced:     a grammar restricts the answer to calls: to a list of them ("*"), or to the arguments of this tool.
+    continues:  the answer continues the last message of the prompt.
+    is_thought: that message has ended within its reasoning.
+    """
+
+    prompt: Sequence[int]
+    tools: Mapping[str, Mapping[str, Any]]
+    forced: str | None = None
+    continues: bool = False
+    is_thought: bool = False
+
+
+ANY_CALLS = "*"
+"""As `AnswerRequest.forced`: a list of calls of any tools."""
+
+
+class AnswerFormat(Protocol):
+    """The structure of the answers to one request.
+
+    markers:   special tokens of the vocabulary that its parsers need as text.
+    reasoning: the tokens that mark the reasoning; None: the model marks none.
+    """
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    @property
+    def reasoning(self) -> ReasoningUse | None: ...
+
+    def parser(self) -> AnswerParser | None:
+        """Return a new parser for one choice; None: the answer is text.
+
+        The state of a parser follows from the text that it was fed, however that was divided. So a parser that was lost
+        is rebuilt by one call with the text so far, whose events the client already has.
+        """
+        ...
+
+
+class ChatFormat(Protocol):
+    """Turns conversations into tokens and describes the answers. Thread-safe; render() and encode() may block.
+
+    tool_format:      name of the format of calls, for /v1/models and the log; None: unknown, calls are text.
+    reasoning_format: name of the format of reasoning; None: it is part of the text.
+    offers_tools:     whether requests may have tools.
+    """
+
+    @property
+    def tool_format(self) -> str | None: ...
+
+    @property
+    def reasoning_format(self) -> str | None: ...
+
+    @property
+    def offers_tools(self) -> bool: ...
+
+    def render(self, conversation: ChatTemplateInput) -> RenderedChat:
+        """Return the prompt of a conversation. Raises ChatTemplateError."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Return the tokens of a text. Raises ValueError for a text that cannot be encoded."""
+        ...
+
+    def decoder(self, *, skip_special: bool = True) -> Detokenizer:
+        """Return an incremental decoder of one sequence of tokens. skip_special: special tokens have no text."""
+        ...
+
+    def answer(self, request: AnswerRequest) -> AnswerFormat:
+        """Return the structure of the answers to a request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NativeAnswerFormat:
+    """Answers of a model whose format is in our tables."""
+
+    request: AnswerRequest
+    calls: ToolFormat | None
+    reasoning: ReasoningUse | None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that the parsers need as text."""
+        call_markers = self.calls.markers if self.calls is not None and self._may_call else ()
+        return (*call_markers, *(() if self.reasoning is None else self.reasoning.format.markers))
+
+    @property
+    def _may_call(self) -> bool:
+        return bool(self.request.tools) and self.request.forced is None
+
+    def parser(self) -> AnswerParser | None:
+        """Return a new parser for one choice; None: the answer is text."""
+        calls: ToolParser | None = None
+        if self.request.forced == ANY_CALLS:
+            calls = RequiredParser(self.request.tools)
+        elif self.request.forced is not None:
+            calls = NamedParser(self.request.forced)
+        elif self.calls is not None and self._may_call:
+            calls = self.calls(self.request.tools)
+        return calls if self.reasoning is None else self.reasoning.parser(calls)
+
+
+class NativeChatFormat:
+    """The model's chat template, our tokenizer, and a format of our tables (table.py, reasoning.py).
+
+    tool_call_parser, reasoning_parser: as of recognised(), which also says what this raises.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str, reasoning_parser: str) -> None:
+        self._tokenizer = tokenizer
+        formats = recognised(
+            tool_call_parser,
+            reasoning_parser,
+            template=tokenizer.chat_template,
+            tool_template=tokenizer.template_for([{}]),
+        )
+        self._calls: ToolFormat | None = formats.tools
+        self._reasoning: ReasoningFormat | None = formats.reasoning
+        self.tool_format = None if formats.tools is None else formats.tools.name
+        self.reasoning_format = formats.reasoning_name
+        self.offers_tools = formats.offers_tools
+
+    def render(self, conversation: ChatTemplateInput) -> RenderedChat:
+        """Return the prompt of a conversation as text. Raises ChatTemplateError."""
+        return RenderedChat(text=conversation.render(self._tokenizer))
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Return the tokens of a text. Raises ValueError for a text that cannot be encoded."""
+        return self._tokenizer.encode(text, add_special=add_special)
+
+    def decoder(self, *, skip_special: bool = True) -> Detokenizer:
+        """Return an incremental decoder of one sequence of tokens. skip_special: special tokens have no text."""
+        return self._tokenizer.detokenizer(skip_special=skip_special)
+
+    def answer(self, request: AnswerRequest) -> NativeAnswerFormat:
+        """Return the structure of the answers to a request."""
+        reasoning: ReasoningUse | None = None
+        if self._reasoning is not None:
+            reasoning = ReasoningUse.of(
+                self._reasoning,
+                request.prompt,
+                self._tokenizer,
+                continues=request.continues,
+                is_thought=request.is_thought,
+            )
+        return NativeAnswerFormat(request, self._calls, reasoning)

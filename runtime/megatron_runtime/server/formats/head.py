@@ -1,0 +1,53 @@
+"""Patterns of bounded length that a parser can match while text is still missing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+_ELEMENT = re.compile(r"\{(\w+)\}|\{\?(.)\}|(\s+)|(.)", re.DOTALL)
+_WHITE_SPACE = r"\s{0,64}"
+_MAX_HOLE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Text of a format with holes, such as `<function={name}>`.
+
+    spec: literal text. White space stands for any white space or none. `{name}` is the name of a function, another
+          `{hole}` is text up to the character that follows it; the match has a group for each. `{?x}` at the end says
+          that the character x follows, which is not part of the match.
+
+    pattern: matches the whole head.
+    begin:   matches all text with which a match may begin.
+    """
+
+    spec: str
+    pattern: re.Pattern[str] = field(init=False)
+    begin: re.Pattern[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole: list[str] = []
+        beginnings: list[str] = []  # %s is the beginning of what follows
+        elements = list(_ELEMENT.finditer(self.spec))
+        for element, following in zip(elements, [*elements[1:], None], strict=True):
+            hole, next_character, space, literal = element.groups()
+            if next_character is not None:
+                whole.append(f"(?={re.escape(next_character)})")
+            elif hole is not None:
+                end = "" if following is None or following[4] is None else re.escape(following[4])
+                characters = r"[\w.-]" if hole == "name" else rf"[^\n{end}]"
+                characters = f"{characters}{{1,{_MAX_HOLE}}}"
+                whole.append(f"(?P<{hole}>{characters})")
+                beginnings.append(f"(?:{characters}%s)?")
+            elif space is not None:
+                whole.append(_WHITE_SPACE)
+                beginnings.append(f"{_WHITE_SPACE}%s")
+            else:
+                whole.append(re.escape(literal))
+                beginnings.append(f"(?:{re.escape(literal)}%s)?")
+        begin = ""
+        for beginning in reversed(beginnings):
+            begin = beginning.replace("%s", begin)
+        object.__setattr__(self, "pattern", re.compile("".join(whole)))
+        object.__setattr__(self, "begin", re.compile(begin))

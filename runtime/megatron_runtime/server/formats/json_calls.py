@@ -1,0 +1,136 @@
+"""Calls whose arguments are JSON, between markers: one table entry for each family of models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from megatron_runtime.server.formats.head import Head
+from megatron_runtime.server.formats.parser import Reading, ToolParser
+
+Body: TypeAlias = Literal["object", "list", "keyed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCalls:
+    """How a family writes its calls.
+
+    open:    texts before the calls, any of them.
+    bodies:  what may follow: `{"name": …, "arguments": {…}}`, one or several; a list of them; a list of
+             `{name: {…}}`.
+    heads:   texts before the arguments alone, with the name of the function; in place of bodies, or before them.
+    end:     text after each call that is not in a list; a model may omit it.
+    close:   text after the last call; a model may omit it.
+    dropped: texts of the format outside of calls, which are not part of the answer.
+    """
+
+    open: tuple[str, ...]
+    bodies: tuple[Body, ...] = ("object", "list")
+    heads: tuple[Head, ...] = ()
+    end: str = ""
+    close: str = ""
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All literal texts of the format."""
+        return (*self.open, *(head.spec for head in self.heads), self.end, self.close, *self.dropped)
+
+    def parser(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+        return _JsonCallParser(self, tools)
+
+
+class _JsonCallParser(ToolParser):
+    """Text, and calls after one of the texts that open them."""
+
+    def __init__(self, calls: JsonCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._calls = calls
+        super().__init__(tools)
+
+    def _read(self) -> Reading:
+        while True:
+            marker = yield from self._read_text(*self._calls.open, *self._calls.dropped)
+            if marker in self._calls.dropped:
+                self._flush()
+            else:
+                yield from self._read_calls()
+
+    def _read_calls(self) -> Reading:
+        """Read the calls after the text that opens them. Hold what follows the last one and is no call."""
+        close, before = self._calls.close, self._num_calls
+        continues = True
+        while continues:
+            continues = yield from self._read_next()
+            if not close or self._num_calls == before:
+                return
+            if (yield from self._read_end(close)):
+                self._flush()
+                return
+
+    def _read_next(self) -> Generator[None, None, bool]:
+        """Read one call, or a list of calls. Return False if none follows, or if the calls end within it."""
+        calls = self._calls
+        until = calls.end or calls.close
+        name: str | None = None
+        if calls.heads and (found := (yield from self._read_head(*calls.heads))) is not None:
+            name = found[1]["name"]
+            self._at = found[1].end()
+        elif not calls.bodies:
+            return False
+        else:
+            token = yield from self._token()
+            if token == "[" and calls.bodies != ("object",):
+                return (yield from self._read_call_list(until=until, is_keyed="keyed" in calls.bodies))
+            self._at -= len(token)
+            if token != "{":
+                return False
+        is_call = yield from self._read_call(name=name, until=until)
+        if is_call and calls.end and (yield from self._read_end(calls.end)):
+            self._flush()
+        return is_call
+
+
+class Llama3JsonParser(ToolParser):
+    """`{"name": …, "parameters": {…}}` as the whole answer, several with `;` between: Llama 3.
+
+    An answer that does not begin with an object that names a tool is text.
+    """
+
+    TAG = "<|python_tag|>"
+    _SEPARATORS = re.compile(r"(?:[ \t\r\n;]|<\|python_tag\|>)*")
+    is_marked = False
+
+    def _read(self) -> Reading:
+        while True:
+            self._in_call = self._num_calls > 0  # what separates calls is dropped
+            yield from self._read_space(self._SEPARATORS, marker=self.TAG)
+            if self._in_call:
+                self._flush()
+            self._in_call = False
+            if not (yield from self._read_call()):
+                break
+        yield from self._read_text()
+
+
+class Functionary32Parser(ToolParser):
+    """Messages to recipients, `all\\ntext>>>name\\n{…}`, of which the prompt opens the first: Functionary 3.2.
+
+    A message to `all` is text, one to a tool is a call, and anything else is text with its marker.
+    """
+
+    OPEN = ">>>"
+    is_marked = False
+    _TO_ALL, _TO_TOOL = Head("all{?\n}"), Head("{name} {?{}")
+
+    def _read(self) -> Reading:
+        while True:
+            found = yield from self._read_head(self._TO_ALL, self._TO_TOOL)
+            if found is not None and found[0] is self._TO_ALL:
+                self._at = found[1].end() + 1
+                self._flush()
+            elif found is not None and self._accepts(name := found[1]["name"]):
+                self._at = found[1].end()
+                yield from self._read_call(name=name)
+            yield from self._read_text(self.OPEN)

@@ -1,0 +1,439 @@
+"""Tool calls: how models write them, and parsers of their answers.
+
+A parser takes the text in parts of any size and returns text and calls; how the text is divided does not change the
+result. Generators read it: a reader yields when it needs more text, returns at the end of its construct, and raises
+MalformedError for text that cannot continue the construct. So arguments are streamed while the model writes them.
+
+The cost is linear in the answer: before a reader yields, it reads all text but a bounded rest, which it sees again.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar
+
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.formats.head import Head
+
+MAX_JSON_DEPTH = 256
+MAX_NAME_CHARACTERS = 256
+"""Of a function: a conversation may have no longer name."""
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_TOKEN = re.compile(r'[\[\]{}:,"]|[-+.\w]{0,400}', re.ASCII)
+_SCALAR = re.compile(r"true|false|null|-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
+_STRING = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_ESCAPE_BEGIN = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
+_PUNCTUATION = frozenset('[]{}:,"')
+_CLOSER = {"{": "}", "[": "]"}
+_NAME_KEYS = frozenset({"name", "tool_name"})
+_ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+_OTHER_KEYS = frozenset({"id", "type", "index", "tool_call_id"})
+
+Reading = Generator[None, None, None]
+StringReading = Generator[None, None, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text of the answer that is not part of a call."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text in which the model thinks, before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call begins. Comes once for each call, before its arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next part of the arguments of the call that began last."""
+
+    text: str
+
+
+Event = Text | Reasoning | CallBegin | CallArguments
+
+
+class MalformedError(ValueError):
+    """The text at the reader's position cannot continue what is being read."""
+
+
+class ToolParser(ABC):
+    """Parses the answer of one choice.
+
+    tools:     JSON schema of the arguments of each tool of the request, by its name.
+    is_marked: a marker precedes each call. A call of an unknown tool is then a call too, and the client reports the
+               error to the model.
+    """
+
+    is_marked: ClassVar[bool] = True
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._tools = tools
+        self._events: list[Event] = []
+        self._spaces: list[str] = []  # at the end of the text
+        self._num_calls = 0
+        self._in_call = False
+        self._held: list[str] = []  # read before the buffer, not emitted yet
+        self._buffer = ""
+        self._start = 0  # of what has not been emitted
+        self._at = 0  # end of what has been read
+        self._kind: type[Text | Reasoning | CallArguments] | None = None
+        """What becomes of the text that is read: an event of this type, or None, and the reader decides later."""
+        self._reading = self._read()
+        next(self._reading)
+
+    def feed(self, text: str) -> list[Event]:
+        """Return the events that the next part of the answer completes."""
+        self._hold()
+        self._buffer = self._buffer[self._at :] + text
+        self._start = self._at = 0
+        next(self._reading)
+        if self._kind is not None:
+            self._flush()
+        return self._new_events()
+
+    def finish(self) -> list[Event]:
+        """Return the remaining events at the end of the answer."""
+        self._at = len(self._buffer)
+        if not self._in_call:
+            self._kind = Text
+        self._flush()
+        if not self._num_calls and self._spaces:
+            self._events.append(Text("".join(self._spaces)))
+        return self._new_events()
+
+    @abstractmethod
+    def _read(self) -> Reading:
+        """Read the whole answer. Does not return."""
+
+    def _new_events(self) -> list[Event]:
+        """Return the collected events, with adjacent ones of the same type joined."""
+        joined: list[Event] = []
+        for kind, group in groupby(self._events, key=type):
+            events = list(group)
+            texts = [event.text for event in events if not isinstance(event, CallBegin)]
+            joined += [kind("".join(texts))] if texts else events
+        self._events = []
+        return joined
+
+    def _flush(self) -> None:
+        """Emit what has been read as an event of the current kind; without a kind, drop it."""
+        read = self._take_read()
+        if self._kind is Text:
+            # White space at the end is kept back: around calls it is part of the format.
+            body = read.rstrip()
+            if body:
+                self._events.append(Text("".join([*self._spaces, body])))
+                self._spaces.clear()
+            if len(body) < len(read):
+                self._spaces.append(read[len(body) :])
+        elif self._kind is not None and read:
+            self._events.append(self._kind(read))
+
+    def _hold(self) -> None:
+        """Move what has been read out of the buffer."""
+        if self._start < self._at:
+            self._held.append(self._buffer[self._start : self._at])
+            self._start = self._at
+
+    def _take_read(self) -> str:
+        """Return what has been read and was not emitted, and forget it."""
+        self._hold()
+        read = "".join(self._held)
+        self._held.clear()
+        return read
+
+    def _begin(self, name: str, arguments: str = "") -> None:
+        """Emit the begin of a call, in place of what has been read, and arguments that are known already."""
+        self._flush()
+        self._spaces.clear()
+        self._num_calls += 1
+        self._in_call = True
+        self._events.append(CallBegin(name))
+        if arguments:
+            self._events.append(CallArguments(arguments))
+
+    def _accepts(self, name: str) -> bool:
+        is_name = 0 < len(name) <= MAX_NAME_CHARACTERS and is_unicode(name)
+        return is_name and (self.is_marked or name in self._tools)
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        """Read what matches the pattern, if anything does."""
+        if (match := pattern.match(self._buffer, self._at)) is not None:
+            self._at = match.end()
+
+    def _read_space(self, pattern: re.Pattern[str], *, marker: str) -> Reading:
+        """Read what matches the pattern, until it is known whether the marker follows."""
+        while True:
+            self._skip(pattern)
+            following = self._buffer[self._at : self._at + len(marker)]
+            if following == marker or not marker.startswith(following):
+                return
+            yield
+
+    def _read_end(self, marker: str) -> Generator[None, None, bool]:
+        """Read white space, and the marker if it follows. Return whether it does."""
+        yield from self._read_space(_SPACE, marker=marker)
+        follows = self._buffer.startswith(marker, self._at)
+        self._at += len(marker) if follows else 0
+        return follows
+
+    def _read_until(self, *markers: str) -> StringReading:
+        """Read and flush up to the first of the markers, and return it; without one, up to the end of the answer."""
+        while (match := first_of(self._buffer, markers, start=self._at)) is None:
+            self._read_but(*markers)
+            self._flush()
+            yield
+        self._at, marker = match
+        self._flush()
+        self._kind = None
+        return marker
+
+    def _read_but(self, *markers: str) -> None:
+        """Read the buffer but its end, if one of the markers, which is not in the buffer, may begin there."""
+        kept = (overlap(self._buffer, marker, start=self._at) for marker in markers)
+        self._at = len(self._buffer) - max(kept, default=0)
+
+    def _read_head(self, *heads: Head) -> Generator[None, None, tuple[Head, re.Match[str]] | None]:
+        """Return the first of the heads that follows, with its match, not read yet; None if none of them can follow."""
+        while True:
+            is_undecided = False
+            for head in heads:
+                if (match := head.pattern.match(self._buffer, self._at)) is not None and not is_undecided:
+                    return head, match
+                is_undecided = is_undecided or head.begin.fullmatch(self._buffer, self._at) is not None
+            if not is_undecided:
+                return None
+            yield
+
+    def _read_text(self, *markers: str) -> StringReading:
+        """Emit what is held, and what comes before the first of the markers, as text. Hold the marker and return it."""
+        self._kind = Text
+        marker = yield from self._read_until(*markers)
+        self._at += len(marker)
+        return marker
+
+    def _read_call(
+        self, *, name: str | None = None, until: str = "", is_keyed: bool = False
+    ) -> Generator[None, None, bool]:
+        """Read one call. Return False, and hold what has been read, if it is not a call.
+
+        name:     of the function, if the text has only the arguments.
+        is_keyed: the call is `{name: {…}}`.
+        until:    if the JSON of a call that has begun is malformed, its text up to this marker, or up to the end of
+                  the answer, is passed on as arguments: the client sees what the model wrote. After complete arguments
+                  it is text.
+        """
+        try:
+            first = yield from self._token()
+            _expect(first == "{")
+            if is_keyed:
+                yield from self._read_keyed()
+            elif name is None:
+                yield from self._read_members()
+            else:
+                yield from self._stream_arguments(name)
+        except (ValueError, RecursionError):
+            if not self._in_call:
+                return False
+            if self._kind is None:  # the arguments are complete: what follows them is text
+                self._in_call = False
+                self._kind = Text
+            yield from self._read_until(*((until,) if until else ()))
+        self._flush()
+        self._in_call = False
+        return True
+
+    def _read_call_list(self, *, until: str = "", is_keyed: bool = False) -> Generator[None, None, bool]:
+        """Read the rest of `[call, call, …]` after the bracket. Return False, and hold what follows the last call, if
+        the list does not end.
+
+        until, is_keyed: as of _read_call().
+        """
+        while (yield from self._read_call(until=until, is_keyed=is_keyed)):
+            separator = yield from self._token()
+            if separator == "]":
+                self._flush()
+                return True
+            if separator != ",":
+                break
+        return False
+
+    def _read_keyed(self) -> Reading:
+        """Read the rest of `{name: {…}}` after the bracket."""
+        _expect((yield from self._token()) == '"')
+        name = json.loads((yield from self._raw('"')))
+        _expect(self._accepts(name) and (yield from self._token()) == ":")
+        _expect((yield from self._token()) == "{")
+        yield from self._stream_arguments(name)
+        _expect((yield from self._token()) == "}")
+
+    def _read_members(self) -> Reading:
+        """Read the rest of `{"name": …, "arguments": {…}}`, with its keys in any order, after the bracket."""
+        name: str | None = None
+        arguments: str | None = None
+        token = yield from self._token()
+        while token != "}":
+            _expect(token == '"')
+            key = json.loads((yield from self._raw(token)))
+            # An unknown key shows that this is another kind of object; after the arguments its text follows the call.
+            _expect(key in _ARGUMENT_KEYS or key in _NAME_KEYS or key in _OTHER_KEYS)
+            _expect((yield from self._token()) == ":")
+            token = yield from self._token()
+            if key in _ARGUMENT_KEYS and name is not None and token == "{":
+                _expect(arguments is None)
+                yield from self._stream_arguments(name)
+                arguments = ""
+            else:
+                raw = yield from self._raw(token)
+                if key in _ARGUMENT_KEYS:
+                    _expect(arguments is None)
+                    # Some models write a string that contains the object.
+                    arguments = raw if token == "{" else json.loads(raw) or "{}"
+                    _expect(isinstance(arguments, str) and isinstance(json.loads(arguments), dict))
+                    _expect(is_unicode(arguments))
+                elif key in _NAME_KEYS:
+                    _expect(name is None)
+                    name = json.loads(raw)
+                    _expect(isinstance(name, str) and self._accepts(name))
+                if name is not None and arguments is not None and not self._in_call:
+                    self._begin(name, arguments)
+            token = yield from self._token()
+            if token == ",":
+                token = yield from self._token()
+                _expect(token == '"')
+            else:
+                _expect(token == "}")
+        _expect(name is not None)
+        if name is not None and arguments is None:
+            self._begin(name, "{}")
+
+    def _stream_arguments(self, name: str) -> Reading:
+        """Read an object whose bracket has been read, and pass it on while it is read."""
+        self._begin(name)
+        self._held.append("{")
+        self._kind = CallArguments
+        yield from self._value("{")
+        self._flush()
+        self._kind = None
+
+    def _raw(self, token: str) -> StringReading:
+        """Read one JSON value and return it as it is written. token: as for _value(); the text is not streamed."""
+        self._at -= len(token)
+        self._hold()
+        begin = len(self._held)
+        self._at += len(token)
+        yield from self._value(token)
+        self._hold()
+        return "".join(self._held[begin:])
+
+    def _value(self, token: str, *, depth: int = 0) -> Reading:
+        """Read one JSON value. token: the first of the value, which has been read."""
+        if token == '"':
+            yield from self._string()
+            return
+        if token not in _CLOSER:
+            _expect(_SCALAR.fullmatch(token) is not None)
+            return
+        _expect(depth < MAX_JSON_DEPTH)
+        closer = _CLOSER[token]
+        token = yield from self._token()
+        while token != closer:
+            if closer == "}":
+                _expect(token == '"')
+                yield from self._string()
+                _expect((yield from self._token()) == ":")
+                token = yield from self._token()
+            yield from self._value(token, depth=depth + 1)
+            token = yield from self._token()
+            if token == ",":
+                token = yield from self._token()
+                _expect(token != closer)
+            else:
+                _expect(token == closer)
+
+    def _token(self) -> StringReading:
+        """Return the next bracket, `:`, `,`, `"`, or number or literal of JSON; "" for any other character."""
+        while True:
+            self._skip(_SPACE)
+            begin = self._at
+            self._skip(_TOKEN)
+            token = self._buffer[begin : self._at]
+            if token in _PUNCTUATION or self._at < len(self._buffer):
+                return token
+            self._at = begin  # the rest of the token may follow
+            yield
+
+    def _string(self) -> Reading:
+        """Read a string whose opening quote has been read."""
+        while True:
+            self._skip(_STRING)
+            if self._buffer.startswith('"', self._at):
+                self._at += 1
+                return
+            _expect(_ESCAPE_BEGIN.fullmatch(self._buffer, self._at) is not None)
+            yield
+
+
+class RequiredParser(ToolParser):
+    """`tool_choice: required`: a grammar restricts the answer to a list of calls."""
+
+    def _read(self) -> Reading:
+        if (yield from self._token()) == "[":
+            yield from self._read_call_list()
+        yield from self._read_text()
+
+
+class NamedParser(ToolParser):
+    """`tool_choice` names one tool: a grammar restricts the answer to its arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        super().__init__({name: {}})
+
+    def _read(self) -> Reading:
+        yield from self._read_call(name=self._name)
+        yield from self._read_text()
+
+
+def first_of(text: str, markers: Sequence[str], *, start: int = 0) -> tuple[int, str] | None:
+    """Return where the first of the markers begins in `text[start:]`, and the longest one that begins there."""
+    places = ((place, -len(marker), marker) for marker in markers if (place := text.find(marker, start)) >= 0)
+    first = min(places, default=None)
+    return None if first is None else (first[0], first[2])
+
+
+def overlap(text: str, marker: str, *, start: int = 0) -> int:
+    """Return the length of the longest end of `text[start:]` with which `marker` begins, and which is not all of it."""
+    longest = min(len(text) - start, len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which a JSON escape can name and no answer can have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _expect(condition: bool) -> None:
+    if not condition:
+        raise MalformedError

@@ -1,0 +1,169 @@
+"""Calls whose arguments are tagged text, one value after the other: one table entry for each family of models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.formats.head import Head
+from megatron_runtime.server.formats.parser import CallArguments, Event, Reading, Text, ToolParser
+from megatron_runtime.server.formats.pythonic import literal_of
+
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+_STRING_TYPES = frozenset({"true", "string"})
+"""What `type` of a parameter's head says of a string."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedCalls:
+    """How a family writes its calls.
+
+    open:       texts before the calls, any of them.
+    call:       text before the arguments of a call, with its `{name}`.
+    parameter:  text before a value, with its `{key}`, and its `{type}` if the format has one.
+    value_end:  text after a value.
+    call_end:   text after the arguments of a call; empty: the calls end there.
+    close:      text after the calls; a model may omit it.
+    is_padded:  a newline before and after each value is part of the format.
+    dropped:    texts of the format outside of calls, which are not part of the answer.
+    headers:    texts of the format where the answer begins, and after one of `dropped`, which are not part of it.
+    """
+
+    open: tuple[str, ...]
+    call: Head
+    parameter: Head
+    value_end: str
+    call_end: str = ""
+    close: str
+    is_padded: bool = False
+    dropped: tuple[str, ...] = ()
+    headers: tuple[Head, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All literal texts of the format."""
+        heads = [head.spec for head in (self.call, self.parameter, *self.headers)]
+        return (*self.open, *heads, self.value_end, self.call_end, self.close, *self.dropped)
+
+    def parser(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
+        return _TaggedCallParser(self, tools)
+
+
+class _TaggedCallParser(ToolParser):
+    """Text, and calls after one of the texts that open them. Each argument is passed on when it is complete.
+
+    A value is text. It becomes the JSON value that the schema of the parameter allows, or else a string.
+    """
+
+    def __init__(self, calls: TaggedCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._calls = calls
+        self._close = Head(f" {calls.close}")
+        self._call_end = Head(f" {calls.call_end}") if calls.call_end else None
+        super().__init__(tools)
+
+    def finish(self) -> list[Event]:
+        """Return the remaining events. What follows the last complete argument of a cut call is text."""
+        self._at = len(self._buffer)
+        if self._in_call:
+            self._kind = Text
+        return super().finish()
+
+    def _read(self) -> Reading:
+        yield from self._read_header()
+        while True:
+            marker = yield from self._read_text(*self._calls.open, *self._calls.dropped)
+            if marker in self._calls.dropped:
+                self._flush()
+                yield from self._read_header()
+            else:
+                yield from self._read_calls()
+
+    def _read_header(self) -> Reading:
+        if self._calls.headers and (found := (yield from self._read_head(*self._calls.headers))) is not None:
+            self._at = found[1].end()
+            self._flush()
+
+    def _read_calls(self) -> Reading:
+        """Read the calls after the text that opens them. Hold what follows the last one and is no call."""
+        while (found := (yield from self._read_head(self._calls.call))) is not None:
+            self._at = found[1].end()
+            self._begin(found[1]["name"])
+            if (yield from self._read_arguments(found[1]["name"])):
+                return
+            found = yield from self._read_head(self._close, self._calls.call)
+            if found is not None and found[0] is self._close:
+                self._at = found[1].end()
+                self._flush()
+                return
+
+    def _read_arguments(self, name: str) -> Generator[None, None, bool]:
+        """Read a call after its head, and what ends it. Return whether the calls end with it."""
+        properties = self._tools.get(name, {}).get("properties")
+        schemas = properties if isinstance(properties, Mapping) else {}
+        ends = (self._close,) if self._call_end is None else (self._call_end, self._close)
+        separator = "{"
+        while True:
+            found = yield from self._read_head(self._calls.parameter, *ends)
+            if found is None or found[0] is not self._calls.parameter:
+                break
+            head = found[1]
+            self._at = head.end()
+            if not (yield from self._read_value()):
+                found = None
+                break
+            text = self._take_read()[len(head[0]) : -len(self._calls.value_end)]
+            if self._calls.is_padded:
+                text = text.removeprefix("\n").removesuffix("\n")
+            key = head["key"]
+            kind = head.groupdict().get("type")
+            value = json.dumps(text, ensure_ascii=False) if kind in _STRING_TYPES else value_of(text, schemas.get(key))
+            self._events.append(CallArguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}"))
+            separator = ", "
+        self._events.append(CallArguments("{}" if separator == "{" else "}"))
+        self._in_call = False
+        if found is None:  # what cannot continue the call is text, up to its end
+            self._kind = Text
+            yield from self._read_until(self._calls.close)
+            self._at += len(self._calls.close)
+        else:
+            self._at = found[1].end()
+        self._flush()
+        return found is None or found[0] is self._close
+
+    def _read_value(self) -> Generator[None, None, bool]:
+        """Read a value and what ends it. Return False, and read the value alone, if the call ends before."""
+        markers = (self._calls.value_end, self._calls.close)
+        while True:
+            places = [(place, marker) for marker in markers if (place := self._buffer.find(marker, self._at)) >= 0]
+            if places:
+                break
+            self._read_but(*markers)
+            yield
+        self._at, marker = min(places)
+        if marker == self._calls.close:
+            return False
+        self._at += len(marker)
+        return True
+
+
+def value_of(text: str, schema: Any) -> str:
+    """Return the text of a parameter as JSON: as it is if it is a value that the schema may allow, else as a string.
+
+    Some templates write lists and objects as Python does, and some write strings as CDATA.
+    """
+    if text.startswith(_CDATA) and text.endswith(_CDATA_END):
+        return json.dumps(text[len(_CDATA) : -len(_CDATA_END)], ensure_ascii=False)
+    allowed = schema.get("type") if isinstance(schema, Mapping) else None
+    if allowed != "string":
+        try:
+            if not isinstance(json.loads(text), str):
+                return text
+        except (ValueError, RecursionError):
+            with contextlib.suppress(ValueError, TypeError):  # it is no literal, or one that JSON has not
+                value = literal_of(text)
+                if isinstance(value, dict | list) or (isinstance(value, bool) and allowed == "boolean"):
+                    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
