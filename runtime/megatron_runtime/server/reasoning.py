@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from megatron_runtime.requests.sampling_params import MAX_MARKER_TOKENS
 from megatron_runtime.server.tools import Event, HarmonyParser, Reasoning, Text, ToolParser, overlap
 from megatron_runtime.tokenization import Tokenizer
 
@@ -36,17 +37,24 @@ class ReasoningFormat:
              answer begins with reasoning.
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
+    ending:  what ends the reasoning at its budget, and has the closing at its end; empty: the closing alone.
     """
 
     opening: str
     closing: str
     markers: tuple[str, ...]
+    ending: str = ""
 
 
 FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
-    "gpt_oss": ReasoningFormat("", "<|channel|>final<|message|>", HarmonyParser.markers),
+    "gpt_oss": ReasoningFormat(
+        "",
+        "<|channel|>final<|message|>",
+        HarmonyParser.markers,
+        ending="<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
 }
 """By the name that `--reasoning-parser` has for it."""
 _HARMONY = FORMATS["gpt_oss"]
@@ -69,7 +77,7 @@ def format_of(name: str, *, template: str | None) -> ReasoningFormat | None:
 class ReasoningUse:
     """The reasoning of the answers to one prompt.
 
-    opening, closing: tokens of the markers.
+    opening, closing, ending: tokens of the markers.
     is_open:          the answer begins within the reasoning.
     continues:        the answer continues a message of the prompt.
     """
@@ -79,6 +87,7 @@ class ReasoningUse:
     closing: tuple[int, ...]
     is_open: bool
     continues: bool = False
+    ending: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, format_: ReasoningFormat, prompt: Sequence[int], tokenizer: Tokenizer) -> ReasoningUse:
@@ -90,7 +99,23 @@ class ReasoningUse:
             tuple(tokenizer.encode(opening, add_special=False)),
             tuple(tokenizer.encode(format_.closing, add_special=False)),
             is_open=end.endswith(opening.rstrip()),
+            ending=tuple(tokenizer.encode(format_.ending or format_.closing, add_special=False)),
         )
+
+    def parameter(self, budget: int | None, *, has_tools: bool) -> dict[str, Any] | None:
+        """Return the sampling parameter `reasoning`; None if the answer has none that an engine can end.
+
+        budget:    tokens of reasoning; None: any number.
+        has_tools: the answer may be a call. In the format of gpt-oss, a call is a message beside the final one, which
+                   would come after the reasoning.
+        """
+        is_over = self.continues and not self.is_open
+        is_long = max(map(len, (self.opening, self.closing, self.ending))) > MAX_MARKER_TOKENS
+        if is_over or is_long or (has_tools and self.format is _HARMONY):
+            return None
+        markers = {"opening": self.opening, "closing": self.closing, "ending": self.ending}
+        tokens = {name: list(marker) for name, marker in markers.items() if marker}
+        return {**tokens, "is_open": self.is_open, "budget": budget}
 
     def count(self, tokens: Sequence[int]) -> int:
         """Return how many of the tokens of an answer belong to its reasoning, markers included."""

@@ -18,6 +18,8 @@ from itertools import groupby
 from typing import Any, ClassVar
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server import call_grammars
+from megatron_runtime.server.call_grammars import CallGrammar, Schemas, Written
 
 MAX_JSON_DEPTH = 256
 MAX_NAME_CHARACTERS = 256
@@ -98,6 +100,11 @@ class ToolParser(ABC):
         """What becomes of the text that is read: an event of this type, or None, and the reader decides later."""
         self._reading = self._read()
         next(self._reading)
+
+    @staticmethod
+    def call_grammar(tools: Schemas, written: Written, is_single: bool) -> CallGrammar | None:
+        """Return how an answer that begins with a call goes on; None: no grammar constrains the calls."""
+        return None
 
     def feed(self, text: str) -> list[Event]:
         """Return the events that the next part of the answer completes."""
@@ -368,6 +375,7 @@ class HermesParser(ToolParser):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+    call_grammar = staticmethod(call_grammars.hermes)
 
     def _read(self) -> Reading:
         while True:
@@ -383,6 +391,7 @@ class Qwen3CoderParser(ToolParser):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
+    call_grammar = staticmethod(call_grammars.qwen3_coder)
     _FUNCTION = re.compile(r"\s{0,64}<function=([\w.-]{1,256})>")
     _FUNCTION_BEGIN = re.compile(r"\s{0,64}(?:<[^>]{0,266})?")
     """While this is all that has come, the name may follow."""
@@ -486,6 +495,7 @@ class Llama3JsonParser(ToolParser):
     TAG = "<|python_tag|>"
     _SEPARATORS = re.compile(r"(?:[ \t\r\n;]|<\|python_tag\|>)*")
     markers: ClassVar[tuple[str, ...]] = (TAG,)
+    call_grammar = staticmethod(call_grammars.llama3_json)
     is_marked: ClassVar[bool] = False
 
     def _read(self) -> Reading:
@@ -505,6 +515,7 @@ class MistralParser(ToolParser):
 
     MARKER = "[TOOL_CALLS]"
     markers: ClassVar[tuple[str, ...]] = (MARKER, "[ARGS]", "[CALL_ID]")
+    call_grammar = staticmethod(call_grammars.mistral)
     _HEAD = re.compile(
         r"\s{0,8}(?:(?P<list>\[)|(?:(?P<name>[\w.-]{1,64})[ \t]{0,8}"
         r"(?:\[CALL_ID\][ \t]{0,8}\w{0,32}[ \t]{0,8})?(?:\[ARGS\][ \t]{0,8})?)?(?=\{))"

@@ -12,6 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.sampling_params import MAX_MARKERS
+from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
+from megatron_runtime.server.call_grammars import list_of_calls, without_annotations
 from megatron_runtime.server.errors import ApiError, invalid_value
 from megatron_runtime.server.openai.answer import (
     Piece,
@@ -50,6 +54,15 @@ _EFFORTS: Mapping[str, str] = {
     "xhigh": "high",
 }
 """The efforts that chat templates know."""
+_BUDGETS: Mapping[str, int | None] = {
+    "none": 0,
+    "minimal": 1024,
+    "low": 1024,
+    "medium": 8192,
+    "high": 24576,
+    "xhigh": None,
+}
+"""Tokens of reasoning by effort, as Gemini's OpenAI-compatible interface has them."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
 """Members of a schema that only says that a function has no parameters."""
@@ -102,7 +115,7 @@ class PreparedChat:
 async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
     """Tokenize a conversation. Raises ApiError 400, and 429 if too many requests are open."""
     service.check_in_flight(tenant=request.state.tenant)
-    tools = _tool_use(body, parser=service.tool_parser)
+    tools = _tool_use(body, parser=service.tool_parser, tokenizer=service.prompts.tokenizer)
     variables = _template_variables(service, body)
     lease = service.lease(request)
     continues = bool(body.continue_final_message)
@@ -133,6 +146,9 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
         forced_format=tools.forced_format,
         markers=(*tools.markers, *(() if format_ is None else format_.markers)),
         reasoning=reasoning,
+        reasoning_budget=_reasoning_budget(service, body),
+        has_tools=tools.parser is not None,
+        call_structure=tools.call_structure,
     )
     parallel_calls = body.parallel_tool_calls is not False
     return PreparedChat(
@@ -161,6 +177,20 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
     return {**read, **given}
 
 
+def _reasoning_budget(service: Service, request: ChatRequest) -> int | None:
+    """Return how many tokens of reasoning the answer may have; None: any number.
+
+    An effort is a budget where the chat template reads none.
+    """
+    effort, budget = request.reasoning_effort, request.thinking_token_budget
+    if budget is not None:
+        return budget if budget >= 0 else None
+    template = service.prompts.tokenizer.template_for(request.offered_tools)
+    if effort is None or (template is not None and "reasoning_effort" in template.variables):
+        return None
+    return _BUDGETS[effort]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToolUse:
     """How the choices of one request may call tools.
@@ -168,14 +198,16 @@ class _ToolUse:
     parser:   returns a new parser for one choice; None if no tool can be called.
     markers:  special tokens that the parser needs as text.
     forced_format: the structured output of an answer that must be a call.
+    call_structure: as SamplingParams has it, of an answer that may be a call.
     """
 
     parser: Callable[[], ToolParser] | None = None
     markers: tuple[str, ...] = ()
     forced_format: OutputFormat | None = None
+    call_structure: dict[str, Any] | None = None
 
 
-def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _ToolUse:
+def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None, tokenizer: Tokenizer) -> _ToolUse:
     """Return how the choices may call tools.
 
     parser: for calls that the model chooses to make; None if this server offers no tools.
@@ -197,56 +229,49 @@ def _tool_use(request: ChatRequest, *, parser: type[ToolParser] | None) -> _Tool
         return _ToolUse(parser=lambda: NamedParser(name), forced_format=_forced(schema, ignored))
     if request.requires_a_call:
         schemas = {tool.function.name: _parameters(tool) for tool in tools}
-        schema = _schema_of_any_call(
+        schema = list_of_calls(
             {name: schema for name, (schema, _) in schemas.items()}, is_single=request.parallel_tool_calls is False
         )
         forced = _forced(schema, sorted({keyword for _, ignored in schemas.values() for keyword in ignored}))
         return _ToolUse(parser=lambda: RequiredParser(offered), forced_format=forced)
-    return _ToolUse(parser=lambda: parser(offered), markers=parser.markers)
+    calls = None
+    if not request.continue_final_message:
+        calls = _call_structure(tools, parser, tokenizer, is_single=request.parallel_tool_calls is False)
+    return _ToolUse(parser=lambda: parser(offered), markers=parser.markers, call_structure=calls)
+
+
+def _call_structure(
+    tools: Sequence[Tool], parser: type[ToolParser], tokenizer: Tokenizer, *, is_single: bool
+) -> dict[str, Any] | None:
+    """Return the `call_structure` of an answer that may be a call; None: no grammar, or one beyond the limits."""
+
+    def written(marker: str) -> str:
+        token = tokenizer.token_id(marker)
+        return f"<[{token}]>" if token in tokenizer.special_ids else json.dumps(marker)
+
+    schemas = {tool.function.name: without_annotations(_parameters(tool, is_strict=False)[0]) for tool in tools}
+    found = parser.call_grammar(schemas, written, is_single)
+    if found is None:
+        return None
+    markers, grammar = found
+    structure = {"markers": markers, "grammar": grammar}
+    return structure if len(grammar) <= MAX_GRAMMAR_BYTES and len(markers) <= MAX_MARKERS else None
 
 
 def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
     return OutputFormat(structure={"type": "json_schema", "value": schema}, param="tool_choice", ignored=tuple(ignored))
 
 
-def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the schema of the arguments, and its keywords that are not enforced. Raises ApiError 400."""
+def _parameters(tool: Tool, *, is_strict: bool = True) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the schema of the arguments, and its keywords that are not enforced.
+
+    is_strict: raise ApiError 400 for such a keyword if the tool is strict.
+    """
     function = tool.function
     schema = function.parameters
     if not schema or (schema.get("properties") == {} and schema.keys() <= _OF_NO_PARAMETERS):
         return dict(_NO_PARAMETERS), ()
-    return enforceable(schema, param="tools", is_strict=bool(function.strict), closes=True)
-
-
-def _schema_of_any_call(tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. tools: the schemas of their arguments, by name."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": name},
-                "arguments": _moved(schema, to=f"#/items/anyOf/{place}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for place, (name, schema) in enumerate(tools.items())
-    ]
-    limit = {"maxItems": 1} if is_single else {}
-    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
-
-
-def _moved(schema: Any, *, to: str) -> Any:
-    """Return a copy of a schema for the place `to` of another one, with the references into itself adapted."""
-    if isinstance(schema, list):
-        return [_moved(item, to=to) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {key: _moved(value, to=to) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = to + reference[1:]
-    return moved
+    return enforceable(schema, param="tools", is_strict=is_strict and bool(function.strict), closes=True)
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:

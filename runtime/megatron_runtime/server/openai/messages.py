@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.rules import MAX_INT32
 from megatron_runtime.server.errors import ApiError, ContextLengthError, from_validation
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import JsonResponse, to_json
@@ -226,9 +227,10 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """`thinking`: whether the model thinks first, where its chat template can choose. The budget has no effect."""
+    """`thinking`: whether the model thinks first, where its chat template can choose, and for how many tokens."""
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_INT32)] | None = None
 
 
 class AnthropicFormat(Body):
@@ -249,6 +251,7 @@ class CountTokensRequest(ModelRequest):
         "chat_template_kwargs": "thinking",
         "max_completion_tokens": "max_tokens",
         "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format",
         "stop": "stop_sequences",
     }
@@ -267,8 +270,8 @@ class CountTokensRequest(ModelRequest):
         "answer has at most one call."
     )
     thinking: Thinking | None = served(
-        "`enabled`, `adaptive` or `disabled`: given to the chat template as `enable_thinking`. `budget_tokens` has no "
-        "effect."
+        "`enabled`, `adaptive` or `disabled`: given to the chat template as `enable_thinking`. `budget_tokens`: tokens "
+        "of reasoning at most; see [reasoning](http-api-behaviour.md#reasoning)."
     )
     output_config: OutputConfig | None = served(
         "`format`: a JSON schema, which is always enforced. `effort`: see "
@@ -330,6 +333,7 @@ class CountTokensRequest(ModelRequest):
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         if output.format is not None:
             schema = {"name": "answer", "schema": output.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
