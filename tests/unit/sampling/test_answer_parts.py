@@ -72,7 +72,7 @@ def allows(state: AnswerState, token: int) -> bool:
 
 
 class Compiling:
-    """Begins grammars when the test says so."""
+    """Begins a grammar; finish() completes the last one."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.compiler = compiler
