@@ -30,6 +30,7 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.rules import MAX_INT32
 from megatron_runtime.server.errors import ApiError, ContextLengthError, from_validation
 from megatron_runtime.server.guards import load_json
+from megatron_runtime.server.json_prefix import JsonPrefix
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
@@ -421,6 +422,8 @@ class _Answer:
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Of the last block, in parts."""
+        self._arguments = JsonPrefix()
+        """Of the last call, as its deltas have them: the SDKs parse them, and raise where they are no JSON."""
         self._is_open = False
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -434,8 +437,9 @@ class _Answer:
                 yield self._open(event, kind)
             if not isinstance(event, CallBegin):
                 self._texts.append(event.text)
-                delta_type, field = _DELTA[kind]
-                yield self._event("content_block_delta", delta={"type": delta_type, field: event.text})
+                text = self._arguments.feed(event.text) if kind == "tool_use" else event.text
+                if text:
+                    yield self._delta(kind, text)
         if piece.finish_reason is not None:
             yield from self._close()
             self._stop_sequence = piece.stop_text
@@ -467,7 +471,7 @@ class _Answer:
         }
 
     def _open(self, event: Event, kind: str) -> dict[str, Any]:
-        self._texts, self._is_open = [], True
+        self._texts, self._arguments, self._is_open = [], JsonPrefix(), True
         block: dict[str, Any] = {"type": kind}
         if isinstance(event, CallBegin):
             block |= {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": event.name, "input": {}}
@@ -486,9 +490,15 @@ class _Answer:
         block, text = self._blocks[-1], "".join(self._texts)
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
+            if rest := self._arguments.finish():
+                yield self._delta("tool_use", rest)
         else:
             block[block["type"]] = text
         yield self._event("content_block_stop")
+
+    def _delta(self, kind: str, text: str) -> dict[str, Any]:
+        delta_type, field = _DELTA[kind]
+        return self._event("content_block_delta", delta={"type": delta_type, field: text})
 
     def _event(self, type_: str, **fields: Any) -> dict[str, Any]:
         return {"type": type_, "index": len(self._blocks) - 1, **fields}
