@@ -8,6 +8,8 @@ idle. Each round sends the same streamed requests to both, in alternating order.
 connection. The cost of the same code differs by up to 5 % between two starts of a process, so both start several times.
 First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron bench
 coordinator` of both runs in turn. Figures are compared within a round.
+
+With --tools the requests are chats with tools, which a --model may call.
 """
 
 from __future__ import annotations
@@ -46,10 +48,12 @@ Row: TypeAlias = dict[str, Any]
 """Load, and of each figure: `this`, `other`, `ratio` and `ratio_by_round`."""
 
 
-def start(name: str, checkout: Path, keys: Path | None) -> Server:
-    """Start `megatron serve` of a checkout. keys: its file of API keys."""
+def start(name: str, checkout: Path, keys: Path | None, model: str | None) -> Server:
+    """Start `megatron serve` of a checkout. keys: its file of API keys. model: None: echo engines answer."""
     serve, environment = checkout / "tests/support/echo_serve.py", checkout / ".venv/bin"
-    if serve.exists():
+    if model is not None:
+        command = [str(environment / "megatron"), "serve", "--model", model, "--device", "cpu", "--port", "{port}"]
+    elif serve.exists():
         command = [str(environment / "python"), str(serve), "serve", "--device", "cpu", "--port", "{port}"]
     else:
         command = [str(environment / "megatron"), "serve", "--backend", "echo", "--port", "{port}"]
@@ -74,12 +78,12 @@ def cpu_seconds(process: psutil.Process) -> float:
     return time.clock_gettime(~process.pid << 3 | 2)  # as clock_getcpuclockid() makes it
 
 
-def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int) -> dict[str, float]:
+def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> dict[str, float]:
     """Return requests per second of the load, and CPU microseconds of each component for each request."""
     processes = {name: component(server, name) for name in COMPONENTS}
     before = {name: cpu_seconds(process) for name, process in processes.items()}
     options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
-    answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, **options)
+    answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools, **options)
     used = {name: cpu_seconds(process) - before[name] for name, process in processes.items()}
     answered = len(answers.first)
     costs = {f"{name}_cpu_us": 1e6 * seconds / (answered + 1) for name, seconds in used.items()}
@@ -91,19 +95,26 @@ def run_named(servers: dict[str, Server], name: str, seed: int, **options: int) 
 
 
 def serve_rows(
-    checkouts: dict[str, Path], keys: Path | None, *, starts: int, rounds: int, requests: int
+    checkouts: dict[str, Path],
+    keys: Path | None,
+    *,
+    starts: int,
+    rounds: int,
+    requests: int,
+    tools: int,
+    model: str | None,
 ) -> Iterator[Row]:
-    """Yield the figures of the servers under each load. rounds: after each start."""
+    """Yield the figures of the servers under each load. rounds: after each start. model: None: echo engines answer."""
     found = {load: Rounds() for load in LOADS}
     for start_number in range(starts):
         servers: dict[str, Server] = {}
         try:
             for name in sorted(checkouts, reverse=start_number % 2 == 1):
-                servers[name] = start(name, checkouts[name], keys)
-                run(servers[name], 8, 8, requests=min(100, requests), seed=-1)  # warm-up
+                servers[name] = start(name, checkouts[name], keys, model)
+                run(servers[name], 8, 8, requests=min(100, requests), seed=-1, tools=tools)  # warm-up
             for (clients, tokens), figures in found.items():
                 count = requests if tokens < 8 else requests // 4
-                options: dict[str, int] = {"clients": clients, "tokens": tokens, "requests": count}
+                options: dict[str, int] = {"clients": clients, "tokens": tokens, "requests": count, "tools": tools}
                 figures.measure(rounds, partial(run_named, servers, **options))
         finally:
             for server in servers.values():
@@ -169,10 +180,20 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
 @click.option("--starts", type=click.IntRange(min=1), default=6, show_default=True, help="Of both servers.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="After each start.")
 @click.option("--requests", type=click.IntRange(min=4), default=300, show_default=True, help="Of a run of 2 tokens.")
+@click.option("--tools", type=click.IntRange(0, 128), default=0, show_default=True, help="As of megatron bench serve.")
+@click.option("--model", help="A model in place of the echo engines, which never call a tool.")
 @click.option("--coordinator-requests", type=click.IntRange(min=100), default=20_000, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
 def main(
-    *, against: Path, starts: int, rounds: int, requests: int, coordinator_requests: int, json_file: Path | None
+    *,
+    against: Path,
+    starts: int,
+    rounds: int,
+    requests: int,
+    tools: int,
+    model: str | None,
+    coordinator_requests: int,
+    json_file: Path | None,
 ) -> None:
     """Compare requests per second and CPU time of servers and coordinators of two checkouts."""
     checkouts = {THIS: REPOSITORY, OTHER: against.absolute()}
@@ -182,7 +203,8 @@ def main(
         keys = Path(folder, "keys.yaml")
         keys.write_text(KEYS)
         for file in (None, keys):
-            for row in serve_rows(checkouts, file, starts=starts, rounds=rounds, requests=requests):
+            options: dict[str, Any] = {"rounds": rounds, "requests": requests, "tools": tools, "model": model}
+            for row in serve_rows(checkouts, file, starts=starts, **options):
                 key = ", a key with limits" if row["has_key"] else ""
                 what = f"{row['clients']} clients, {row['tokens']:2} tokens{key}"
                 say(what, row, ("requests_per_s", *(f"{name}_cpu_us" for name in COMPONENTS)))
@@ -197,6 +219,8 @@ def main(
             "machine": facts,
             "starts": starts,
             "rounds": rounds,
+            "tools": tools,
+            "model": model,
             "goals": goals,
             "rows": rows,
             "coordinator": coordinators,

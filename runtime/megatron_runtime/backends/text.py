@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.process.fair_lanes import FairLanes
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.sampling.answer_guide import AnswerGuide, BeginGrammar
+from megatron_runtime.sampling.answer_parts import AnswerParts
 from megatron_runtime.sampling.bad_words import token_sequences
+from megatron_runtime.sampling.batch import AnswerState
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:  # tokenizers and llguidance take half a second to import: they are loaded at first use
-    from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
+    from megatron_runtime.sampling.structured_output import GrammarCompiler
     from megatron_runtime.tokenization import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 LARGE_VOCABULARY = 100_000
 """Tokens. Indexing 50,000 tokens takes 0.3 s, indexing 260,000 several seconds."""
@@ -63,6 +72,13 @@ class ModelText:
         made = self._make_tokenizer
         return made() if callable(made) else made
 
+    def load(self) -> None:
+        """Load the tokenizer before requests need it, if the model has one."""
+        try:
+            self.tokenizer  # noqa: B018
+        except (OSError, ValueError) as error:
+            logger.info("the model has no tokenizer: %s", error)
+
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
         """Return the token ids of `prompt`. add_BOS: begin with the BOS token even if the tokenizer does not add it."""
         ids = self.tokenizer.encode(prompt)
@@ -84,18 +100,40 @@ class ModelText:
         return self.tokenizer.detokenizer(after=after)
 
     def begin_grammar(
-        self, params: SamplingParams, generated: Sequence[int] = (), *, tenant: str = ""
-    ) -> GrammarState | None:
-        """Return the grammar state after the tokens `generated` of an answer; None without structured output.
+        self,
+        params: SamplingParams,
+        generated: Sequence[int] = (),
+        *,
+        tenant: str = "",
+        begin_calls: BeginGrammar | None = None,
+    ) -> AnswerState | None:
+        """Return the state of an answer after its tokens `generated`; None if it may have any tokens.
 
-        tenant: the masks of tenants are computed round robin.
+        tenant:      the masks of tenants are computed round robin.
+        begin_calls: begins the grammar of tool calls; None: it is compiled in place.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
         """
-        if params.structured_output is None:
-            return None
-        return self._grammar_compiler().begin(params.structured_output, generated, tenant=tenant)
+        structure, grammar = params.structured_output, None
+        parts = AnswerParts.of(params, token_bytes=lambda id_: self.tokenizer.token_bytes(id_))
+        if parts is not None:
+            parts.feed_all(generated)
+            generated = generated[parts.free :]
+        if structure is not None:
+            of_structure = generated if parts is None or parts.structure is not None else ()
+            grammar = self._grammar_compiler().begin(structure, of_structure, tenant=tenant)
+        if parts is None:
+            return grammar
+        return AnswerGuide(parts, rest=generated, grammar=grammar, begin=begin_calls or self._begin_in_place)
+
+    def _begin_in_place(self, structure: Mapping[str, Any], tokens: Sequence[int]) -> Future[AnswerState]:
+        begun: Future[AnswerState] = Future()
+        try:
+            begun.set_result(self._grammar_compiler().begin(structure, tokens))
+        except Exception as error:
+            begun.set_exception(error)
+        return begun
 
     def is_grammar_known(self, params: SamplingParams) -> bool:
         """Return whether begin_grammar() needs to compile nothing."""
@@ -143,10 +181,10 @@ class GrammarQueue:
         self._lanes = FairLanes(
             {"known": 1, "new": 1}, what="Compiling grammars", seconds_per_minute=COMPILE_SECONDS_PER_MINUTE
         )
-        self._tasks: dict[int, asyncio.Task[GrammarState | None]] = {}
+        self._tasks: dict[int, asyncio.Task[Any]] = {}
 
-    async def begin(self, request: EngineRequest) -> GrammarState | None:
-        """Return the grammar state of a request after its generated tokens.
+    async def begin(self, request: EngineRequest) -> AnswerState | None:
+        """Return the state of a request's answer after its generated tokens.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
@@ -158,21 +196,65 @@ class GrammarQueue:
         # Looking up a description beyond the limits takes long, and begin_grammar() rejects it at once.
         is_known = request.params_bytes > 2 * MAX_GRAMMAR_BYTES or self._text.is_grammar_known(params)
         generated = request.generated_tokens.tolist()
-        call = partial(self._text.begin_grammar, params, generated, tenant=request.tenant)
+        begin_calls = partial(self._begin_calls, request, asyncio.get_running_loop())
+        call = partial(self._text.begin_grammar, params, generated, tenant=request.tenant, begin_calls=begin_calls)
         async with asyncio.timeout(request.deadline_seconds):
             lane = "known" if is_known else "new"
             return await self._lanes.run(lane, request.tenant, call, is_metered=request.has_tenant and not is_known)
 
-    def add(self, request: EngineRequest, *, on_done: Callable[[asyncio.Task[GrammarState | None]], None]) -> None:
-        """Call `on_done` with the task of begin() when it has ended, unless the request was dropped."""
+    async def begin_calls(
+        self, request: EngineRequest, structure: Mapping[str, Any], tokens: Sequence[int] = ()
+    ) -> AnswerState:
+        """Return the state of the grammar of a request's calls after `tokens`. Raises what begin() raises."""
+        params = SamplingParams(structured_output=dict(structure))
+        begun = await self.begin(
+            replace(
+                request,
+                sampling_params=params,
+                generated_tokens=np.array(tokens, np.int32),
+                deadline_seconds=None,  # that of the request holds where it runs
+            )
+        )
+        assert begun is not None
+        return begun
 
-        def done(task: asyncio.Task[GrammarState | None]) -> None:
-            if self._tasks.get(request.request_id) is task:
-                del self._tasks[request.request_id]
+    def _begin_calls(
+        self,
+        request: EngineRequest,
+        loop: asyncio.AbstractEventLoop,
+        structure: Mapping[str, Any],
+        tokens: Sequence[int],
+    ) -> Future[AnswerState]:
+        """Begin the grammar of calls. Called in any thread."""
+        begun: Future[AnswerState] = Future()
+
+        def done(task: asyncio.Task[AnswerState]) -> None:
+            if (error := task.exception()) is None:
+                begun.set_result(task.result())
+            else:
+                begun.set_exception(error)
+
+        def add() -> None:
+            self._add(request.request_id, self.begin_calls(request, structure, tokens), done)
+
+        try:
+            loop.call_soon_threadsafe(add)
+        except RuntimeError as error:  # the loop has ended
+            begun.set_exception(error)
+        return begun
+
+    def add(self, request: EngineRequest, *, on_done: Callable[[asyncio.Task[AnswerState | None]], None]) -> None:
+        """Call `on_done` with the task of begin() when it has ended, unless the request was dropped."""
+        self._add(request.request_id, self.begin(request), on_done)
+
+    def _add(self, request_id: int, work: Coroutine[Any, Any, _T], on_done: Callable[[asyncio.Task[_T]], None]) -> None:
+        def done(task: asyncio.Task[_T]) -> None:
+            if self._tasks.get(request_id) is task:
+                del self._tasks[request_id]
             if not task.cancelled():
                 on_done(task)
 
-        task = self._tasks[request.request_id] = asyncio.create_task(self.begin(request))
+        task = self._tasks[request_id] = asyncio.create_task(work)
         task.add_done_callback(done)
 
     def drop(self, request_id: int) -> None:

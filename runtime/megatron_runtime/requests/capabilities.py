@@ -21,6 +21,7 @@ class Capability(StrEnum):
     # Of a request, see NEEDS. A name keeps its meaning in all releases, because peers exchange it.
     STRUCTURED_OUTPUT = "structured output"
     STRUCTURE_AFTER_REASONING = "structured output after reasoning"
+    CALL_STRUCTURE = "grammars of tool calls"
     LOGIT_BIAS = "logit bias"
     BAD_WORDS = "bad words"
     LOG_PROBS = "log-probabilities"
@@ -75,8 +76,12 @@ FIRST_PARAMETERS = frozenset(
     }
 )
 """Those of release 0.1, which every engine knows. Never changed: a parameter that is added later is a need."""
+BEST_EFFORT_PARAMETERS = frozenset({"call_structure", "reasoning"})
+"""Those that an engine may ignore. No request needs them."""
 LATER_PARAMETERS: dict[str, Any] = {
-    field.name: field.default for field in fields(SamplingParams) if field.name not in FIRST_PARAMETERS
+    field.name: field.default
+    for field in fields(SamplingParams)
+    if field.name not in FIRST_PARAMETERS | BEST_EFFORT_PARAMETERS
 }
 """The others with their defaults. An engine that does not announce them would ignore them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -30,6 +31,9 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_CHARACTERS = 4096
 """Of all texts together."""
 MAX_MARKER_TOKENS = 16
+MAX_MARKERS = 256
+MAX_MARKER_CHARACTERS = 256
+RULE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 MIN_TEMPERATURE = 1e-5
 """A lower temperature is greedy: differences of logits are divided by it in float32."""
@@ -98,11 +102,39 @@ def _are_bad_words(value: Any) -> bool:
     )
 
 
+def _is_marker(value: Any) -> bool:
+    return list_of(TOKEN_IDS)(value) and 1 <= len(value) <= MAX_MARKER_TOKENS
+
+
+def _is_reasoning(value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and _is_marker(value.get("closing"))
+        and all(_is_marker(value[name]) for name in ("opening", "ending") if name in value)
+        and value.get("ending", [])[-len(value["closing"]) :] in ([], value["closing"])
+        and isinstance(value.get("is_open"), bool)
+        and optional(int_in(0, MAX_INT32))(value.get("budget"))
+    )
+
+
+def _is_call_structure(value: Any) -> bool:
+    if value is None:
+        return True
+    markers = value.get("markers") if isinstance(value, dict) else None
+    return (
+        isinstance(markers, dict)
+        and 1 <= len(markers) <= MAX_MARKERS
+        and all(is_text(text) and 0 < len(text) <= MAX_MARKER_CHARACTERS for text in markers)
+        and all(isinstance(rule, str) and RULE_NAME.fullmatch(rule) for rule in markers.values())
+        and isinstance(value.get("grammar"), str)
+    )
+
+
 def _is_structured_output(value: object) -> bool:
-    if isinstance(value, dict) and "after" in value:
-        after = value["after"]
-        if not list_of(TOKEN_IDS)(after) or not 1 <= len(after) <= MAX_MARKER_TOKENS:
-            return False
+    if isinstance(value, dict) and "after" in value and not _is_marker(value["after"]):
+        return False
     match value:
         case None | {"type": "json_object"} | {"type": "json_schema", "value": dict()}:
             return True
@@ -345,6 +377,33 @@ class SamplingParams:
             Rule(
                 _is_structured_output,
                 f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
+            ),
+        ),
+    )
+    call_structure: dict[str, Any] | None = field(
+        default=None,
+        metadata=parameter(
+            'A map `{"markers": {text: rule, …}, "grammar": text}`: an answer that begins with one of these texts, '
+            "after its reasoning and white space, goes on as this rule of the Lark grammar says. Best effort: an "
+            "engine without grammars leaves it out, as do a grammar that is not valid, structured_output and "
+            "allowed_token_ids.",
+            Rule(
+                _is_call_structure,
+                f"a map with 1 to {MAX_MARKERS} markers of at most {MAX_MARKER_CHARACTERS} characters, each with the "
+                "name of a rule, and a grammar, or None",
+            ),
+        ),
+    )
+    reasoning: dict[str, Any] | None = field(
+        default=None,
+        metadata=parameter(
+            'How the model marks its reasoning, for its budget and call_structure: a map `{"opening": [token id, …], '
+            '"closing": [token id, …], "is_open": …, "budget": …}`. is_open: the prompt has opened it. After `budget` '
+            'tokens of reasoning the engine writes `"ending"`, which ends with the closing and is equal to it if '
+            "absent. Best effort: allowed_token_ids leave the budget out.",
+            Rule(
+                _is_reasoning,
+                f"a map with a closing of 1 to {MAX_MARKER_TOKENS} token ids and is_open, or None",
             ),
         ),
     )

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.bad_words import BadWords
-
-if TYPE_CHECKING:  # llguidance is loaded with the first grammar
-    from megatron_runtime.sampling.structured_output import GrammarState
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -62,6 +59,21 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
     "returns_hidden": np.bool_,
 }
 """Fields of a SamplingBatch that stay the same during a request."""
+
+
+class AnswerState(Protocol):
+    """The tokens that one answer may have. The members are described in structured_output.GrammarState."""
+
+    @property
+    def failure(self) -> str | None: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def is_ready(self) -> bool: ...
+    def is_fresh(self) -> bool: ...
+    def wait(self, seconds: float) -> bool: ...
+    def allowed(self) -> npt.NDArray[np.uint32] | None: ...
+    def accept(self, token: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +178,7 @@ class _Edits:
     bad_words: BadWords | None
     answer: list[int]
     allowed: npt.NDArray[np.uint32] | None
-    grammar: GrammarState | None
+    grammar: AnswerState | None
 
     def at(self, generated: int) -> LogitEdits | None:
         """Return the edits of the next token. generated: length of the answer so far."""
@@ -186,7 +198,7 @@ class _Edits:
         )
 
 
-def _bits(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
+def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
     """Return LogitEdits.allowed of these tokens. It ends with the highest of them."""
     ids = np.array(tokens, np.uint32)
     words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
@@ -219,7 +231,7 @@ class SamplingColumns:
         generated: npt.NDArray[np.int32],
         stop_ids: Collection[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
-        grammar: GrammarState | None = None,
+        grammar: AnswerState | None = None,
     ) -> None:
         """Set the parameters of the request in `slot`.
 
@@ -244,7 +256,7 @@ class SamplingColumns:
             counts = _TokenCounts(prompt)
             for token in generated:
                 counts.append(int(token))
-        allowed = None if params.allowed_token_ids is None else _bits(params.allowed_token_ids)
+        allowed = None if params.allowed_token_ids is None else bits_of(params.allowed_token_ids)
         has_limits = allowed is not None or grammar is not None
         if not (has_limits or counts is not None or params.logit_bias or params.min_tokens > 0 or bad_words):
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -73,7 +73,6 @@ class GrammarState:
     masks:   runs a function in a thread.
     failure: why the grammar failed: it exceeded a limit, a forced token does not match it, or the matcher raised an
              error. Else None. No method raises: a grammar fails alone, and its answer with it.
-    after:   tokens that precede the text which the grammar describes. Until they have come, any token is allowed.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class GrammarState:
         vocab_size: int,
         *,
         generated: Sequence[int] = (),
-        after: Sequence[int] = (),
         masks: Callable[[Callable[[], Mask | None]], Future[Mask | None]],
     ) -> None:
         self.failure: str | None = None
@@ -93,8 +91,6 @@ class GrammarState:
         self._seconds = 0.0
         self._stopped = False
         self._fresh = False
-        self._after = list(after)
-        self._last: deque[int] = deque(maxlen=len(after))
         self._mask: Future[Mask | None] = Future()
         for token in generated:
             self._consume(int(token))
@@ -138,11 +134,6 @@ class GrammarState:
     def _consume(self, token: int) -> None:
         if self.is_complete:
             return
-        if self._after:
-            self._last.append(token)
-            if list(self._last) == self._after:
-                self._after = []
-            return
         started = time.thread_time()
         with self._failing():
             self._matcher.consume_token(token)
@@ -150,7 +141,7 @@ class GrammarState:
             self._update(time.thread_time() - started)
 
     def _compute(self) -> Mask | None:
-        if self.is_complete or self._after:
+        if self.is_complete:
             return None
         started = time.thread_time()
         mask = None
@@ -210,9 +201,9 @@ class GrammarCompiler:
         """The cause, and the end of its validity by time.monotonic(): the process may have died for another cause."""
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
-        """Return the grammar state of an answer after the tokens `generated`.
+        """Return the grammar state of a text after its tokens `generated`.
 
-        structure: as in SamplingParams.structured_output.
+        structure: as in SamplingParams.structured_output; `after` has no effect here.
         tenant:    the masks of tenants are computed round robin.
 
         Raises:
@@ -222,9 +213,8 @@ class GrammarCompiler:
         check_structure(structure)
         key = _key(structure)
         matcher = self._known(structure, key) or self._compiler.submit(self._compile, structure, key).result()
-        after = structure.get("after", ())
         masks = partial(self._masks.submit, tenant)
-        return GrammarState(matcher, self._vocab_size, generated=generated, after=after, masks=masks)
+        return GrammarState(matcher, self._vocab_size, generated=generated, masks=masks)
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
         """Return whether begin() compiles nothing for `structure`."""

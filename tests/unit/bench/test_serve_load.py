@@ -19,7 +19,9 @@ CHUNKS = (
 
 
 @asynccontextmanager
-async def server(*, drops: Container[int] = (), status: str = "200 OK") -> AsyncIterator[tuple[str, list[int]]]:
+async def server(
+    *, drops: Container[int] = (), status: str = "200 OK", requests: list[tuple[str, bytes]] | None = None
+) -> AsyncIterator[tuple[str, list[int]]]:
     """A keep-alive server that closes the connections with the numbers `drops` without an answer.
 
     Yields its URL and the number of requests of each connection.
@@ -33,13 +35,15 @@ async def server(*, drops: Container[int] = (), status: str = "200 OK") -> Async
         while is_open:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             (size,) = [line for line in head.splitlines() if line.startswith("content-length:")]
-            await reader.readexactly(int(size.split(":")[1]))
+            body = await reader.readexactly(int(size.split(":")[1]))
+            if requests is not None:
+                requests.append((head.split()[1], body))
             connections[number] += 1
             is_open = number not in drops and "connection: close" not in head
             if number not in drops:
                 events = [f"data: {json.dumps(chunk)}\n\n" for chunk in CHUNKS]
-                body = "".join([*events, "data: [DONE]\n\n"])
-                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+                answer = "".join([*events, "data: [DONE]\n\n"])
+                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(answer)}\r\n\r\n{answer}".encode())
                 await writer.drain()
         writer.close()
 
@@ -48,8 +52,8 @@ async def server(*, drops: Container[int] = (), status: str = "200 OK") -> Async
         yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", connections
 
 
-async def figures_of(url: str) -> dict[str, float]:
-    sizes = {"concurrency": (2,), "requests": 4, "prompt_words": 3, "new_tokens": 2}
+async def figures_of(url: str, **options: int) -> dict[str, float]:
+    sizes = {"concurrency": (2,), "requests": 4, "prompt_words": 3, "new_tokens": 2, **options}
     figures = await asyncio.to_thread(run, url=url, model="m", api_key=None, **sizes)
     return {figure.key: figure.value for figure in figures}
 
@@ -82,3 +86,16 @@ async def test_a_rejected_request_is_not_sent_again() -> None:
         with pytest.raises(click.ClickException, match="503"):
             await figures_of(url)
     assert len(connections) == 1
+
+
+async def test_with_tools_the_requests_are_chats_that_a_model_may_answer_with_a_call() -> None:
+    requests: list[tuple[str, bytes]] = []
+    async with server(requests=requests) as (url, _):
+        await figures_of(url, tools=3)
+        assert {path for path, _ in requests} == {"/v1/chat/completions"}
+        bodies = [json.loads(body) for _, body in requests]
+        requests.clear()
+        await figures_of(url)
+        assert {path for path, _ in requests} == {"/v1/completions"}
+    assert all(len(body["tools"]) == 3 and "tool_choice" not in body for body in bodies)
+    assert len({body["messages"][-1]["content"] for body in bodies}) > 1

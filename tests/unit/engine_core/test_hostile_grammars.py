@@ -29,6 +29,9 @@ from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling import structured_output
+from megatron_runtime.sampling.answer_guide import AnswerGuide, BeginGrammar
+from megatron_runtime.sampling.answer_parts import AnswerParts
+from megatron_runtime.sampling.batch import AnswerState
 from megatron_runtime.sampling.grammar_compiler import COMPILE_SECONDS
 from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
@@ -283,7 +286,14 @@ def test_a_grammar_holds_from_the_tokens_that_it_follows(compiler: GrammarCompil
     after = tokenizer.encode("</think>", add_special=False)
     structure = {"type": "regex", "value": "[0-9]{2}", "after": after}
     digits, words = tokenizer.encode("42", add_special=False), tokenizer.encode("One thought", add_special=False)
-    state = compiler.begin(structure)
+
+    def after_tokens(tokens: Sequence[int]) -> AnswerState:
+        parts = AnswerParts(SamplingParams(structured_output=structure), token_bytes=tokenizer.token_bytes)
+        parts.feed_all(tokens)
+        of_structure = tokens[parts.free :] if parts.structure is not None else []
+        return AnswerGuide(parts, rest=of_structure, grammar=compiler.begin(structure, of_structure))
+
+    state = after_tokens([])
     for token in [*words, *after[:-1]]:
         assert state.allowed() is None
         state.accept(token)
@@ -292,7 +302,7 @@ def test_a_grammar_holds_from_the_tokens_that_it_follows(compiler: GrammarCompil
     assert mask is not None
     assert mask[digits[0] // 32] >> (digits[0] % 32) & 1
     assert not mask[words[0] // 32] >> (words[0] % 32) & 1
-    moved = compiler.begin(structure, [*words, *after, *digits])
+    moved = after_tokens([*words, *after, *digits])
     assert (moved.is_complete, moved.failure) == (True, None)
     with pytest.raises(InvalidSamplingParamsError, match="structured_output"):
         SamplingParams(structured_output={**structure, "after": []})
@@ -427,8 +437,13 @@ class HeldText(ModelText):
         self.compiling, self.release = threading.Event(), threading.Event()
 
     def begin_grammar(
-        self, params: SamplingParams, generated: Sequence[int] = (), *, tenant: str = ""
-    ) -> GrammarState | None:
+        self,
+        params: SamplingParams,
+        generated: Sequence[int] = (),
+        *,
+        tenant: str = "",
+        begin_calls: BeginGrammar | None = None,
+    ) -> AnswerState | None:
         name = params.structured_output["value"]
         self.begun.append(name)
         self.compiling.set()

@@ -10,6 +10,7 @@ from megatron_runtime.client.pending import PendingRequest
 from megatron_runtime.protocol.limits import MAX_LACKS, MAX_NEEDS_CHARACTERS, MAX_PARAMETERS
 from megatron_runtime.requests import capabilities
 from megatron_runtime.requests.capabilities import (
+    BEST_EFFORT_PARAMETERS,
     FIRST_PARAMETERS,
     KNOWN_PARAMETERS,
     NEEDS,
@@ -57,11 +58,17 @@ def test_every_need_fits_the_messages_and_has_a_name_that_other_releases_know() 
     assert len(names) <= MAX_LACKS
 
 
+def test_what_an_engine_may_ignore_is_no_need() -> None:
+    call_structure = {"markers": {"<tool_call>": "calls"}, "grammar": 'calls: "x"'}
+    params = SamplingParams(call_structure=call_structure, reasoning={"closing": [7], "is_open": True, "budget": 5})
+    assert needs_of(params) == ""
+
+
 def test_a_sampling_parameter_that_was_added_after_the_first_release_is_a_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing but the field is declared: what is not in the list of the first release is a later parameter."""
-    assert capabilities.LATER_PARAMETERS.keys() == set(KNOWN_PARAMETERS) - FIRST_PARAMETERS
+    assert capabilities.LATER_PARAMETERS.keys() == set(KNOWN_PARAMETERS) - FIRST_PARAMETERS - BEST_EFFORT_PARAMETERS
     monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"top_p": 0.0, "stop_words": None})
     assert needs_of(SamplingParams()) == ""
     assert needs_of(SamplingParams(top_p=0.1, priority=1)) == "PRIORITY top_p"

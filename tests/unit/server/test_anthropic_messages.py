@@ -93,6 +93,20 @@ async def test_a_stream_adds_up_to_the_whole_message(start_with_template: Any, c
     assert starts == stops == [0, 1, 2, 3]
 
 
+async def test_the_client_reads_a_stream_whose_arguments_are_no_json(start_with_template: Any, client: Any) -> None:
+    """It parses the arguments at each event, and would raise. The text of the model is a member of their object."""
+    running = await start_with_template(TEMPLATE, tool_call_parser="hermes")
+    written = '{"city": "Pa", "days": [1, 2 3]}'
+    running.backend.answer = f'<tool_call>\n{{"name": "weather", "arguments": {written}}}\n</tool_call>'
+    body: dict[str, Any] = {"model": "smollm2", "max_tokens": 200, "messages": HI, "tools": [WEATHER], **GREEDY}
+    async with client(running).messages.stream(**body) as stream:
+        (block,) = (await stream.get_final_message()).content
+    assert (block.type, block.name) == ("tool_use", "weather")
+    assert block.input == {"city": "Pa", "days": [1, 2], "arguments": written + "}\n"}
+    whole = await client(running).messages.create(**body)
+    assert whole.content[0].input == {"arguments": written + "}\n"}
+
+
 async def test_blocks_are_accepted_back_and_results_answer_calls(start_with_template: Any, client: Any) -> None:
     running = await start_with_template(
         TEMPLATE, special=["<think>", "</think>"], reasoning_parser="think", tool_call_parser="hermes"

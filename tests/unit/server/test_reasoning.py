@@ -200,3 +200,47 @@ async def test_the_effort_reaches_a_template_that_reads_it_and_others_ignore_it(
     for effort in ("high", "none"):
         assert (await plain.chat(reasoning_effort=effort)).status_code == 200
     assert plain.backend.requests[0][0] == plain.backend.requests[1][0]
+
+
+async def test_a_budget_of_reasoning_is_sent_where_the_format_has_an_end(start_with_template: Any, start: Any) -> None:
+    running = await start_with_template(THINKING, special=SPECIAL, reasoning_parser="think")
+    opening, closing = (running.tokenizer.token_id(marker) for marker in SPECIAL)
+    markers = {"opening": [opening], "closing": [closing], "ending": [closing], "is_open": True}
+
+    async def sent(server: Any, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+        reply = await server.post(path, {"model": "smollm2", "messages": MESSAGES, "max_tokens": 9, **fields})
+        assert reply.status_code == 200, reply.text
+        return server.backend.requests[-1][1].reasoning
+
+    for fields, budget in (
+        ({"thinking_token_budget": 5}, 5),
+        ({"thinking_token_budget": 0}, 0),
+        ({"reasoning_effort": "low"}, 1024),
+        ({"reasoning_effort": "none"}, 0),
+        ({"reasoning_effort": "low", "thinking_token_budget": 7}, 7),
+    ):
+        assert await sent(running, **fields) == {**markers, "budget": budget}
+    for fields in ({}, {"thinking_token_budget": -1}, {"reasoning_effort": "xhigh"}):
+        assert await sent(running, **fields) is None
+    assert (await sent(running, "/v1/messages", thinking={"type": "enabled", "budget_tokens": 6}))["budget"] == 6
+    assert (await sent(running, "/v1/messages", output_config={"effort": "medium"}))["budget"] == 8192
+    reply = await running.post("/v1/responses", {"model": "smollm2", "input": "Hi", "reasoning": {"effort": "low"}})
+    assert reply.status_code == 200
+    assert running.backend.requests[-1][1].reasoning["budget"] == 1024
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert await sent(running, tools=tools) == {**markers, "budget": None}
+
+    effort_in_template = await start_with_template("{{ reasoning_effort }}" + THINKING, reasoning_parser="think")
+    assert await sent(effort_in_template, reasoning_effort="low") is None
+    assert (await sent(effort_in_template, thinking_token_budget=5))["budget"] == 5
+    plain = await start()
+    assert await sent(plain, thinking_token_budget=5, reasoning_effort="low") is None
+
+
+def test_the_end_of_gpt_oss_begins_its_final_message_and_calls_have_none() -> None:
+    use = ReasoningUse(FORMATS["gpt_oss"], (), (5, 6), is_open=True, ending=(1, 5, 6))
+    expected = {"closing": [5, 6], "ending": [1, 5, 6], "is_open": True, "budget": 3}
+    assert use.parameter(3, has_tools=False) == expected
+    assert use.parameter(3, has_tools=True) is None
+    answer = ReasoningUse(FORMATS["think"], (4,), (5,), is_open=False, ending=(5,), continues=True)
+    assert answer.parameter(3, has_tools=False) is None

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_runtime.server.formats import chat_format
+
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/name"}}, "$defs": {"name": {"type": "string"}}}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": CITY}},
@@ -299,3 +301,50 @@ def _at(schema: Any, pointer: str) -> Any:
     for part in pointer.removeprefix("#/").split("/"):
         schema = schema[int(part)] if isinstance(schema, list) else schema[part]
     return schema
+
+
+async def test_a_call_that_the_model_chooses_is_constrained_from_its_marker_on(running: Any) -> None:
+    running.backend.answer = CALLS
+    text = {"type": "string", "description": "Of a city. " * 100}
+    schema = {"type": "object", "properties": {"description": text}, "not": {"required": ["x"]}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema, "strict": True}}
+    await running.openai.chat.completions.create(**request(tools=[tool]))
+    structure = running.backend.requests[-1][1].call_structure
+    assert structure["markers"] == {"<tool_call>": "calls"}
+    closed = {"type": "object", "properties": {"description": {"type": "string"}}, "additionalProperties": False}
+    assert json.dumps(closed, separators=(",", ":")) in structure["grammar"]
+    assert "(SPACE?" in structure["grammar"]
+    await running.openai.chat.completions.create(**request(parallel_tool_calls=False))
+    assert "*" not in running.backend.requests[-1][1].call_structure["grammar"].splitlines()[0]
+
+
+async def test_calls_are_not_constrained_where_nothing_says_how(
+    running: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    continued = [*MESSAGES, {"role": "assistant", "content": "I"}]
+    for body in (
+        request(tool_choice="none"),
+        request(tool_choice="required"),
+        request(messages=continued, extra_body={"continue_final_message": True}),
+    ):
+        await running.openai.chat.completions.create(**body)
+        assert running.backend.requests[-1][1].call_structure is None
+    await running.openai.chat.completions.create(**request())
+    grammar = running.backend.requests[-1][1].call_structure["grammar"]
+    monkeypatch.setattr(chat_format, "MAX_GRAMMAR_BYTES", len(grammar) - 1)
+    await running.openai.chat.completions.create(**request())
+    assert running.backend.requests[-1][1].call_structure is None
+    monkeypatch.undo()
+    other = await start(tool_call_parser="pythonic")
+    await other.openai.chat.completions.create(**request())
+    assert other.backend.requests[-1][1].call_structure is None
+
+
+async def test_special_tokens_of_a_format_are_tokens_of_its_grammar(start_with_template: Any) -> None:
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>"
+    running = await start_with_template(template, special=["<tool_call>", "</tool_call>"])
+    running.backend.answer = CALLS
+    await running.openai.chat.completions.create(**request())
+    grammar = running.backend.requests[-1][1].call_structure["grammar"]
+    assert f"<[{running.tokenizer.token_id('</tool_call>')}]>" in grammar
+    assert '"</tool_call>"' not in grammar

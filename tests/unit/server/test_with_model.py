@@ -8,10 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from eventually import LONG_SECONDS
 
@@ -31,7 +32,7 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
+def served() -> Iterator[tuple[psutil.Process, openai.OpenAI]]:
     command = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--port", "0", "--threads", "1"]
     process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -40,13 +41,18 @@ def client() -> Iterator[openai.OpenAI]:
         said += line
         if ready := re.search(r"ready in [\d.]+ s: \S+ at (\S+)", line):
             with openai.OpenAI(base_url=ready[1], api_key="any", max_retries=0) as client:
-                yield client
+                yield psutil.Process(process.pid), client
             break
     else:
         pytest.fail(f"it never became ready:\n{said}")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=LONG_SECONDS)
     assert process.returncode == 0
+
+
+@pytest.fixture
+def client(served: tuple[psutil.Process, openai.OpenAI]) -> openai.OpenAI:
+    return served[1]
 
 
 def test_it_answers_the_same_streamed_or_not(client: openai.OpenAI) -> None:
@@ -171,3 +177,84 @@ def test_choices_of_a_seed_differ_and_repeat_and_bias_decides(client: openai.Ope
     assert biased.choices[0].text == " the the the"
     stopped = client.completions.create(model=MODEL, prompt="1 2 3 4 5 6", temperature=0, max_tokens=30, stop=" 9")
     assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (" 7 8", "stop")
+
+
+SHOT: list[Any] = [
+    {"role": "user", "content": "How is the weather in Rome?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}],
+    },
+    {"role": "user", "content": "How will the weather in Lisbon be tomorrow?"},
+]
+"""An earlier call, which the model imitates."""
+FORECAST = {
+    "type": "object",
+    "properties": {
+        "place": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["rain", "wind"]},
+        "days": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1, "maximum": 9},
+            "minItems": 4,
+            "maxItems": 4,
+        },
+    },
+    "required": ["place", "kind", "days"],
+}
+"""Nothing in the conversation has such arguments."""
+
+
+def forecast(client: openai.OpenAI, *, stream: bool, on_begin: Callable[[], object] = lambda: None) -> str:
+    """Return the arguments of the call that the model chose to make."""
+    tools: Any = [{"type": "function", "function": {"name": "forecast", "parameters": FORECAST}}]
+    fields: dict[str, Any] = {"model": MODEL, "messages": SHOT, "tools": tools, "temperature": 0, "max_tokens": 100}
+    if not stream:
+        choice = client.chat.completions.create(**fields).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        [call] = choice.message.tool_calls
+        assert call.function.name == "forecast"
+        return call.function.arguments
+    names, arguments = [], ""
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            names += [call.function.name] if call.function.name else []
+            arguments += call.function.arguments
+            if len(arguments) > 10:
+                on_begin()
+    assert names == ["forecast"]
+    return arguments
+
+
+def fits(arguments: str) -> bool:
+    value = json.loads(arguments)
+    return (
+        list(value) == ["place", "kind", "days"]
+        and len(value["place"]) <= 12
+        and value["kind"] in ("rain", "wind")
+        and len(value["days"]) == 4
+        and all(1 <= day <= 9 for day in value["days"])
+    )
+
+
+def test_a_call_that_the_model_chooses_to_make_fits_the_schema(client: openai.OpenAI) -> None:
+    arguments = forecast(client, stream=False)
+    assert fits(arguments)
+    assert forecast(client, stream=True) == arguments
+
+
+def test_a_call_is_the_same_though_its_engine_is_killed(served: tuple[psutil.Process, openai.OpenAI]) -> None:
+    process, client = served
+    killed: list[int] = []
+
+    def kill() -> None:
+        if not killed:
+            [engine] = [child for child in process.children() if "engine" in child.cmdline()]
+            killed.append(engine.pid)
+            engine.kill()
+
+    undisturbed = forecast(client, stream=False)
+    assert forecast(client, stream=True, on_begin=kill) == undisturbed
+    assert killed
+    assert fits(undisturbed)

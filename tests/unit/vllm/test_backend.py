@@ -98,6 +98,99 @@ async def test_a_stop_token_ends_the_answer_and_is_named(running: Running, model
     assert len(running.listener.tokens(1)) == 3
 
 
+DIGITS = {"type": "regex", "value": "[0-9]+"}
+
+
+def structures(log: Path) -> list[str]:
+    """Return the grammars that the fake got, each with the number of tokens of the prompt before it."""
+    return [line for line in log.read_text().splitlines() if line.startswith("structure ")]
+
+
+@pytest.mark.parametrize("generated", [0, 2, 5, 9])
+async def test_a_structure_begins_after_the_reasoning(
+    running: Running, model: Path, fake_vllm: Path, generated: int
+) -> None:
+    """vLLM's grammar describes a whole text: it gets a request that begins after the reasoning."""
+    whole = answer(PROMPT, 20, weights_of(model))
+    running.submit(
+        1,
+        PROMPT,
+        generated=whole[:generated],
+        num_tokens_to_generate=20,
+        return_log_probs=True,
+        skip_prompt_log_probs=False,
+        structured_output={**DIGITS, "after": whole[3:5]},
+    )
+    [last] = await running.listener.end_of(1)
+    assert (running.listener.tokens(1), last.finish_reason) == (whole[generated:], "length")
+    assert [line.partition(" Struct")[0] for line in structures(fake_vllm)] == ["structure 1 of 8"]
+    assert "regex='[0-9]+'" in structures(fake_vllm)[0]
+    outputs = running.listener.outputs
+    assert all(len(output.new_log_probs or ()) == len(output.new_tokens) for output in outputs)
+    assert sum(output.prompt_log_probs is not None for output in outputs) == (generated == 0)
+
+
+@pytest.mark.parametrize("generated", [0, 3, 4, 5, 12])
+async def test_a_budget_ends_the_reasoning_and_the_answer_goes_on(
+    running: Running, model: Path, generated: int
+) -> None:
+    begin = answer(PROMPT, 4, weights_of(model))
+    expected = [*begin, 7, 8, *answer([*PROMPT, *begin, 7, 8], 14, weights_of(model))]
+    reasoning = {"closing": [7, 8], "is_open": True, "budget": 4}
+    fields = {"num_tokens_to_generate": 20, "return_log_probs": True, "top_n_logprobs": 2, "reasoning": reasoning}
+    running.submit(1, PROMPT, generated=expected[:generated], skip_prompt_log_probs=True, **fields)
+    [last] = await running.listener.end_of(1)
+    assert (running.listener.tokens(1), last.finish_reason) == (expected[generated:], "length")
+    for output in running.listener.outputs:
+        assert len(output.new_log_probs or ()) == len(output.new_top_n_logprobs or ()) == len(output.new_tokens)
+
+
+async def test_the_limit_of_the_answer_cuts_the_end_of_the_reasoning(running: Running) -> None:
+    reasoning = {"closing": [7, 8], "is_open": True, "budget": 4}
+    running.submit(1, PROMPT, num_tokens_to_generate=5, reasoning=reasoning)
+    [last] = await running.listener.end_of(1)
+    assert (len(running.listener.tokens(1)), running.listener.tokens(1)[-1], last.finish_reason) == (5, 7, "length")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_constrained"), [('calls: "x"+', True), ("calls: nothing", False)], ids=["valid", "not valid"]
+)
+async def test_calls_are_constrained_from_their_marker_on(
+    running: Running, model: Path, fake_vllm: Path, grammar: str, is_constrained: bool
+) -> None:
+    whole = answer(PROMPT, 20, weights_of(model))
+    first, second, *_ = (running.backend.tokenizer().token_bytes(token).decode() for token in whole)
+    assert first.strip()
+    structure = {"markers": {first.lstrip() + second[:1]: "calls"}, "grammar": grammar}
+    running.submit(1, PROMPT, num_tokens_to_generate=20, call_structure=structure)
+    await running.listener.end_of(1)
+    assert running.listener.tokens(1) == whole
+    if is_constrained:
+        [line] = structures(fake_vllm)
+        assert line.startswith("structure 1 of 4 ")
+        assert second[:1] in line
+    else:
+        assert not structures(fake_vllm)
+    other = {"markers": {"never": "calls"}, "grammar": grammar}
+    running.submit(2, PROMPT, num_tokens_to_generate=20, call_structure=other)
+    await running.listener.end_of(2)
+    assert running.listener.tokens(2) == whole
+    assert lines(fake_vllm, "begin 2 0 None") == 1
+
+
+async def test_a_suspend_between_two_parts_loses_no_token(running: Running, model: Path) -> None:
+    whole = answer(PROMPT, 20, weights_of(model))
+    running.submit(1, PROMPT, num_tokens_to_generate=20, structured_output={**DIGITS, "after": whole[3:5]})
+    await running.until(3, 1)
+    for _ in range(3):
+        await running.backend.pause()
+        await running.backend.release_memory()
+        await running.backend.restore_memory()
+        await running.backend.unpause()
+    await running.listener.end_of(1)
+    assert running.listener.tokens(1) == whole
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "kind", "text"),
     [
@@ -443,17 +536,13 @@ async def test_a_resume_whose_adapter_cannot_be_loaded_is_undone_and_may_be_repe
             "return_hidden_state=True.*no support for hidden states",
         ),
         ({"temperature": 3.0}, r"temperature=3\.0.*no support for temperatures above 2"),
-        (
-            {"structured_output": {"type": "regex", "value": "[0-9]", "after": [7]}},
-            "structured_output=.*no support for structured output after reasoning",
-        ),
     ],
 )
 async def test_what_vllm_cannot_do_is_announced_and_rejected(
     running: Running, params: dict[str, Any], text: str
 ) -> None:
     info = running.backend.info
-    assert info.lacks == ("STRUCTURE_AFTER_REASONING", "HIDDEN_STATES", "HIGH_TEMPERATURE")
+    assert info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE")
     with pytest.raises(InvalidSamplingParamsError, match=text):
         info.check_request(SamplingParams(**params))
 
@@ -641,7 +730,7 @@ async def test_a_newer_version_of_vllm_starts_with_a_warning(
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-FORCING = ("STRUCTURED_OUTPUT", "BAD_WORDS", "PENALTIES")
+FORCING = ("STRUCTURED_OUTPUT", "STRUCTURE_AFTER_REASONING", "BAD_WORDS", "PENALTIES")
 
 
 @pytest.mark.parametrize(
@@ -668,7 +757,8 @@ async def test_the_logits_processor_is_that_of_the_model_runner_and_what_is_miss
         monkeypatch.setenv("FAKE_VLLM_HAS_TRITON", "1")
     running = await start(vllm_arguments=arguments)
     announced = set(running.backend.info.lacks)
-    assert announced == {"STRUCTURE_AFTER_REASONING", "HIDDEN_STATES", "HIGH_TEMPERATURE", *missing}
+    assert announced == {"HIDDEN_STATES", "HIGH_TEMPERATURE", *missing}
+    assert (Capability.CALL_STRUCTURE in running.backend.info.capabilities) == ("STRUCTURED_OUTPUT" not in missing)
     await running.backend.load()
     await running.backend.unpause()
     whole = answer(PROMPT, 20, weights_of(model))

@@ -91,7 +91,7 @@ def test_two_length_limits_at_once_are_rejected() -> None:
 
 def test_every_number_has_bounds_that_the_engines_types_hold() -> None:
     """int32 and float32, except for the seed, which has 64 bits."""
-    without = {"bad_words", "structured_output", "stop_words", "cache_salt"}
+    without = {"bad_words", "call_structure", "reasoning", "structured_output", "stop_words", "cache_salt"}
     for item in fields(SamplingParams):
         rule = PARAMETERS[item.name].rule
         if item.name in without or isinstance(item.default, bool):

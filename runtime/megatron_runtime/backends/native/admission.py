@@ -17,8 +17,8 @@ from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.sampler import LogProbs
 
-if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
-    from megatron_runtime.sampling.structured_output import GrammarState
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.batch import AnswerState
 
 
 _LONG_VARIANT = "\0long"
@@ -43,7 +43,7 @@ class CoreRequest(BackendRequest):
     rank: tuple[int, int, int]
     digests: list[bytes]
     reads_cache: bool
-    grammar: GrammarState | None = None
+    grammar: AnswerState | None = None
     slot: int = -1
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_top_n_logprobs: list[TopLogProbs] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Admission:
     limit: int
 
     def open(
-        self, request: EngineRequest, *, grammar: GrammarState | None, arrival: int, now: float, epoch: int
+        self, request: EngineRequest, *, grammar: AnswerState | None, arrival: int, now: float, epoch: int
     ) -> CoreRequest:
         """Return the engine's record of `request`. Raises the errors of EngineCore.add_request()."""
         params, config, vocabulary = request.sampling_params, self.config, self.executor.vocab_size

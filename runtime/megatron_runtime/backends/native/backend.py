@@ -27,9 +27,11 @@ from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.requests.errors import RequestOverflowError
+from megatron_runtime.sampling.answer_guide import AnswerGuide
+from megatron_runtime.sampling.answer_parts import AnswerParts
+from megatron_runtime.sampling.batch import AnswerState
 
 if TYPE_CHECKING:
-    from megatron_runtime.sampling.structured_output import GrammarState
     from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS}
-_OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.BAD_WORDS, Capability.TEXT})
+_OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.CALL_STRUCTURE, Capability.BAD_WORDS, Capability.TEXT})
 """Capabilities that need a tokenizer."""
 
 
@@ -201,8 +203,9 @@ class NativeBackend(EngineBackend):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        if request.sampling_params.structured_output is None or self.controller is None:
-            self._add(request, None)
+        params = request.sampling_params
+        if self.controller is None or (params.structured_output is None and params.call_structure is None):
+            self._add(request, _without_grammar(request))
             return
         received = time.monotonic()
         self._grammars.add(
@@ -213,7 +216,7 @@ class NativeBackend(EngineBackend):
         self._grammars.drop(request_id)
         return self.call(lambda core: core.abort_request(request_id))
 
-    def _add_begun(self, request: EngineRequest, begun: asyncio.Task[GrammarState | None], *, waited: float) -> None:
+    def _add_begun(self, request: EngineRequest, begun: asyncio.Task[AnswerState | None], *, waited: float) -> None:
         error = begun.exception()
         if error is not None:
             self._reject(request, error)
@@ -222,7 +225,7 @@ class NativeBackend(EngineBackend):
             request = replace(request, deadline_seconds=max(0.0, request.deadline_seconds - waited))
         self._add(request, begun.result())
 
-    def _add(self, request: EngineRequest, grammar: GrammarState | None) -> None:
+    def _add(self, request: EngineRequest, grammar: AnswerState | None) -> None:
         def added(future: asyncio.Future[None]) -> None:
             error = None if future.cancelled() else future.exception()
             if error is not None:
@@ -306,3 +309,12 @@ class NativeBackend(EngineBackend):
             logger.exception("a verb failed")
             return RankResults.of_failure(error, ranks=self.ranks.count)
         return RankResults(self.ranks.count)
+
+
+def _without_grammar(request: EngineRequest) -> AnswerState | None:
+    """Return the state of an answer without a grammar; None if it may have any tokens."""
+    parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
+    if parts is None:
+        return None
+    parts.feed_all(request.generated_tokens.tolist())
+    return AnswerGuide(parts)

@@ -25,7 +25,7 @@ from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.sampling.batch import NO_TOKEN, RowFailure
 
 if TYPE_CHECKING:
-    from megatron_runtime.sampling.structured_output import GrammarState
+    from megatron_runtime.sampling.batch import AnswerState
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._scheduler.open)
 
-    def add_request(self, request: EngineRequest, *, grammar: GrammarState | None = None) -> None:
+    def add_request(self, request: EngineRequest, *, grammar: AnswerState | None = None) -> None:
         """Queue a request.
 
         grammar: state of the answer's grammar after the request's generated tokens; None without a grammar.

@@ -32,7 +32,7 @@ from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
 if TYPE_CHECKING:
-    from megatron_runtime.sampling.structured_output import GrammarState
+    from megatron_runtime.sampling.batch import AnswerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Scheduler:
         requests = [self.running[index] for index in chosen]
         return StepRows(requests, _slots(requests), counts[chosen], counts[chosen] == left[chosen])
 
-    def without_mask(self) -> dict[int, GrammarState]:
+    def without_mask(self) -> dict[int, AnswerState]:
         """Return the grammars that are still computing the mask of the next token, by index of the running request."""
         return {
             index: request.grammar

@@ -7,6 +7,8 @@ the end of vLLM's process: a suspend releases all of its memory, and a resume st
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import logging
 import time
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
@@ -19,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_runtime.backends.open_request import BackendRequest
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
-from megatron_runtime.backends.vllm.process import VllmProcess, VllmRejectedError
+from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError
 from megatron_runtime.checkpoints.adapters import adapter_directory
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.backend import (
@@ -36,6 +38,8 @@ from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.sampling.answer_parts import AnswerParts, Part
 
 if TYPE_CHECKING:
     from megatron_runtime.tokenization import Tokenizer
@@ -51,9 +55,16 @@ CAPABILITIES = frozenset(Capability) - {
     Capability.ADAPTERS,
     Capability.HIDDEN_STATES,
     Capability.HIGH_TEMPERATURE,
-    Capability.STRUCTURE_AFTER_REASONING,
 }
-WITHOUT_FORCED_TOKENS = frozenset({Capability.PENALTIES, Capability.BAD_WORDS, Capability.STRUCTURED_OUTPUT})
+WITHOUT_FORCED_TOKENS = frozenset(
+    {
+        Capability.PENALTIES,
+        Capability.BAD_WORDS,
+        Capability.STRUCTURED_OUTPUT,
+        Capability.STRUCTURE_AFTER_REASONING,
+        Capability.CALL_STRUCTURE,
+    }
+)
 """What an engine lacks that cannot force the tokens of an interrupted answer: Model Runner V1 with speculation."""
 WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
 """What vLLM rejects beside speculation, with both model runners."""
@@ -71,16 +82,62 @@ class VllmRequest(BackendRequest):
     tokens:         generated so far, by this or another engine.
     is_running:     whether vLLM has it.
     timer, grammar: of its deadline, and the check of its grammar while that is in progress.
+    parts:          of its answer; None if it has only one. vLLM runs each part as a request that continues the one
+                    before, because its grammars describe the whole text of a request.
+    released:       done when vLLM has dropped the part before.
     """
 
     tokens: list[int]
     is_running: bool = False
     timer: asyncio.TimerHandle | None = None
     grammar: asyncio.Task[None] | None = None
+    parts: AnswerParts | None = None
+    released: asyncio.Task[None] | None = None
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_length + len(self.tokens)
+
+    def submission(self) -> tuple[SamplingParams, int]:
+        """Return the parameters of the part that is next, and how many tokens of the answer join its prompt."""
+        params, parts = copy.copy(self.params), self.parts
+        params.call_structure = params.reasoning = None
+        if parts is None:
+            return params, 0
+        params.structured_output = parts.structure
+        if parts.structure is None:
+            return params, 0
+        params.min_tokens = max(0, params.min_tokens - parts.free)
+        params.skip_prompt_log_probs = params.skip_prompt_log_probs or parts.free > 0  # reported before
+        return params, parts.free
+
+    def take(self, tokens: Sequence[int]) -> tuple[int, bool]:
+        """Take tokens of vLLM up to the end of their part. Return how many, and whether another part is next."""
+        parts = self.parts
+        if parts is None or parts.part is Part.STRUCTURE:
+            self.tokens += tokens
+            return len(tokens), False
+        before, ends = len(self.tokens), False
+        for token in tokens:
+            parts.feed(token)
+            self.tokens.append(token)
+            ends = parts.structure is not None or parts.forced is not None
+            if ends:
+                break
+        if parts.structure is not None:
+            del self.tokens[parts.free :]
+        return len(self.tokens) - before, ends
+
+    def end_reasoning(self) -> list[int]:
+        """Add the end of the reasoning if its budget is used up, and return it. The limit of the answer may cut it."""
+        added: list[int] = []
+        while self.parts is not None and (token := self.parts.forced) is not None:
+            if self.total_tokens >= self.max_total_tokens:
+                break
+            self.parts.feed(token)
+            self.tokens.append(token)
+            added.append(token)
+        return added
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +242,7 @@ class VllmBackend(EngineBackend):
         if self._followers is not None:
             await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
         try:
+            await asyncio.to_thread(self._text.load)
             self.info = replace(self.info, max_sequence_length=await vllm.call("load"))
             await vllm.call("set_adapters", self._adapters)
         except Exception:
@@ -247,12 +305,15 @@ class VllmBackend(EngineBackend):
                 epoch=self._epoch,
                 admitted=now,
                 tokens=request.generated_tokens.tolist(),
+                parts=self._parts_of(request.sampling_params),
             )
         except ValueError as error:
             output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error")
             output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
             self._listener.on_outputs([output])
             return
+        if opened.parts is not None:
+            opened.parts.feed_all(opened.tokens)
         opened.note(Event.ADD_ENGINE)
         self._open[request.request_id] = opened
         if request.deadline_seconds is not None:
@@ -262,7 +323,41 @@ class VllmBackend(EngineBackend):
             self._deliver([self._ended(opened, opened.output([]), reason)])
         elif request.sampling_params.structured_output is not None:
             opened.grammar = asyncio.create_task(self._check_grammar(opened))
+        elif opened.parts is not None and opened.parts.structure is not None:
+            self._enter_part(opened)
         elif self._running:
+            self._attach(opened)
+
+    def _parts_of(self, params: SamplingParams) -> AnswerParts | None:
+        if Capability.CALL_STRUCTURE not in self.info.capabilities and params.call_structure is not None:
+            params = copy.copy(params)
+            params.call_structure = None
+        return AnswerParts.of(params, token_bytes=lambda id_: self._text.tokenizer.token_bytes(id_))
+
+    def _end_part(self, opened: VllmRequest, *, is_ended: bool) -> None:
+        """Have vLLM drop a part, unless it has ended, and then run the next one."""
+        opened.is_running = False
+        opened.released = asyncio.create_task(_dropped(opened.request_id, None if is_ended else self._process))
+        self._enter_part(opened)
+
+    def _enter_part(self, opened: VllmRequest) -> None:
+        """Run the next part of an answer when vLLM has dropped the one before."""
+        opened.grammar = asyncio.create_task(self._begin_part(opened))
+
+    async def _begin_part(self, opened: VllmRequest) -> None:
+        if opened.released is not None:
+            await asyncio.wait([opened.released])
+        parts = opened.parts
+        assert parts is not None
+        if parts.is_best_effort and parts.structure is not None:
+            try:
+                await self._grammars.begin_calls(opened.request, parts.structure)
+            except Exception as error:
+                extra = of_request(opened.request.client_request_id)
+                logger.info("request %d: no grammar of its calls: %s", opened.request_id, error, extra=extra)
+                parts.give_up()
+        opened.grammar = None
+        if self._running and opened.request_id in self._open:
             self._attach(opened)
 
     async def _check_grammar(self, opened: VllmRequest) -> None:
@@ -290,26 +385,41 @@ class VllmBackend(EngineBackend):
             self._close(opened)
             if opened.is_running and self._process is not None:
                 return asyncio.ensure_future(self._process.call("abort", request_id))
+            if opened.released is not None:
+                return asyncio.ensure_future(asyncio.wait([opened.released]))
         done: asyncio.Future[object] = self._loop.create_future()
         done.set_result(None)
         return done
 
     def _attach(self, opened: VllmRequest) -> None:
         """Run a request in vLLM, or continue it there after the tokens that it has."""
-        request = opened.request
+        if (added := opened.end_reasoning()) and self._is_over(opened, added):
+            return
+        request, (params, free) = opened.request, opened.submission()
         assert self._process is not None
         opened.is_running = True
         self._process.send(
             "submit",
             request.request_id,
-            request.sampling_params.serialize(),
+            params.serialize(),
             request.bad_words,
             request.adapter,
-            request.prompt_tokens.tolist(),
-            opened.tokens,
+            request.prompt_tokens.tolist() + opened.tokens[:free],
+            opened.tokens[free:],
             sorted(opened.stop_ids),
-            opened.max_total_tokens - opened.prompt_length,
+            opened.max_total_tokens - opened.prompt_length - free,
         )
+
+    def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
+        """Deliver the end of the reasoning, and return whether the answer ends with it."""
+        output = opened.output(added)
+        if opened.params.wants_log_probs:
+            output.new_log_probs = [0.0] * len(added)
+        if opened.params.wants_log_probs and opened.params.top_n_logprobs:
+            output.new_top_n_logprobs = [[(token, 0.0)] for token in added]
+        is_over = opened.total_tokens >= opened.max_total_tokens
+        self._deliver([self._ended(opened, output, "length") if is_over else output])
+        return is_over
 
     def _on_deadline(self, opened: VllmRequest) -> None:
         if self._open.get(opened.request_id) is opened:
@@ -326,7 +436,7 @@ class VllmBackend(EngineBackend):
                 outputs = []
                 for entry in entries:
                     opened = self._open.get(entry[0])
-                    if opened is not None:
+                    if opened is not None and opened.is_running:  # else it is of the part before
                         outputs.append(self._take(opened, *entry[1:]))
                 self._deliver(outputs)
             case ["cache", stored, evicted, cleared]:
@@ -340,14 +450,20 @@ class VllmBackend(EngineBackend):
             if tokens == "rejected":
                 return self._failed_output(opened, ErrorCode.INVALID_REQUEST, VllmRejectedError(reason))
             return self._failed_output(opened, ErrorCode.ENGINE_FAILED, reason or "")
-        stop, opened.num_cached_tokens, chosen, top, prompt, prompt_top = details
+        stop, cached, chosen, top, prompt, prompt_top = details
+        if opened.released is None:  # a later part finds the earlier ones in the cache
+            opened.num_cached_tokens = cached
         if tokens and opened.first_token is None:
             opened.first_token = time.monotonic()
-        opened.tokens += tokens
-        output = opened.output(tokens)
-        output.stop_token = stop
-        output.new_log_probs, output.new_top_n_logprobs = chosen, _pairs(top)
+        kept, ends = opened.take(tokens)
+        output = opened.output(tokens[:kept])
+        output.new_log_probs = chosen if chosen is None else chosen[:kept]
+        output.new_top_n_logprobs = _pairs(top if top is None else top[:kept])
         output.prompt_log_probs, output.prompt_top_n_logprobs = prompt, _pairs(prompt_top)
+        if ends and (reason is None or kept < len(tokens)):
+            self._end_part(opened, is_ended=reason is not None)
+            return output
+        output.stop_token = stop
         if reason is None:
             return output
         if reason in FINISHED:
@@ -517,6 +633,13 @@ class VllmBackend(EngineBackend):
             logger.exception("a verb failed")
             return RankResults.of_failure(error, ranks=self.info.ranks)
         return RankResults(self.info.ranks)
+
+
+async def _dropped(request_id: int, process: VllmProcess | None) -> None:
+    """Return when vLLM's process has dropped a request, or has ended."""
+    if process is not None:
+        with contextlib.suppress(VllmError):
+            await process.call("abort", request_id)
 
 
 def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:

@@ -25,6 +25,7 @@ from megatron_runtime.cli.api_client import (
 from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
 from megatron_runtime.cli.options import COUNT, COUNTS
 from megatron_runtime.process.environment import http_client
+from megatron_runtime.protocol import strict_json as json
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -81,15 +82,17 @@ async def _measure(
     prompt_words: int,
     new_tokens: int,
     seed: int = 0,
+    tools: int = 0,
 ) -> Answers:
     # Each request has its own connection, because servers differ in how long they keep an idle one.
     headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     rng = random.Random(f"{seed} {clients}")
+    path = "/v1/chat/completions" if tools else "/v1/completions"
     bodies = [
         {
             "model": model,
-            "prompt": " ".join(rng.choices(WORDS, k=prompt_words)),
+            **_prompt(" ".join(rng.choices(WORDS, k=prompt_words)), tools),
             "max_tokens": new_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -101,17 +104,39 @@ async def _measure(
     warm_up = Answers()
     timeout = httpx.Timeout(30, read=None)
     async with http_client(httpx.AsyncClient, url, headers=headers, limits=limits, timeout=timeout) as http:
-        await _request(http, url, bodies.pop(), warm_up)
+        await _request(http, url + path, bodies.pop(), warm_up)
         answers = Answers(retries=warm_up.retries)
 
         async def client() -> None:
             while bodies:
-                await _request(http, url, bodies.pop(), answers)
+                await _request(http, url + path, bodies.pop(), answers)
 
         begun = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
         answers.duration = time.perf_counter() - begun
     return answers
+
+
+def _prompt(text: str, tools: int) -> dict[str, Any]:
+    """Return the members of a body that have the prompt. tools: number of tools, in a chat with an earlier call."""
+    if not tools:
+        return {"prompt": text}
+    properties = {word: {"type": "string", "maxLength": 40} for word in WORDS}
+    schema = {"type": "object", "properties": properties, "required": list(WORDS[:3])}
+    names = [f"find_{number}" for number in range(tools)]
+    arguments = json.dumps(dict.fromkeys(WORDS[:3], "old"))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": names[0], "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": "Find something old."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "user", "content": f"Find {text}."},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": name, "description": "Finds things.", "parameters": schema}}
+            for name in names
+        ],
+    }
 
 
 def _figures(clients: int, answers: Answers) -> list[Figure]:
@@ -127,9 +152,9 @@ def _figures(clients: int, answers: Answers) -> list[Figure]:
 
 
 async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> None:
-    """Measure one streamed completion."""
+    """Measure one streamed answer. url: of the route."""
     last, waiting = time.perf_counter(), True
-    async with contextlib.aclosing(await _send(http, f"{url}/v1/completions", body, answers)) as reply:
+    async with contextlib.aclosing(await _send(http, url, body, answers)) as reply:
         if reply.status_code != 200:
             shown = terminal_text((await anext(reply.aiter_raw(), b""))[:200].decode(errors="replace"))
             raise click.ClickException(f"{url} answered {reply.status_code}: {shown}")
@@ -163,6 +188,12 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 @click.option("--prompt-words", type=COUNT, default=64)
 @click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; no answer ends early.")
 @click.option("--seed", type=int, default=0, help="Of the prompts, which differ between seeds.")
+@click.option(
+    "--tools",
+    type=click.IntRange(0, 128),
+    default=0,
+    help="Ask in a chat with this many tools, which a model may call. A call ends its answer.",
+)
 @json_file
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
     """How a server answers clients that wait for each answer before the next request."""

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.sampling_params import MAX_MARKERS
+from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.formats.parser import NamedParser, RequiredParser, ToolParser
 from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningFormat, ReasoningUse
@@ -107,6 +110,15 @@ class ChatFormat(Protocol):
         """Return the structure of the answers to a request."""
         ...
 
+    def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
+        """Return `call_structure`, as SamplingParams has it, of an answer that may be a call of one of the tools; None:
+        no grammar constrains the calls, or one beyond the limits.
+
+        tools:     JSON schema of the arguments of each tool, by its name.
+        is_single: the answer may have one call only.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NativeAnswerFormat:
@@ -182,3 +194,16 @@ class NativeChatFormat:
                 is_thought=request.is_thought,
             )
         return NativeAnswerFormat(request, self._calls, reasoning)
+
+    def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
+        """Return `call_structure` of an answer that may be a call; None: no grammar, or one beyond the limits."""
+        if self._calls is None or self._calls.grammar is None:
+            return None
+
+        def written(marker: str) -> str:
+            token = self._tokenizer.token_id(marker)
+            return f"<[{token}]>" if token in self._tokenizer.special_ids else json.dumps(marker)
+
+        markers, grammar = self._calls.grammar(tools, written, is_single)
+        structure = {"markers": markers, "grammar": grammar}
+        return structure if len(grammar) <= MAX_GRAMMAR_BYTES and len(markers) <= MAX_MARKERS else None

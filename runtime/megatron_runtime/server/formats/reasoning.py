@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_runtime.protocol.answer_formats import REASONING_FORMATS
+from megatron_runtime.requests.sampling_params import MAX_MARKER_TOKENS
 from megatron_runtime.server.formats.harmony import HarmonyParser
 from megatron_runtime.server.formats.parser import Event, Reasoning, Text, ToolParser, overlap
 from megatron_runtime.tokenization import Tokenizer
@@ -38,11 +39,13 @@ class ReasoningFormat:
              answer begins with reasoning.
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
+    ending:  what ends the reasoning at its budget, and has the closing at its end; empty: the closing alone.
     """
 
     opening: str
     closing: str
     markers: tuple[str, ...]
+    ending: str = ""
 
 
 _TAGS: Mapping[str, tuple[str, str]] = {
@@ -59,7 +62,12 @@ _TAGS: Mapping[str, tuple[str, str]] = {
 """Opening and closing of the formats in which both are markers of a template."""
 _FORMATS: Mapping[str, ReasoningFormat] = {
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
-    "gpt_oss": ReasoningFormat("", "<|channel|>final<|message|>", HarmonyParser.MARKERS),
+    "gpt_oss": ReasoningFormat(
+        "",
+        "<|channel|>final<|message|>",
+        HarmonyParser.MARKERS,
+        ending="<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
     "kimi_k3": ReasoningFormat("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>", "<|sep|>", "<|close|>")),
     "muse": ReasoningFormat("to=self<|message|>", "<|eom|>", ("<|message|>", "<|eom|>")),
     **{name: ReasoningFormat(*tags, tags) for name, tags in _TAGS.items()},
@@ -73,7 +81,7 @@ _HARMONY = FORMATS["gpt_oss"]
 class ReasoningUse:
     """The reasoning of the answers to one prompt.
 
-    opening, closing: tokens of the markers.
+    opening, closing, ending: tokens of the markers.
     is_open:          the answer begins within the reasoning.
     continues:        the answer continues a message of the prompt.
     """
@@ -83,6 +91,7 @@ class ReasoningUse:
     closing: tuple[int, ...]
     is_open: bool
     continues: bool = False
+    ending: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -107,7 +116,23 @@ class ReasoningUse:
             tuple(tokenizer.encode(format_.closing, add_special=False)),
             is_open=is_thought if continues else end.endswith(opening.rstrip()),
             continues=continues,
+            ending=tuple(tokenizer.encode(format_.ending or format_.closing, add_special=False)),
         )
+
+    def parameter(self, budget: int | None, *, has_tools: bool) -> dict[str, Any] | None:
+        """Return the sampling parameter `reasoning`; None if the answer has none that an engine can end.
+
+        budget:    tokens of reasoning; None: any number.
+        has_tools: the answer may be a call. In the format of gpt-oss, a call is a message beside the final one, which
+                   would come after the reasoning.
+        """
+        is_over = self.continues and not self.is_open
+        is_long = max(map(len, (self.opening, self.closing, self.ending))) > MAX_MARKER_TOKENS
+        if is_over or is_long or (has_tools and self.format is _HARMONY):
+            return None
+        markers = {"opening": self.opening, "closing": self.closing, "ending": self.ending}
+        tokens = {name: list(marker) for name, marker in markers.items() if marker}
+        return {**tokens, "is_open": self.is_open, "budget": budget}
 
     def count(self, tokens: Sequence[int]) -> int:
         """Return how many of the tokens of an answer belong to its reasoning, markers included."""

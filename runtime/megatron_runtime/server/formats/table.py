@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.answer_formats import TOOL_FORMATS
+from megatron_runtime.server.formats import call_grammars
+from megatron_runtime.server.formats.call_grammars import CallGrammar, Schemas, Written
 from megatron_runtime.server.formats.harmony import HarmonyParser
 from megatron_runtime.server.formats.head import Head
 from megatron_runtime.server.formats.json_calls import Functionary32Parser, JsonCalls, Llama3JsonParser
@@ -32,6 +34,7 @@ class ToolFormat:
     dropped: texts of the format outside of calls.
     hints:   texts of a chat template that show the format although the template writes no call.
     decides: the hints count more than what the template writes.
+    grammar: returns how an answer that begins with a call goes on; None: no grammar constrains the calls.
     """
 
     name: str
@@ -41,6 +44,7 @@ class ToolFormat:
     dropped: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     decides: bool = False
+    grammar: Callable[[Schemas, Written, bool], CallGrammar] | None = None
 
     def __call__(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
         return self.make(tools)
@@ -212,6 +216,15 @@ _HINTS: Mapping[str, tuple[str, ...]] = {
 """Texts of chat templates by format, besides the texts that begin a call."""
 
 
+_GRAMMARS: Mapping[str, Callable[[Schemas, Written, bool], CallGrammar]] = {
+    "hermes": call_grammars.hermes,
+    "qwen3_coder": call_grammars.qwen3_coder,
+    "llama3_json": call_grammars.llama3_json,
+    "mistral": call_grammars.mistral,
+}
+"""Grammars of calls by format."""
+
+
 def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:
     return ToolFormat(
         name=name,
@@ -220,6 +233,7 @@ def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:
         dropped=calls.dropped,
         markers=tuple(dict.fromkeys(_SPECIAL.findall(" ".join(calls.texts)))),
         hints=_HINTS.get(name, ()),
+        grammar=_GRAMMARS.get(name),
     )
 
 
@@ -253,7 +267,13 @@ _FORMATS = (
     ),
     ToolFormat(name="functionary_v32", make=Functionary32Parser),
     ToolFormat(name="pythonic", make=PythonicParser, hints=_HINTS["pythonic"], decides=True),
-    ToolFormat(name="llama3_json", make=Llama3JsonParser, markers=(Llama3JsonParser.TAG,), hints=_HINTS["llama3_json"]),
+    ToolFormat(
+        name="llama3_json",
+        make=Llama3JsonParser,
+        markers=(Llama3JsonParser.TAG,),
+        hints=_HINTS["llama3_json"],
+        grammar=_GRAMMARS["llama3_json"],
+    ),
 )
 
 PARSERS: Mapping[str, ToolFormat] = {

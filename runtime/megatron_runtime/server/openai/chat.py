@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, invalid_value
+from megatron_runtime.server.formats.call_grammars import list_of_calls, without_annotations
 from megatron_runtime.server.formats.chat_format import ANY_CALLS, AnswerFormat, AnswerRequest, ChatFormat
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.formats.reasoning import AnswerParser
@@ -42,6 +43,15 @@ _EFFORTS: Mapping[str, str] = {
     "xhigh": "high",
 }
 """The efforts that chat templates know."""
+_BUDGETS: Mapping[str, int | None] = {
+    "none": 0,
+    "minimal": 1024,
+    "low": 1024,
+    "medium": 8192,
+    "high": 24576,
+    "xhigh": None,
+}
+"""Tokens of reasoning by effort, as Gemini's OpenAI-compatible interface has them."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
 """Members of a schema that only says that a function has no parameters."""
@@ -130,6 +140,9 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
         forced_format=tools.forced_format,
         markers=answer.markers,
         reasoning=answer.reasoning,
+        reasoning_budget=_reasoning_budget(service, body),
+        has_tools=bool(tools.offered),
+        call_structure=tools.call_structure,
     )
     parallel_calls = body.parallel_tool_calls is not False
     return PreparedChat(
@@ -158,6 +171,20 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
     return {**read, **given}
 
 
+def _reasoning_budget(service: Service, request: ChatRequest) -> int | None:
+    """Return how many tokens of reasoning the answer may have; None: any number.
+
+    An effort is a budget where the chat template reads none.
+    """
+    effort, budget = request.reasoning_effort, request.thinking_token_budget
+    if budget is not None:
+        return budget if budget >= 0 else None
+    template = service.prompts.tokenizer.template_for(request.offered_tools)
+    if effort is None or (template is not None and "reasoning_effort" in template.variables):
+        return None
+    return _BUDGETS[effort]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToolUse:
     """How the choices of one request may call tools.
@@ -166,11 +193,13 @@ class _ToolUse:
     forced:        as of AnswerRequest.
     forced_format: the structured output of an answer that must be a call.
     is_unread:     the model may write calls whose format is unknown: they are returned as text.
+    call_structure: as SamplingParams has it, of an answer that may be a call.
     """
 
     offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     forced: str | None = None
     forced_format: OutputFormat | None = None
+    call_structure: dict[str, Any] | None = None
     is_unread: bool = False
 
 
@@ -195,56 +224,32 @@ def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
         return _ToolUse(offered=offered, forced=name, forced_format=_forced(schema, ignored))
     if request.requires_a_call:
         schemas = {tool.function.name: _parameters(tool) for tool in tools}
-        schema = _schema_of_any_call(
+        schema = list_of_calls(
             {name: schema for name, (schema, _) in schemas.items()}, is_single=request.parallel_tool_calls is False
         )
         forced = _forced(schema, sorted({keyword for _, ignored in schemas.values() for keyword in ignored}))
         return _ToolUse(offered=offered, forced=ANY_CALLS, forced_format=forced)
-    return _ToolUse(offered=offered, is_unread=chat_format.tool_format is None)
+    structure = None
+    if not request.continue_final_message:
+        plain = {tool.function.name: without_annotations(_parameters(tool, is_strict=False)[0]) for tool in tools}
+        structure = chat_format.call_structure(plain, is_single=request.parallel_tool_calls is False)
+    return _ToolUse(offered=offered, call_structure=structure, is_unread=chat_format.tool_format is None)
 
 
 def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
     return OutputFormat(structure={"type": "json_schema", "value": schema}, param="tool_choice", ignored=tuple(ignored))
 
 
-def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the schema of the arguments, and its keywords that are not enforced. Raises ApiError 400."""
+def _parameters(tool: Tool, *, is_strict: bool = True) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the schema of the arguments, and its keywords that are not enforced.
+
+    is_strict: raise ApiError 400 for such a keyword if the tool is strict.
+    """
     function = tool.function
     schema = function.parameters
     if not schema or (schema.get("properties") == {} and schema.keys() <= _OF_NO_PARAMETERS):
         return dict(_NO_PARAMETERS), ()
-    return enforceable(schema, param="tools", is_strict=bool(function.strict), closes=True)
-
-
-def _schema_of_any_call(tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. tools: the schemas of their arguments, by name."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": name},
-                "arguments": _moved(schema, to=f"#/items/anyOf/{place}/properties/arguments"),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for place, (name, schema) in enumerate(tools.items())
-    ]
-    limit = {"maxItems": 1} if is_single else {}
-    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}}
-
-
-def _moved(schema: Any, *, to: str) -> Any:
-    """Return a copy of a schema for the place `to` of another one, with the references into itself adapted."""
-    if isinstance(schema, list):
-        return [_moved(item, to=to) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {key: _moved(value, to=to) for key, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = to + reference[1:]
-    return moved
+    return enforceable(schema, param="tools", is_strict=is_strict and bool(function.strict), closes=True)
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:

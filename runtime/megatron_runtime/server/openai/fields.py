@@ -214,7 +214,6 @@ _VLLM_GENERATION: Mapping[str, NotOffered] = {
     "repetition_detection": _EMPTY_MAP,
     "routed_experts_prompt_start": NotOffered((0,)),
     "structural_tag": NotOffered(),
-    "thinking_token_budget": NotOffered(),
     "use_beam_search": _OFF,
 }
 """On the routes of completions and chat completions, with those of earlier releases."""
@@ -233,7 +232,12 @@ _TEMPLATES: Mapping[str, NotOffered] = {
 
 COMPLETION_POLICY = FieldPolicy(
     _GENERATION_WITHOUT_EFFECT,
-    {**_VLLM_GENERATION, "prompt_embeds": NotOffered(([],)), "suffix": NotOffered(("",))},
+    {
+        **_VLLM_GENERATION,
+        "prompt_embeds": NotOffered(([],)),
+        "suffix": NotOffered(("",)),
+        "thinking_token_budget": NotOffered((-1,), "Chat completions have it"),
+    },
 )
 CHAT_POLICY = FieldPolicy(
     _GENERATION_WITHOUT_EFFECT | {"verbosity"},

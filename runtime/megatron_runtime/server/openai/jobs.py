@@ -101,6 +101,9 @@ class Options:
     forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: it has none.
+    reasoning_budget: tokens of reasoning at most; None: any number.
+    has_tools:     the answer may be a call.
+    call_structure: as SamplingParams has it, of such an answer.
     hidden_state:  return the hidden state after the prompt; only with max_tokens 0.
     """
 
@@ -111,6 +114,9 @@ class Options:
     forced_format: OutputFormat | None = None
     markers: tuple[str, ...] = ()
     reasoning: ReasoningUse | None = None
+    reasoning_budget: int | None = None
+    has_tools: bool = False
+    call_structure: dict[str, Any] | None = None
     hidden_state: bool = False
 
 
@@ -162,6 +168,9 @@ def jobs_of(
     output, field = (None, "tool_choice") if format_ is None else (format_.structure, format_.param)
     if output is not None and options.reasoning is not None and options.reasoning.is_open:
         output = {**output, "after": list(options.reasoning.closing)}
+    reasoning = None
+    if options.reasoning is not None and (options.reasoning_budget is not None or options.call_structure is not None):
+        reasoning = options.reasoning.parameter(options.reasoning_budget, has_tools=options.has_tools)
     field_names = {**_FIELD_NAMES, "structured_output": field}
     defaults = defaults or {}
     shared = _sampling_params(
@@ -170,6 +179,8 @@ def jobs_of(
         defaults,
         num_tokens_to_generate=None,  # each prompt has its own
         structured_output=output,
+        call_structure=options.call_structure if output is None else None,
+        reasoning=reasoning,
         cache_salt=cache_salt,
         return_log_probs=options.log_probs is not None or options.prompt_log_probs is not None,
         top_n_logprobs=max(options.log_probs or 0, options.prompt_log_probs or 0),

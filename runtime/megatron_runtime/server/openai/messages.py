@@ -27,9 +27,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.rules import MAX_INT32
 from megatron_runtime.server.errors import ApiError, ContextLengthError, from_validation
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning
 from megatron_runtime.server.guards import load_json
+from megatron_runtime.server.json_prefix import JsonPrefix
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
@@ -226,9 +228,10 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """`thinking`: whether the model thinks first, where its chat template can choose. The budget has no effect."""
+    """`thinking`: whether the model thinks first, where its chat template can choose, and for how many tokens."""
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_INT32)] | None = None
 
 
 class AnthropicFormat(Body):
@@ -249,6 +252,7 @@ class CountTokensRequest(ModelRequest):
         "chat_template_kwargs": "thinking",
         "max_completion_tokens": "max_tokens",
         "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
         "response_format": "output_config.format",
         "stop": "stop_sequences",
     }
@@ -267,8 +271,8 @@ class CountTokensRequest(ModelRequest):
         "answer has at most one call."
     )
     thinking: Thinking | None = served(
-        "`enabled`, `adaptive` or `disabled`: given to the chat template as `enable_thinking`. `budget_tokens` has no "
-        "effect."
+        "`enabled`, `adaptive` or `disabled`: given to the chat template as `enable_thinking`. `budget_tokens`: tokens "
+        "of reasoning at most; see [reasoning](http-api-behaviour.md#reasoning)."
     )
     output_config: OutputConfig | None = served(
         "`format`: a JSON schema, which is always enforced. `effort`: see "
@@ -330,6 +334,7 @@ class CountTokensRequest(ModelRequest):
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         if output.format is not None:
             schema = {"name": "answer", "schema": output.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -417,6 +422,8 @@ class _Answer:
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Of the last block, in parts."""
+        self._arguments = JsonPrefix()
+        """Of the last call, as its deltas have them: the SDKs parse them, and raise where they are no JSON."""
         self._is_open = False
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -430,8 +437,9 @@ class _Answer:
                 yield self._open(event, kind)
             if not isinstance(event, CallBegin):
                 self._texts.append(event.text)
-                delta_type, field = _DELTA[kind]
-                yield self._event("content_block_delta", delta={"type": delta_type, field: event.text})
+                text = self._arguments.feed(event.text) if kind == "tool_use" else event.text
+                if text:
+                    yield self._delta(kind, text)
         if piece.finish_reason is not None:
             yield from self._close()
             self._stop_sequence = piece.stop_text
@@ -463,7 +471,7 @@ class _Answer:
         }
 
     def _open(self, event: Event, kind: str) -> dict[str, Any]:
-        self._texts, self._is_open = [], True
+        self._texts, self._arguments, self._is_open = [], JsonPrefix(), True
         block: dict[str, Any] = {"type": kind}
         if isinstance(event, CallBegin):
             block |= {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": event.name, "input": {}}
@@ -482,9 +490,15 @@ class _Answer:
         block, text = self._blocks[-1], "".join(self._texts)
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
+            if rest := self._arguments.finish():
+                yield self._delta("tool_use", rest)
         else:
             block[block["type"]] = text
         yield self._event("content_block_stop")
+
+    def _delta(self, kind: str, text: str) -> dict[str, Any]:
+        delta_type, field = _DELTA[kind]
+        return self._event("content_block_delta", delta={"type": delta_type, field: text})
 
     def _event(self, type_: str, **fields: Any) -> dict[str, Any]:
         return {"type": type_, "index": len(self._blocks) - 1, **fields}

@@ -610,7 +610,12 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
     include_reasoning: StrictBool | None = served("`false`: the answer lacks the reasoning.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = served(
-        "`none` to `xhigh`, given to a chat template that reads `reasoning_effort` or `enable_thinking`. See "
+        "`none` to `xhigh`, given to a chat template that reads `reasoning_effort` or `enable_thinking`, else a budget "
+        "of tokens. See "
+        "[reasoning](http-api-behaviour.md#reasoning)."
+    )
+    thinking_token_budget: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] | None = served(
+        "Tokens of reasoning at most, where the model marks its end. -1: any number. See "
         "[reasoning](http-api-behaviour.md#reasoning)."
     )
     add_generation_prompt: StrictBool | None = served(

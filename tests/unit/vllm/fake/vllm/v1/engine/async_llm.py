@@ -89,6 +89,8 @@ class AsyncLLM:
         assert not params.extra_args or self._config.model_config.logits_processors, "nothing reads extra_args"
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
         log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
+        if params.structured_outputs is not None:
+            log(f"structure {request_id} of {len(request.context)} {params.structured_outputs}")
         request.shift = self._adapters[lora_request.lora_int_id] if lora_request is not None else 0
         try:
             while True:
@@ -171,7 +173,7 @@ class AsyncLLM:
 class _Request:
     def __init__(self, prompt: list[int], params: Any) -> None:
         self.queue: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
-        self._context = list(prompt)
+        self.context = list(prompt)
         self._params = params
         self._generated: list[int] = []
         self._prompt_length = len(prompt)
@@ -179,17 +181,17 @@ class _Request:
 
     @property
     def is_deadly(self) -> bool:
-        return DEADLY in self._context[: self._prompt_length] and len(self._generated) == 3
+        return DEADLY in self.context[: self._prompt_length] and len(self._generated) == 3
 
     def step(self, weights: int) -> None:
         params, count = self._params, len(self._generated)
         extra = params.extra_args or {}
         forced = extra.get(FORCED, [])
-        token = next_token(self._context, weights)
+        token = next_token(self.context, weights)
         while any([*self._generated, token][-len(word) :] == word for word in extra.get(BAD_WORDS, [])):
             token += 1
         token = forced[count] if count < len(forced) else token
-        self._context.append(token)
+        self.context.append(token)
         self._generated.append(token)
         reason, stop = None, None
         ends = set(params.stop_token_ids)
@@ -208,6 +210,6 @@ class _Request:
             ]
         output = RequestOutput([CompletionOutput([token], found, reason, stop)], reason is not None)
         if params.prompt_logprobs is not None:
-            own = [{token: Logprob(-0.25, 1)} for token in self._context[1 : self._prompt_length]]
+            own = [{token: Logprob(-0.25, 1)} for token in self.context[1 : self._prompt_length]]
             output.prompt_logprobs = [None, *own] if len(self._generated) == 1 else []
         self.queue.put_nowait(output)

@@ -1,0 +1,105 @@
+"""Limits the tokens of an answer of several parts: a budget of reasoning, then a grammar. No torch, no llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_runtime.sampling.answer_parts import AnswerParts, Part
+from megatron_runtime.sampling.batch import AnswerState, bits_of
+
+BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[AnswerState]]
+"""Begins a grammar, as GrammarCompiler.begin() does, without waiting for it."""
+
+
+class AnswerGuide:
+    """The AnswerState of an answer of several parts. For one thread.
+
+    The grammar of calls is compiled only when an answer begins with a marker; the request waits for it, and the others
+    do not. If it is not available or fails, any token is allowed: the client gets what the model writes.
+
+    parts:   of the answer so far.
+    rest:    the tokens of its structure.
+    grammar: the state of a structured output that the answer must have, after `rest`.
+    begin:   begins the grammar of calls; None: an engine without grammars.
+    """
+
+    def __init__(
+        self,
+        parts: AnswerParts,
+        *,
+        rest: Sequence[int] = (),
+        grammar: AnswerState | None = None,
+        begin: BeginGrammar | None = None,
+    ) -> None:
+        self._parts = parts
+        self._grammar = grammar
+        self._begin = begin
+        self._begun: Future[AnswerState] | None = None
+        self._begin_calls(rest)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the grammar failed; None for one that the answer need not have."""
+        return None if self._parts.is_best_effort or self._grammar is None else self._grammar.failure
+
+    @property
+    def is_complete(self) -> bool:
+        grammar = self._current()
+        return grammar is not None and grammar.is_complete
+
+    @property
+    def is_ready(self) -> bool:
+        grammar = self._current()
+        return self._begun is None and (grammar is None or grammar.is_ready)
+
+    def is_fresh(self) -> bool:
+        """Return what GrammarState does. No step waits for a grammar that is compiled."""
+        grammar = self._current()
+        return grammar is not None and grammar.is_fresh()
+
+    def wait(self, seconds: float) -> bool:
+        if self._begun is not None:
+            wait([self._begun], timeout=seconds)
+            return self.is_ready
+        grammar = self._current()
+        return grammar is None or grammar.wait(seconds)
+
+    def allowed(self) -> npt.NDArray[np.uint32] | None:
+        if (forced := self._parts.forced) is not None:
+            return bits_of([forced])
+        grammar = self._current()
+        return None if grammar is None else grammar.allowed()
+
+    def accept(self, token: int) -> None:
+        parts = self._parts
+        if parts.part is not Part.STRUCTURE:
+            parts.feed(token)
+            self._begin_calls([token][parts.free - parts.tokens + 1 :])
+        elif (grammar := self._current()) is not None:
+            grammar.accept(token)
+
+    def _begin_calls(self, tokens: Sequence[int]) -> None:
+        """Begin the grammar of calls if it is its turn. tokens: those of the structure so far."""
+        structure = self._parts.structure
+        if structure is None or not self._parts.is_best_effort:
+            return
+        if self._begin is None:
+            self._parts.give_up()
+        else:
+            self._begun = self._begin(structure, tokens)
+
+    def _current(self) -> AnswerState | None:
+        """Return the grammar of the next token; None if it has none, or if it is not compiled yet."""
+        if self._begun is not None and self._begun.done():
+            begun, self._begun = self._begun, None
+            if not begun.cancelled() and begun.exception() is None:
+                self._grammar = begun.result()
+        grammar = self._grammar
+        if grammar is None or self._parts.part is not Part.STRUCTURE:
+            return None
+        return None if self._parts.is_best_effort and grammar.failure is not None else grammar

@@ -1,0 +1,157 @@
+"""The parts of an answer: reasoning, the text or a call that follows, and where a grammar begins. No torch.
+
+Which part a token belongs to follows from the tokens before it. So a request that moves to another engine continues in
+the same part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any, Self
+
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+_SPACE = b" \t\n\r"
+
+
+class Part(Enum):
+    """The part that the next token belongs to."""
+
+    REASONING = auto()
+    BEGIN = auto()
+    """The begin of the answer itself: it is not known yet whether it is a call."""
+    TEXT = auto()
+    """Anything, up to the end."""
+    STRUCTURE = auto()
+    """What a grammar describes, up to the end."""
+
+
+class AnswerParts:
+    """Finds the parts of one answer.
+
+    part:   that of the next token.
+    tokens: number of tokens so far.
+    free:   number of tokens before the structure, once it has begun.
+    """
+
+    def __init__(self, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> None:
+        structure, calls, reasoning = _parts_of(params)
+        after = () if structure is None else structure.get("after", ())
+        self.tokens = self.free = 0
+        self._structure, self._calls = structure, calls
+        self._token_bytes = token_bytes
+        self._opening = list(reasoning.get("opening", ()))
+        self._closing = list(after or reasoning.get("closing", ()))
+        self._ending = list(reasoning.get("ending", self._closing))
+        self._budget: int | None = reasoning.get("budget")
+        self._last: deque[int] = deque(maxlen=max(len(self._closing), len(self._ending)))
+        self._reasoned = 0
+        """Tokens of the reasoning."""
+        self._markers = {} if calls is None else {text.encode(): rule for text, rule in calls["markers"].items()}
+        self._rule = ""
+        """The rule of the marker that the answer begins with."""
+        self._begun: list[int] = []
+        """The tokens of the answer, while they may be the opening."""
+        self._text = b""
+        """The text of the answer, while a marker may begin with it."""
+        self._remaining = b""
+        """What of the marker the structure begins with."""
+        self.part = Part.REASONING if self._closing and (after or reasoning["is_open"]) else self._after_reasoning()
+
+    @classmethod
+    def of(cls, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> Self | None:
+        """Return the parts of an answer; None if it has only one. token_bytes: returns the bytes of a token."""
+        if params.reasoning is None and params.call_structure is None and params.structured_output is None:
+            return None
+        parts = cls(params, token_bytes=token_bytes)
+        return None if parts.part in (Part.TEXT, Part.STRUCTURE) else parts
+
+    @property
+    def is_best_effort(self) -> bool:
+        """Whether the structure is that of calls, which an engine may leave out."""
+        return self._structure is None
+
+    @property
+    def structure(self) -> dict[str, Any] | None:
+        """The structured output of the tokens after `free`; None before it has begun."""
+        if self.part is not Part.STRUCTURE:
+            return None
+        if self._structure is not None:
+            return {name: value for name, value in self._structure.items() if name != "after"}
+        assert self._calls is not None
+        rest = ""
+        if self._remaining:
+            space = "" if self._text else r"/[ \t\r\n]{0,20}/ "
+            rest = f"{space}{json.dumps(self._remaining.decode(errors='replace'), ensure_ascii=False)} "
+        return {"type": "grammar", "value": f"start: {rest}{self._rule}\n{self._calls['grammar']}"}
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next because the budget of the reasoning is used up; None: none must."""
+        if self.part is not Part.REASONING or self._budget is None or self._reasoned < self._budget:
+            return None
+        last, ending = list(self._last), self._ending
+        sizes = range(len(ending) - 1, -1, -1)
+        return ending[next(size for size in sizes if last[len(last) - size :] == ending[:size])]
+
+    def feed(self, token: int) -> None:
+        """Take the next token of the answer."""
+        self.tokens += 1
+        if self.part is Part.REASONING:
+            self._reasoned += 1
+            self._last.append(token)
+            if list(self._last)[-len(self._closing) :] == self._closing:
+                self._opening = []
+                self.part = self._after_reasoning()
+                self.free = self.tokens
+        elif self.part is Part.BEGIN:
+            self._feed_begin(token)
+
+    def feed_all(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.feed(int(token))
+
+    def give_up(self) -> None:
+        """Allow any token: the grammar of the calls is not available."""
+        self.part = Part.TEXT
+
+    def _after_reasoning(self) -> Part:
+        if self._structure is not None:
+            return Part.STRUCTURE
+        return Part.BEGIN if self._markers or self._opening else Part.TEXT
+
+    def _feed_begin(self, token: int) -> None:
+        self._begun.append(token)
+        if (may_open := self._begun == self._opening[: len(self._begun)]) and len(self._begun) == len(self._opening):
+            self.part = Part.REASONING
+            self._text = b""
+            return
+        before, text = self._text, (self._text + self._token_bytes(token)).lstrip(_SPACE)
+        for marker, rule in self._markers.items():
+            if text.startswith(marker):
+                self.part, self.free, self._rule = Part.STRUCTURE, self.tokens, rule
+                if len(text) > len(marker):  # the grammar allows the token, or another one with the end of the marker
+                    self.free -= 1
+                    self._remaining = marker[len(before) :]
+                return
+        self._text = text
+        if not may_open:
+            self._opening, self._begun = [], []
+            if not any(marker.startswith(text) for marker in self._markers):
+                self.part = Part.TEXT
+
+
+def _parts_of(params: SamplingParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any]]:
+    """Return structured output, calls and reasoning of an answer.
+
+    With allowed_token_ids the last two have no effect: the tokens that they need may not be among the allowed ones.
+    """
+    structure, calls, reasoning = params.structured_output, params.call_structure, params.reasoning or {}
+    if params.allowed_token_ids is not None or (structure is not None and "after" not in structure):
+        return structure, None, {}
+    if structure is not None:
+        calls = None
+    return structure, calls, reasoning if calls is not None or reasoning.get("budget") is not None else {}
