@@ -547,6 +547,9 @@ class SamplingParams:
             unknown = next((token for token in getattr(self, name) or () if token >= vocab_size), None)
             if unknown is not None:
                 raise InvalidSamplingParamsError(name, unknown, f"token ids from 0 to {vocab_size - 1}")
+        written = (self.reasoning or {}).get("ending") or (self.reasoning or {}).get("closing") or ()
+        if any(token >= vocab_size for token in written):
+            raise InvalidSamplingParamsError("reasoning", written, f"token ids from 0 to {vocab_size - 1}")
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Set attributes. Unknown ones are accepted and survive serialize() and deserialize()."""

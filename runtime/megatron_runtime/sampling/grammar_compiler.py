@@ -21,7 +21,7 @@ from megatron_runtime.protocol import codec
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.grammar_dialects import is_gbnf, lark_of
-from megatron_runtime.sampling.grammar_limits import check_structure
+from megatron_runtime.sampling.grammar_limits import JSON_OPTIONS, check_structure
 
 STACK_BYTES = 1 << 20
 """Stack on which the trial process compiles a grammar."""
@@ -47,8 +47,6 @@ _LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-# A small model may generate white space endlessly where JSON allows it.
-_JSON = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
 
 
 _ERROR = re.compile(r"(?m)^error: (.+)")
@@ -123,7 +121,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, A
     try:
         if kind in ("json_object", "json_schema"):
             schema = {"type": "object"} if kind == "json_object" else dict(value or {})
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         elif kind == "regex":
             grammar = llguidance.LLMatcher.grammar_from_regex(str(value))
         elif kind == "choice":

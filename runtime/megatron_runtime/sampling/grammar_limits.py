@@ -31,6 +31,9 @@ MAX_PROPERTIES = 1000
 MAX_REPETITIONS = 10_000  # highest bound of a repetition in a regular expression or grammar
 MAX_MULTIPLE_OF = 10_000  # without its decimal point: the compiler creates as many states
 
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
+"""Of the compiler, for JSON: a small model may generate white space endlessly where JSON allows it."""
+
 # Limits of the entries in one list or object of a JSON schema, by keyword.
 _MAX_ENTRIES = {
     **dict.fromkeys(("properties", "patternProperties"), MAX_PROPERTIES),

@@ -23,6 +23,7 @@ from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferen
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import Status
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.server import call_grammars
 from megatron_runtime.tokenization import load_tokenizer
 
 PERSON = {
@@ -118,6 +119,34 @@ def test_an_answer_continues_from_its_generated_tokens(smollm: CpuExecutor) -> N
     assert reason == "stop"
     for cut in (1, len(whole) // 2, len(whole) - 1):
         assert answers_of(smollm, [params], [whole[:cut]]) == [(whole, "stop")]
+
+
+def test_a_budget_ends_the_reasoning_also_after_a_failover(random_model: CpuExecutor) -> None:
+    closing = random_model.controller.tokenizer.encode("</think>", add_special=False)
+    reasoning = {"closing": closing, "is_open": True, "budget": 5}
+    params = SamplingParams(num_tokens_to_generate=20, termination_id=IGNORE_EOS, reasoning=reasoning)
+    ((whole, reason),) = answers_of(random_model, [params])
+    assert (whole[5 : 5 + len(closing)], len(whole), reason) == (closing, 20, "length")
+    for cut in (3, 6, 12):
+        assert answers_of(random_model, [params], [whole[:cut]]) == [(whole, "length")]
+    outside = {"closing": [10**6], "is_open": True, "budget": 5}
+    with pytest.raises(InvalidSamplingParamsError, match="reasoning"):
+        answers_of(random_model, [SamplingParams(reasoning=outside)])
+
+
+def test_a_call_fits_its_schema_from_its_marker_on_also_after_a_failover(random_model: CpuExecutor) -> None:
+    markers, grammar = call_grammars.hermes({"meet": PERSON}, json.dumps, True)
+    structure = {"markers": markers, "grammar": grammar}
+    marker = random_model.controller.tokenizer.encode("<tool_call>", add_special=False)
+    params = SamplingParams(num_tokens_to_generate=200, call_structure=structure)
+    ((whole, reason),) = answers_of(random_model, [params], [marker])
+    text = random_model.controller.detokenize(whole)
+    assert reason == "stop"
+    call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert call["name"] == "meet"
+    assert is_person(json.dumps(call["arguments"]))
+    for cut in (len(marker) + 1, len(whole) // 2, len(whole) - 1):
+        assert answers_of(random_model, [params], [whole[:cut]]) == [(whole, "stop")]
 
 
 def test_the_end_of_the_structure_ends_the_request_though_no_token_may(smollm: CpuExecutor) -> None:

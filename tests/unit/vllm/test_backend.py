@@ -197,6 +197,12 @@ async def test_a_suspend_between_two_parts_loses_no_token(running: Running, mode
         ([], {}, ValueError, "prompt is empty"),
         ([1] * 256, {}, MaxSequenceLengthOverflowError, "the prompt alone has 256 tokens"),
         (PROMPT, {"num_tokens_total": 3}, InvalidSamplingParamsError, "num_tokens_total=3"),
+        (
+            PROMPT,
+            {"reasoning": {"closing": [10**6], "is_open": True, "budget": 1}},
+            InvalidSamplingParamsError,
+            "reason",
+        ),
         (PROMPT, {"temperature": 3.0}, ValueError, "temperature must be in"),
         (
             PROMPT,

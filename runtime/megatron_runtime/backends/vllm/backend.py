@@ -296,6 +296,7 @@ class VllmBackend(EngineBackend):
     def submit(self, request: EngineRequest) -> None:
         now = time.monotonic()
         try:
+            request.sampling_params.check_vocabulary(self.info.vocab_size)
             opened = VllmRequest.open(
                 request,
                 longest=self.info.max_sequence_length,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.sampling.grammar_limits import JSON_OPTIONS
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 Written: TypeAlias = Callable[[str], str]
@@ -160,7 +161,8 @@ def _inner(text: str) -> str:
 
 
 def _dumped(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    """Return a schema as %json has it."""
+    return json.dumps({**schema, "x-guidance": JSON_OPTIONS}, ensure_ascii=False, separators=(",", ":"))
 
 
 def _lines(*rules: str) -> str:
