@@ -74,7 +74,7 @@ _packer = msgpack.Packer()  # to make one takes three times as long as to pack a
 
 
 def pack(value: Any) -> bytes:
-    """Raises MalformedMessageError for more than 511 nested lists and maps."""
+    """Raises MalformedMessageError for a value that is nested too deep."""
     global _packer
     try:
         data: bytes = _packer.pack(value)
@@ -194,6 +194,8 @@ def split_list(data: bytes) -> list[bytes]:
             begin = end
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise MalformedMessageError(f"frame of {size} bytes is not a msgpack list: {error}") from error
+    if begin != size:
+        raise MalformedMessageError(f"frame of {size} bytes: {size - begin} of them follow its list")
     return elements
 
 

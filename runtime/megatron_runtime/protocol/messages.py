@@ -636,6 +636,14 @@ def frames_of(message: Outgoing) -> Frames:
     return message if isinstance(message, list) else message.to_frames()
 
 
+def size_of(message: Outgoing) -> int:
+    """Return the bytes of a message; 0 for one that cannot be encoded, which its translator answers with an error."""
+    try:
+        return sum(map(len, frames_of(message)))
+    except MalformedMessageError:
+        return 0
+
+
 _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),
     int(Header.DISPATCH): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_dispatch),

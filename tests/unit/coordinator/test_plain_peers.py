@@ -245,11 +245,29 @@ async def test_frames_of_0_20_that_are_none_fail_their_request(stage, client) ->
         ((metadata, prompt, hashes), "3 frames"),
         ((metadata, pack([-1]), hashes, media), "token -1"),
         ((metadata, prompt, hashes, pack(b"image")), "multimodal"),
+        ((metadata, prompt + prompt, hashes, media), "follow its list"),
+        ((metadata, prompt[:-1], hashes, media), "not a msgpack list"),
+        ((metadata, pack({}), hashes, media), "want a text or token ids"),
     ):
         client.say_frames(*frames)
         (header, number), reply = await client.hear()
         assert (header, number, reply["status"]) == (Header.ENGINE_REPLY, 7, "FAILED")
         assert cause in reply["events"][0]["payload"]["message"]
+
+
+async def test_what_can_be_read_of_a_reply_can_be_packed(stage, plain, client) -> None:
+    """As deep as msgpack reads. A deeper one is malformed."""
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    client.say(Header.SUBMIT_REQUEST, 0, [1], PARAMS)
+    number = (await engine.hear())[1]
+    begin = b"\x92" + pack(Header.ENGINE_REPLY) + b"\x91\x82" + pack("request_id") + pack(number) + pack("deep")
+    core = stage.coordinators[-1].core
+    for levels in range(1100, 900, -1):
+        engine.say_frames(begin + b"\x91" * levels + b"\x90")
+    await stage.until(lambda: core.counters.completed == 1)
+    assert 0 < core.counters.rejected["malformed"] < 200
+    assert not stage.coordinators[-1].transport.handler_errors
 
 
 ROUTING = [[[0, 2], [3, 1]], [[1, 0], [2, 3]]]

@@ -56,6 +56,11 @@ def test_bytes_that_are_no_list_are_malformed(data: bytes) -> None:
             read(data)
 
 
+def test_bytes_after_a_list_are_malformed() -> None:
+    with pytest.raises(MalformedMessageError, match="1 of them follow its list"):
+        split_list(pack([1, 2]) + b"\x01")
+
+
 @given(st.lists(st.integers(0, MAX_TOKEN)))
 def test_packed_tokens_become_int32(tokens: list[int]) -> None:
     assert token_list_from_bytes(unpack_tokens(pack(tokens))) == tokens

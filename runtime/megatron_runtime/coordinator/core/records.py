@@ -24,7 +24,7 @@ from megatron_runtime.protocol.messages import (
     Hello,
     Outgoing,
     RequestMeta,
-    frames_of,
+    size_of,
 )
 from megatron_runtime.requests.capabilities import FIRST_PARAMETERS, is_parameter
 
@@ -80,7 +80,7 @@ class Client:
     def keep(self, uid: bytes | None, message: Outgoing, *, first: bool = False) -> None:
         """Add a message to the outbox. first: before all others."""
         add = self.outbox.appendleft if first else self.outbox.append
-        size = sum(map(len, frames_of(message)))
+        size = size_of(message)
         add((uid, message, size))
         self.outbox_bytes += size
 

@@ -13,6 +13,7 @@ from megatron_runtime.coordinator.plain.messages import (
     EngineOutput,
     Form,
     OpenRequest,
+    failed_reply,
     read_outputs,
     submit_frames,
 )
@@ -200,9 +201,7 @@ class EngineTranslator:
         try:
             frames = submit_frames(form, number, self._prompt_of(dispatch), self._params_of(dispatch))
         except MalformedMessageError as error:
-            cause = {"code": int(ErrorCode.INVALID_REQUEST), "type": "INVALID_REQUEST", "message": str(error)}
-            reply = {"status": "FAILED", "finish_reason": "error", "error": {**cause, "is_transient": False}}
-            self._accept(Final(number, uid, given, pack(reply)))
+            self._accept(Final(number, uid, given, failed_reply(ErrorCode.INVALID_REQUEST, str(error))))
             return True
         self._running[number] = Running(uid, route, given, len(given) // 4)
         if self._send(frames):

@@ -132,7 +132,7 @@ def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[Open
     if len(frames) == 1 and len(items) >= 4:
         form, (number, prompt, packed, *media) = Form.ONE_FRAME, items[1:]
     elif len(frames) == 4 and len(items) >= 3:
-        form, (number, packed, *media), prompt = Form.BODIES, items[1:], frames[1]
+        form, (number, packed, *media), (prompt,) = Form.BODIES, items[1:], split_list(joined_list(frames[1:2]))
         media.append(frames[3])
     else:
         raise MalformedMessageError(
@@ -149,7 +149,8 @@ def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[Open
     is_text = _is_text(prompt)
     if not is_text and not _is_list(prompt):
         raise MalformedMessageError(f"SUBMIT_REQUEST with a prompt of {len(prompt)} bytes: want a text or token ids")
-    body = unpack(prompt, PLAIN).encode("utf-8", "replace") if is_text else PackedTokens(prompt)
+    prompt = prompt if is_text else PackedTokens(prompt)
+    body = unpack(prompt, PLAIN).encode("utf-8", "replace") if is_text else prompt
     seed = params.seed if params.seed is not None else randbits(64)
     meta = RequestMeta(params.streaming, seed, None, is_text, params.priority, params.cache_salt)
     return OpenRequest(identity, form, prompt, is_text, params), body, meta
@@ -202,10 +203,7 @@ class EngineOutput(NamedTuple):
         return self.values
 
     def native_reply(self, *, num_given: int) -> bytes:
-        """The reply map of FINAL, with every entry that is not nil. num_given: tokens that the dispatch had.
-
-        Raises MalformedMessageError for a map that is too deep.
-        """
+        """The reply map of FINAL, with every entry that is not nil. num_given: tokens that the dispatch had."""
         reply = {
             key: value
             for key, value in self.values.items()
@@ -218,7 +216,16 @@ class EngineOutput(NamedTuple):
         reply["generated_length"] = num_given + len(self.tokens) // 4
         if num_given and "generated_log_probs" in reply:
             reply["log_probs_from"] = num_given
-        return pack(reply)
+        try:
+            return pack(reply)
+        except MalformedMessageError as error:
+            return failed_reply(ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
+
+
+def failed_reply(code: ErrorCode, message: str) -> bytes:
+    """The reply map of the FINAL of a request that failed at its translator."""
+    error = {"code": int(code), "type": code.name, "message": message, "is_transient": False}
+    return pack({"status": "FAILED", "finish_reason": "error", "error": error})
 
 
 def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
