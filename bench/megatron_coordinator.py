@@ -1,10 +1,16 @@
-"""This coordinator and that of Megatron-Core, with Megatron-Core's own client and one engine, interleaved.
+"""This coordinator and that of Megatron-Core, each with clients and engines that do almost nothing, interleaved.
 
     python bench/megatron_coordinator.py --json megatron_coordinator.json
+    python bench/megatron_coordinator.py --client frames --engines 32 --open 1024 --prompt-tokens 512
 
-The client, the coordinator and the engine are processes. The client keeps a number of requests open. The engine answers
-at once, all requests that it has read in one message, with a request of Megatron-Core. Each round runs both
-coordinators, in alternating order, while the processes of the other one are stopped.
+A cell is a client, a number of engines, a length of the prompts, a routing by prefix or by load, and a number of open
+requests. The client sends a request for each answer. The clients are raw frames, which are neither packed nor unpacked,
+Megatron-Core's InferenceClient, and that of this project. One process has all engines. An engine answers at once, all
+requests that it has read in one message, with a request of Megatron-Core.
+
+The client, the coordinator and the engines are processes. Each round runs both coordinators, in alternating order,
+while the processes of the other one are stopped. On a busy machine compare the CPU time of a request: the
+coordinator's, of all its threads.
 """
 
 from __future__ import annotations
@@ -12,16 +18,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import itertools
 import logging
 import multiprocessing
 import os
+import random
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgpack
@@ -29,19 +38,49 @@ import psutil
 import torch
 import zmq
 from megatron.core.inference import inference_client
+from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_runtime.cli.bench.report import json_file, machine
 from megatron_runtime.coordinator import service
-from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.headers import Header, Role
 
 SIDES = ("ours", "megatron")
-_SPAWN = multiprocessing.get_context("spawn")
+CLIENTS = ("frames", "theirs", "ours")
+_FORK = multiprocessing.get_context("fork")
+"""Megatron-Core and torch are imported once."""
 MAX_REQUESTS = 4096
-"""Of the engine. Megatron-Core's coordinator needs it for its routing."""
+"""Of an engine. Megatron-Core's coordinator needs it for its routing."""
+BLOCK_TOKENS = 16
+SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 64
+GENERATED_TOKENS = 16
+WARM_UP_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Cell:
+    client: Literal["frames", "theirs", "ours"]
+    engines: int
+    prompt_tokens: int
+    by_prefix: bool
+    open: int
+
+    def __str__(self) -> str:
+        routing = "prefix" if self.by_prefix else "load"
+        return f"{self.client}, {self.engines} engines, {self.prompt_tokens} tokens, by {routing}, {self.open} open"
+
+    def prompts(self) -> list[list[int]]:
+        """Half of each prompt is one of SHARED_PREFIXES."""
+        rng, half = random.Random(1), self.prompt_tokens // 2
+        shared = [[rng.randrange(50_000) for _ in range(half)] for _ in range(SHARED_PREFIXES)]
+        return [
+            shared[number % SHARED_PREFIXES] + [rng.randrange(50_000) for _ in range(self.prompt_tokens - half)]
+            for number in range(DISTINCT_PROMPTS)
+        ]
 
 
 class Tokenizer:
@@ -56,60 +95,130 @@ class Tokenizer:
         return " " * len(tokens)
 
 
-def serve_ours(pipe: Connection) -> None:
-    settings = CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True, timing=Timing(recovery=0.0))
+def serve_ours(pipe: Connection, cell: Cell) -> None:
+    settings = CoordinatorSettings(
+        listen="127.0.0.1",
+        client_port=0,
+        single_port=True,
+        routing_policy=RoutingPolicy.LONGEST_PREFIX if cell.by_prefix else RoutingPolicy.LOAD_BALANCED,
+        block_size_tokens=BLOCK_TOKENS,
+        plain_max_requests=MAX_REQUESTS,
+        timing=Timing(recovery=0.0),
+    )
     service.run(settings, tokenizer=Tokenizer(), on_bound=lambda addresses: pipe.send(addresses[Role.CLIENT]))
 
 
-def serve_megatron(pipe: Connection) -> None:
+def serve_megatron(pipe: Connection, cell: Cell) -> None:
     module = importlib.import_module("megatron.core.inference.data_parallel_inference_coordinator")
-    module.DataParallelInferenceCoordinator(pipe, 1, Tokenizer(), MAX_REQUESTS, hostname="127.0.0.1").start()
+    module.DataParallelInferenceCoordinator(
+        pipe,
+        cell.engines,
+        Tokenizer(),
+        MAX_REQUESTS,
+        block_size_tokens=BLOCK_TOKENS,
+        enable_prefix_caching=cell.by_prefix,
+        prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+        hostname="127.0.0.1",
+    ).start()
 
 
-def serve_engine(address: str, pipe: Connection, prompt_tokens: int, generated_tokens: int) -> None:
-    """Register as an engine of Megatron-Core, and answer all requests that have arrived with one message."""
+def serve_engines(address: str, pipe: Connection, cell: Cell) -> None:
+    """Register engines of Megatron-Core, and answer all requests of each that have arrived with one message."""
     request = DynamicInferenceRequest(
         request_id=0,
-        prompt_tokens=torch.zeros(prompt_tokens, dtype=torch.int64),
-        sampling_params=SamplingParams(num_tokens_to_generate=generated_tokens),
-        generated_tokens=list(range(generated_tokens)),
+        prompt_tokens=torch.zeros(cell.prompt_tokens, dtype=torch.int64),
+        sampling_params=SamplingParams(num_tokens_to_generate=GENERATED_TOKENS),
+        generated_tokens=list(range(GENERATED_TOKENS)),
     )
-    template = request.serialize() | {"prompt": "", "status": "COMPLETED"}
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.setsockopt(zmq.IDENTITY, b"mp-coord-0")
-        dealer.connect(address)
-        dealer.send(b"")
+    template = {"request_id": 0, **request.serialize(), "prompt": "", "status": "COMPLETED"}
+    begin, _, rest = msgpack.packb(template).partition(msgpack.packb("request_id") + b"\0")
+    begin += msgpack.packb("request_id")
+    reply = b"\x92" + msgpack.packb(int(Header.ENGINE_REPLY)) + b"\xdd"
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        poller = zmq.Poller()
+        for number in range(cell.engines):
+            dealer = stack.enter_context(context.socket(zmq.DEALER))
+            dealer.setsockopt(zmq.IDENTITY, f"mp-coord-{number}".encode())
+            dealer.connect(address)
+            dealer.send(b"")
+            poller.register(dealer, zmq.POLLIN)
         time.sleep(1)  # nothing confirms the registration
         pipe.send("registered")
         while True:
-            messages = [dealer.recv()]
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    messages.append(dealer.recv(zmq.NOBLOCK))
-            requests = [msgpack.unpackb(message) for message in messages]
-            answers = [
-                template | {"request_id": number} for header, number, *_ in requests if header == Header.SUBMIT_REQUEST
-            ]
-            if answers:
-                dealer.send(msgpack.packb([int(Header.ENGINE_REPLY), answers]))
+            for dealer, _ in poller.poll():
+                numbers = [number for message in received(dealer) if (number := number_of(message)) is not None]
+                answers = b"".join([begin + number + rest for number in numbers])
+                if numbers:
+                    dealer.send(reply + len(numbers).to_bytes(4, "big") + answers)
 
 
-def be_client(pipe: Connection, address: str, open_requests: int, prompt_tokens: int, generated_tokens: int) -> None:
-    """Send the number of answers after each "count" of the parent."""
-    asyncio.run(_be_client(pipe, address, open_requests, prompt_tokens, generated_tokens))
+def received(dealer: zmq.Socket[bytes]) -> Iterator[bytes]:
+    """Yield all messages that have arrived."""
+    with contextlib.suppress(zmq.Again):
+        while True:
+            yield dealer.recv(zmq.NOBLOCK)
 
 
-async def _be_client(
-    pipe: Connection, address: str, open_requests: int, prompt_tokens: int, generated_tokens: int
-) -> None:
-    client = inference_client.InferenceClient(address, deserialize=True)
-    client.start()
-    params = SamplingParams(num_tokens_to_generate=generated_tokens)
-    prompt = list(range(prompt_tokens))
+def number_of(message: bytes) -> bytes | None:
+    """Return the packed id of a SUBMIT_REQUEST; None for another message."""
+    if message[1] != Header.SUBMIT_REQUEST:
+        return None
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(message[2:11])
+    return msgpack.packb(unpacker.unpack())
+
+
+def be_frames(pipe: Connection, address: str, cell: Cell) -> None:
+    """Send packed requests."""
+    params = msgpack.packb(SamplingParams(num_tokens_to_generate=GENERATED_TOKENS).serialize())
+    bodies = itertools.cycle([msgpack.packb(prompt) + params for prompt in cell.prompts()])
+    numbers = itertools.count()
+    begin = b"\x94" + msgpack.packb(int(Header.SUBMIT_REQUEST))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.SNDHWM, 0)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.connect(address)
+        dealer.send(msgpack.packb([int(Header.CONNECT)]))
+        dealer.recv()
+        for _ in range(cell.open):
+            dealer.send(begin + msgpack.packb(next(numbers)) + next(bodies))
+        answers = 0
+        while True:
+            dealer.poll(10)
+            for _ in received(dealer):
+                answers += 1
+                dealer.send(begin + msgpack.packb(next(numbers)) + next(bodies))
+            if pipe.poll():
+                pipe.recv()
+                pipe.send((answers, time.perf_counter()))
+
+
+def be_theirs(pipe: Connection, address: str, cell: Cell) -> None:
+    async def start() -> inference_client.InferenceClient:
+        client = inference_client.InferenceClient(address)
+        client.start()
+        return client
+
+    asyncio.run(_submit_always(pipe, cell, start))
+
+
+def be_ours(pipe: Connection, address: str, cell: Cell) -> None:
+    async def start() -> InferenceClient:
+        client = InferenceClient(inference_coordinator_address=address)
+        await client.start()
+        return client
+
+    asyncio.run(_submit_always(pipe, cell, start))
+
+
+async def _submit_always(pipe: Connection, cell: Cell, start: Callable[[], Any]) -> None:
+    client = await start()
+    params = SamplingParams(num_tokens_to_generate=GENERATED_TOKENS)
+    prompts = itertools.cycle(cell.prompts())
     answers = 0
 
     def submit() -> None:
-        client.add_request(prompt, params).add_done_callback(answered)
+        client.add_request(next(prompts), params).add_done_callback(answered)
 
     def answered(future: asyncio.Future[Any]) -> None:
         nonlocal answers
@@ -117,7 +226,7 @@ async def _be_client(
         answers += 1
         submit()
 
-    for _ in range(open_requests):
+    for _ in range(cell.open):
         submit()
     while True:
         if pipe.poll():
@@ -126,9 +235,13 @@ async def _be_client(
         await asyncio.sleep(0.01)
 
 
+BE_CLIENT = {"frames": be_frames, "theirs": be_theirs, "ours": be_ours}
+SERVE = {"ours": serve_ours, "megatron": serve_megatron}
+
+
 @contextlib.contextmanager
 def process(target: Any, *arguments: Any) -> Iterator[multiprocessing.process.BaseProcess]:
-    child = _SPAWN.Process(target=target, args=arguments, daemon=True)
+    child = _FORK.Process(target=target, args=arguments, daemon=True)
     child.start()
     try:
         yield child
@@ -140,17 +253,16 @@ def process(target: Any, *arguments: Any) -> Iterator[multiprocessing.process.Ba
 class Side:
     """The processes of one coordinator. Only between resume() and pause() they run."""
 
-    def __init__(self, side: str, stack: contextlib.ExitStack, open_requests: int, *sizes: int) -> None:
-        address, theirs = _SPAWN.Pipe(duplex=False)
-        self._client, ours = _SPAWN.Pipe()
-        serve = serve_ours if side == "ours" else serve_megatron
-        self._coordinator = stack.enter_context(process(serve, theirs))
+    def __init__(self, side: str, stack: contextlib.ExitStack, cell: Cell) -> None:
+        address, theirs = _FORK.Pipe(duplex=False)
+        self._client, ours = _FORK.Pipe()
+        self._coordinator = stack.enter_context(process(SERVE[side], theirs, cell))
         where = address.recv()
-        engine = stack.enter_context(process(serve_engine, where, ours, *sizes))
-        self._client.recv()  # the first peer of Megatron-Core's coordinator has to be the engine
-        client = stack.enter_context(process(be_client, ours, where, open_requests, *sizes))
-        self._pids = [child.pid for child in (client, engine, self._coordinator)]
-        while self._count()[0] < 4 * open_requests:
+        engines = stack.enter_context(process(serve_engines, where, ours, cell))
+        self._client.recv()  # the first peers of Megatron-Core's coordinator have to be the engines
+        client = stack.enter_context(process(BE_CLIENT[cell.client], ours, where, cell))
+        self._pids = [child.pid for child in (client, engines, self._coordinator)]
+        while self._count()[0] < 4 * cell.open:
             time.sleep(0.1)
         self.pause()
 
@@ -165,7 +277,7 @@ class Side:
     def measure(self, seconds: float) -> dict[str, float]:
         """Return requests per second and the coordinator's CPU time of a request in microseconds."""
         self.resume()
-        time.sleep(0.5)
+        time.sleep(WARM_UP_SECONDS)
         before = self._count()
         time.sleep(seconds)
         after = self._count()
@@ -184,41 +296,69 @@ class Side:
         return answers, at, times.user + times.system
 
 
+def measure(cell: Cell, *, rounds: int, seconds: float) -> dict[str, Any]:
+    """Measure both coordinators in one cell. The ratios are ours / Megatron's, of the rates and of the CPU times."""
+    with contextlib.ExitStack() as stack:
+        sides = {side: Side(side, stack, cell) for side in SIDES}
+        runs = [
+            {side: sides[side].measure(seconds) for side in (SIDES if number % 2 == 0 else SIDES[::-1])}
+            for number in range(rounds)
+        ]
+    names = runs[0]["ours"]
+    return {
+        "cell": asdict(cell),
+        "median": {
+            side: {name: statistics.median(run[side][name] for run in runs) for name in names} for side in SIDES
+        },
+        "ratio": {
+            name: round(statistics.median(run["ours"][name] / run["megatron"][name] for run in runs), 3)
+            for name in names
+        },
+        "rounds": runs,
+    }
+
+
+def _choice(name: str, values: tuple[Any, ...], **options: Any) -> Any:
+    return click.option(name, multiple=True, default=values, show_default=True, **options)
+
+
 @click.command()
-@click.option("--open", "open_counts", multiple=True, type=int, default=(64, 1024), show_default=True)
-@click.option("--rounds", default=10, show_default=True, help="Paired runs of each number of open requests.")
+@_choice("--client", CLIENTS, type=click.Choice(CLIENTS))
+@_choice("--engines", (2, 32, 256), type=int)
+@_choice("--prompt-tokens", (32, 512), type=int)
+@_choice("--routing", ("load", "prefix"), type=click.Choice(("load", "prefix")))
+@_choice("--open", (64, 1024), type=int, help="Open requests.")
+@click.option("--rounds", default=5, show_default=True, help="Paired runs of each cell.")
 @click.option("--seconds", default=3.0, show_default=True, help="Duration of a run.")
-@click.option("--prompt-tokens", default=16, show_default=True)
-@click.option("--generated-tokens", default=16, show_default=True)
 @json_file
 def main(
     *,
-    open_counts: tuple[int, ...],
+    client: tuple[Any, ...],
+    engines: tuple[int, ...],
+    prompt_tokens: tuple[int, ...],
+    routing: tuple[str, ...],
+    open: tuple[int, ...],
     rounds: int,
     seconds: float,
-    prompt_tokens: int,
-    generated_tokens: int,
     json_file: Path | None,
 ) -> None:
-    """Measure both coordinators with Megatron-Core's client."""
+    """Measure both coordinators in every cell of the given values. Each option may be repeated."""
     logging.disable(logging.INFO)
     results = []
-    for open_requests in open_counts:
-        runs: list[dict[str, dict[str, float]]] = []
-        with contextlib.ExitStack() as stack:
-            sides = {side: Side(side, stack, open_requests, prompt_tokens, generated_tokens) for side in SIDES}
-            for number in range(rounds):
-                pair = {side: sides[side].measure(seconds) for side in (SIDES if number % 2 == 0 else SIDES[::-1])}
-                runs.append(pair)
-                click.echo(f"{open_requests} open, round {number + 1}: {json.dumps(pair)}")
-        medians = {
-            side: {key: statistics.median(run[side][key] for run in runs) for key in runs[0][side]} for side in SIDES
-        }
-        ratio = statistics.median(run["ours"]["requests_per_s"] / run["megatron"]["requests_per_s"] for run in runs)
-        results.append({"open": open_requests, "median": medians, "median_of_ratios": round(ratio, 3), "rounds": runs})
-        click.echo(f"{open_requests} open: {json.dumps(medians)}, requests/s of ours / megatron: {ratio:.3f}")
+    for values in itertools.product(client, engines, prompt_tokens, routing, open):
+        cell = Cell(*values[:3], by_prefix=values[3] == "prefix", open=values[4])
+        result = measure(cell, rounds=rounds, seconds=seconds)
+        results.append(result)
+        rates = " / ".join(f"{result['median'][side]['requests_per_s']:,.0f}" for side in SIDES)
+        times = " / ".join(f"{result['median'][side]['cpu_us_per_request']:.1f}" for side in SIDES)
+        ratio = result["ratio"]["requests_per_s"]
+        click.echo(f"{cell}: {ratio:.3f} ({rates} requests/s, {times} us of CPU)")
     if json_file is not None:
-        options = {"seconds": seconds, "prompt_tokens": prompt_tokens, "generated_tokens": generated_tokens}
+        options = {
+            "rounds": rounds,
+            "seconds": seconds,
+            "lowest": min(one["ratio"]["requests_per_s"] for one in results),
+        }
         document = {"benchmark": "megatron_coordinator", "machine": machine(), "options": options, "results": results}
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -27,6 +27,7 @@ def check_tables(core: CoordinatorCore) -> None:
 
 
 def _check_loads(core: CoordinatorCore) -> None:
+    core.engines.with_room()  # which moves engines whose load has changed
     load = load_by(core.context.settings.routing_policy, alpha=core.context.settings.alpha)
     order = []
     for engine in core.engines:

@@ -12,12 +12,18 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_runtime.checkpoints.torch_dist.live_model import _sharded_tensors
 from megatron_runtime.distributed.shard import ParallelSizes
@@ -34,6 +40,7 @@ _EXPERTS = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "hybrid, llama": {"hybrid": "*-*-*-*-"},
     "llama, tied, scaled": {"tied": True, "rope_scaling": True},
     "qwen2": {"add_qkv_bias": True},
     "qwen3, tied": {"qk_layernorm": True, "tied": True},
@@ -52,6 +59,7 @@ def patch_for_cpu() -> None:
     torch.cuda.current_device = lambda: "cpu"  # the device of scratch tensors
     get_cuda_rng_tracker().fork = contextlib.nullcontext  # the CUDA generator of dropout, which is off
     torch.Tensor.cuda = lambda tensor: tensor  # before a tied embedding is shared between pipeline stages
+    hybrid_block.TENorm = WrappedTorchNorm  # which Transformer Engine has
     moe_utils.te_general_gemm = None  # named, but not defined, without Transformer Engine
 
 
@@ -65,8 +73,9 @@ def make_gpt(
     sizes = sizes or ParallelSizes()
     traits = {**CASES[case], **more}
     tied, scaled = traits.pop("tied", False), traits.pop("rope_scaling", False)
+    hybrid = traits.pop("hybrid", "")
     config = TransformerConfig(
-        num_layers=4,
+        num_layers=len(hybrid) or 4,
         hidden_size=64,
         ffn_hidden_size=96,
         num_attention_heads=8,
@@ -92,6 +101,10 @@ def make_gpt(
         expert_model_parallel_size=sizes.expert,
         **traits,
     )
+    if hybrid:
+        model = make_hybrid(config, hybrid, vocab_size=vocab_size)
+        fill(model, seed)
+        return model.eval()
     model = GPTModel(
         config,
         get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"),
@@ -105,6 +118,34 @@ def make_gpt(
     )
     fill(model, seed)
     return model.eval()
+
+
+def make_hybrid(config: TransformerConfig, pattern: str, *, vocab_size: int = VOCAB) -> HybridModel:
+    """Return a HybridModel without the parts of Transformer Engine. pattern: of Megatron-Core's symbols of layers."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    names = {"sharded_state_dict_keys_map": layer.sharded_state_dict_keys_map}
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm,
+        self_attention=layer.self_attention,
+        self_attn_bda=layer.self_attn_bda,
+        **names,
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda, **names
+    )
+    submodules = hybrid_block.HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    return HybridModel(
+        config,
+        ModuleSpec(module=hybrid_block.HybridStack, submodules=submodules),
+        vocab_size=vocab_size,
+        max_sequence_length=LENGTH,
+        hybrid_layer_pattern=pattern,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
 
 
 @torch.no_grad()

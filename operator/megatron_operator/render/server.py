@@ -50,6 +50,7 @@ OPTIONS = (
     of_field("--api-keys-file", "server.api_keys_secret_ref", write=lambda _: f"{API_KEYS_DIR}/keys"),
     of_field("--tls-certificate-file", "server.tls", write=lambda _: f"{TLS_DIR}/tls.crt"),
     of_field("--tls-key-file", "server.tls", write=lambda _: f"{TLS_DIR}/tls.key"),
+    of_field("--any-model-name", "server.any_model_name"),
     of_field("--share-prefix-cache", "server.share_prefix_cache"),
     of_field("--allow-priority", "server.allow_priority"),
     of_field("--allowed-origin", "server.allowed_origins"),

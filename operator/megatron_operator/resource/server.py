@@ -201,6 +201,11 @@ class ServerSpec(ApiModel):
         max_length=16,
         description="Further names under which requests may ask for the model, for programs that send a fixed one.",
     )
+    any_model_name: bool | None = Field(
+        default=None,
+        description="Requests with the name of no model or adapter of the resource are answered by the model, as "
+        "Megatron-Core's server does; with 404 if absent.",
+    )
     allowed_origins: list[Origin] | None = Field(
         default=None,
         min_length=1,

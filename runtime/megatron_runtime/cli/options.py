@@ -304,6 +304,11 @@ server_options = together(
         help="A name in /v1/models; by default the last part of the reference. Repeatable: answers have the first.",
     ),
     click.option(
+        "--any-model-name/--no-any-model-name",
+        default=False,
+        help="Answer requests that name a model which this server does not have, instead of 404.",
+    ),
+    click.option(
         "--allowed-origin",
         "allowed_origins",
         type=ORIGIN,

@@ -193,7 +193,14 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
     )
     server = arguments(
         *("model", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
-        *("allow_priority", "reserve_tokens", "tool_call_parser", "reasoning_parser", "generation_config"),
+        *(
+            "any_model_name",
+            "allow_priority",
+            "reserve_tokens",
+            "tool_call_parser",
+            "reasoning_parser",
+            "generation_config",
+        ),
         "drain_seconds",
         coordinator=_address(sockets, "client"),
         listen_fd=listener.fileno(),

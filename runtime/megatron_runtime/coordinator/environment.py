@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from typing import Protocol, TypeAlias
 
 from megatron_runtime.process.logs import of_request
-from megatron_runtime.protocol.messages import KeyReport, MalformedMessageError, RequestMeta, tokens_to_bytes
+from megatron_runtime.protocol.messages import (
+    KeyReport,
+    MalformedMessageError,
+    PackedTokens,
+    RequestMeta,
+    tokens_to_bytes,
+    unpack_tokens,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +50,8 @@ class PromptTokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
 
-class TextPrompts:
-    """Accepts and tokenizes texts.
+class Prompts:
+    """Accepts prompts, and reads their tokens where they are needed: those of texts, and those of plain clients.
 
     tokenizer: None: every text goes to an engine.
     needs_tokens: the choice of the engine needs them.
@@ -52,22 +59,26 @@ class TextPrompts:
 
     def __init__(self, tokenizer: PromptTokenizer | None, *, needs_tokens: bool) -> None:
         self.tokenizer = tokenizer
-        self._needs_tokens = needs_tokens
+        self.needs_tokens = needs_tokens
 
     def accept(self, meta: RequestMeta, prompt: bytes) -> tuple[RequestMeta, bytes]:
-        """Return the prompt of a request as text or as tokens. Raises MalformedMessageError."""
+        """Return the prompt of a request as it is kept. Raises MalformedMessageError."""
+        if not meta.text:
+            return meta, self.tokens_of(meta, prompt)
         characters = len(prompt.decode("utf-8", "replace"))
         if characters > MAX_TEXT_CHARACTERS:
             raise MalformedMessageError(
                 f"the prompt is a text of {characters} characters: at most {MAX_TEXT_CHARACTERS} are accepted, so send "
                 "token ids"
             )
-        if self.tokenizer is None or not self._needs_tokens:
+        if self.tokenizer is None or not self.needs_tokens:
             return meta, prompt
-        return meta._replace(text=False), self.tokenize(meta, prompt)
+        return meta._replace(text=False), self.tokens_of(meta, prompt)
 
-    def tokenize(self, meta: RequestMeta, prompt: bytes) -> bytes:
-        """Return the tokens of a text, little-endian int32. Raises MalformedMessageError."""
+    def tokens_of(self, meta: RequestMeta, prompt: bytes) -> bytes:
+        """Return the tokens of a prompt, little-endian int32. Raises MalformedMessageError."""
+        if not meta.text:
+            return unpack_tokens(prompt) if isinstance(prompt, PackedTokens) else prompt
         if self.tokenizer is None:
             raise MalformedMessageError("this coordinator has no tokenizer: send token ids")
         text = prompt.decode("utf-8", "replace")

@@ -31,7 +31,7 @@ from megatron_runtime.process.scheduler_hints import request_scheduler_slices
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.protocol.messages import Frames, KeyReport
+from megatron_runtime.protocol.messages import Frames, KeyReport, Outgoing, frames_of
 from megatron_runtime.transport.security import Gatekeeper
 from megatron_runtime.transport.zmtp.connection import Connection
 from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
@@ -400,14 +400,14 @@ class Coordinator:
         while effects := context.effects:
             context.effects = []
             send = self.transport.send
-            rejected: list[tuple[PeerId, Frames, bool]] = []
-            for peer, frames in effects:
-                if frames:
+            rejected: list[tuple[PeerId, Outgoing, bool]] = []
+            for peer, message in effects:
+                if message:
                     translator = translators.get(peer) if translators else None
-                    if not (send(peer, frames) if translator is None else translator.send(frames)):
+                    if not (send(peer, frames_of(message)) if translator is None else translator.send(message)):
                         is_gone = translator is None and not self.transport.is_connected(peer)
-                        rejected.append((peer, frames, is_gone))
-                elif frames is not None:
+                        rejected.append((peer, message, is_gone))
+                elif message is not None:
                     self.transport.report_room(peer)
                 else:
                     self.transport.cut(peer)

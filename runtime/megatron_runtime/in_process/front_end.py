@@ -60,7 +60,8 @@ class FrontEnd:
     """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
 
     tokenizer_reference: model reference of the tokenizer; None if only this process has it.
-    max_sequence_length: limit of prompt + answer of one request, in tokens.
+    max_sequence_length: limit of prompt + answer of one request, in tokens; None: the engines reject longer ones.
+    any_model_name: see ServerSettings.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class FrontEnd:
         tokenizer: Tokenizer,
         tokenizer_reference: str | None,
         model_name: str,
-        max_sequence_length: int,
+        max_sequence_length: int | None,
+        any_model_name: bool = False,
     ) -> None:
         self._settings = ServerSettings(
             coordinator=coordinator,
             model=tokenizer_reference or model_name,
             model_name=model_name,
+            any_model_name=any_model_name,
             host=config.host,
             tool_call_parser=config.parsers[0] if config.parsers else "auto",
             max_sequence_length=max_sequence_length,

@@ -196,6 +196,12 @@ class ProgramLifecycle:
             self.front_end = None
             raise
 
+    async def stop_serving(self) -> None:
+        """Drain and stop the HTTP server, if there is one."""
+        front_end, self.front_end = self.front_end, None
+        if front_end is not None:
+            await front_end.stop()
+
     # --- the end ------------------------------------------------------------------------------------------------
 
     async def wait_for_end(self) -> None:

@@ -1,9 +1,14 @@
-"""Megatron-Core name: `InferenceConfig` and its enumerations."""
+"""Megatron-Core names: `InferenceConfig`, its enumerations and the configurations in it."""
+
+from __future__ import annotations
+
+from typing import Any
 
 from megatron_runtime.requests.config import (
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
     AsyncScheduleMode,
+    CudaGraphSizingDistribution,
     InferenceConfig,
     InvalidConfigError,
     KVCacheManagementMode,
@@ -18,12 +23,37 @@ __all__ = [
     "DEFAULT_MAX_REQUESTS",
     "DEFAULT_MAX_TOKENS",
     "AsyncScheduleMode",
+    "CudaGraphSizingDistribution",
+    "ImageProcessingConfig",
     "InferenceConfig",
     "InvalidConfigError",
     "KVCacheManagementMode",
     "LogprobsMode",
+    "MambaInferenceStateConfig",
     "PrefixCachingCoordinatorPolicy",
     "PrefixCachingEvictionPolicy",
     "RoutingPolicy",
     "SamplingBackend",
 ]
+
+
+class ImageProcessingConfig:
+    """The preprocessing of images, which no model here accepts. The constructor raises InvalidConfigError."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise InvalidConfigError("image_preprocessing_config", type(self).__name__, "models accept text only: use None")
+
+
+class MambaInferenceStateConfig:
+    """The state of Mamba layers, which no model here has. The constructor raises InvalidConfigError."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        name = type(self).__name__
+        raise InvalidConfigError("mamba_inference_state_config", name, "no Mamba layer runs here: use None")
+
+    @classmethod
+    def from_model(cls, model: Any, conv_states_dtype: Any = None, ssm_states_dtype: Any = None) -> None:
+        """Return None, as for every model without Mamba layers. Raises InvalidConfigError for another one."""
+        decoder = getattr(getattr(model, "module", model), "decoder", None)
+        if "M" in (getattr(decoder, "layer_type_list", None) or ()):
+            cls()

@@ -7,10 +7,11 @@ import logging
 import multiprocessing.synchronize
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import uvloop
 
@@ -24,21 +25,36 @@ from megatron_runtime.coordinator.core.settings import (
 )
 from megatron_runtime.coordinator.service import Coordinator, run
 from megatron_runtime.protocol import lifecycle
-from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
 from megatron_runtime.requests.hashing import frame_hashes
 from megatron_runtime.transport.zmtp.router import Router
 
 __all__ = [
+    "CONTROL_TRANSITIONS",
+    "HANDLERS",
     "CoordinatorSettings",
     "CoordinatorState",
     "DataParallelInferenceCoordinator",
     "PrefixCachingCoordinatorPolicy",
     "RoutingPolicy",
+    "message_handler",
     "run",
 ]
 
 logger = logging.getLogger(__name__)
+
+CONTROL_TRANSITIONS = lifecycle.TRANSITIONS
+HANDLERS: Mapping[Header, Callable[..., Any]] = MappingProxyType({})
+"""No message has a handler that a program can replace."""
+
+
+def message_handler(*headers: Header) -> Callable[..., Any]:
+    """Raise NotImplementedError: this coordinator has no table of handlers."""
+    names = ", ".join(header.name for header in headers)
+    raise NotImplementedError(
+        f"message_handler({names}): this coordinator has no table of handlers that can be extended"
+    )
 
 
 class DataParallelInferenceCoordinator:
@@ -57,6 +73,7 @@ class DataParallelInferenceCoordinator:
     max_requests:              requests that an engine runs at once, for routing by cached prefix and for the limit of
                                plain engines, which do not report theirs; None: no limit.
     hostname:                  address to listen on.
+    plain_release:             see CoordinatorSettings.
     schedule_output_path:      JSON file for the scheduling decisions, written by stop().
 
     All methods belong to the thread that runs start().
@@ -79,6 +96,7 @@ class DataParallelInferenceCoordinator:
         prefix_caching_routing_alpha: float = 0.5,
         max_requests: int | None = None,
         hostname: str | None = None,
+        plain_release: Literal["0.17", "0.20"] = "0.17",
     ) -> None:
         if inference_coordinator_port is not None and 0 < inference_coordinator_port < 1024:
             raise ValueError(
@@ -99,6 +117,7 @@ class DataParallelInferenceCoordinator:
             block_size_tokens=block_size_tokens,
             schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,
             plain_max_requests=max_requests or 0,
+            plain_release=plain_release,
             timing=Timing(recovery=0.0),
         )
         self.data_parallel_size = data_parallel_size
@@ -240,7 +259,7 @@ class DataParallelInferenceCoordinator:
         """Run a coordinator in this process. It sends its address into the pipe before engines connect, and sets
         `ready_event` after `data_parallel_size` of them have registered. An interrupt from the keyboard ends it.
 
-        options: the keywords of the constructor: prefix_caching_routing_alpha, max_requests, hostname.
+        options: the keywords of the constructor: prefix_caching_routing_alpha, max_requests, hostname, plain_release.
         """
         coordinator = cls(
             pipe_connection,

@@ -261,24 +261,35 @@ class InferenceClient:
         return record.merge() if self._deserialize else record
 
     def add_request(
-        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: Serializable,
+        multi_modal_data: None = None,
+        **options: Unpack[RequestOptions],
     ) -> asyncio.Future[Any]:
         """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
 
         prompt:  token ids, shape [n], or text, which the engine tokenizes.
         sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
+        multi_modal_data: None; another value raises ValueError.
         options: see RequestOptions.
         """
+        _require_text(multi_modal_data)
         return self.native.add_request(prompt, sampling_params, **options)
 
     def add_request_streaming(
-        self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: Serializable,
+        multi_modal_data: None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
 
         Sets `streaming` on the caller's parameters. Closing the stream aborts the request. The arguments are those of
         add_request(). See CoordinatorClient.add_request_streaming().
         """
+        _require_text(multi_modal_data)
         return self.native.add_request_streaming(prompt, sampling_params, **options)
 
     def abort_request(self, request_id: int) -> None:
@@ -342,8 +353,16 @@ class InferenceClient:
         """Stop the engines; open requests fail. Allowed when paused or suspended."""
         return self._send_signal_to_engines(Header.STOP, **options)
 
-    def set_generation_epoch(self, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
-        """Label tokens that are sampled from now on with `epoch`."""
+    def set_generation_epoch(
+        self, epoch: int | None = None, *, generation_epoch: int | None = None, **options: Any
+    ) -> asyncio.Future[ControlAck]:
+        """Label tokens that are sampled from now on with `epoch`, which 0.17 and later name `generation_epoch`.
+
+        Raises TypeError unless one of the two is given.
+        """
+        if (epoch is None) is (generation_epoch is None):
+            raise TypeError(f"epoch={epoch!r}, generation_epoch={generation_epoch!r}: want one of them")
+        epoch = epoch if epoch is not None else generation_epoch
         return self._send_signal_to_engines(Header.SET_GENERATION_EPOCH, **options, epoch=epoch)
 
     def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
@@ -434,6 +453,12 @@ class _Starting(Coroutine[Any, Any, None]):
     def close(self) -> None:
         if self._steps is not None:
             self._steps.close()
+
+
+def _require_text(multi_modal_data: object) -> None:
+    if multi_modal_data is not None:
+        kind = type(multi_modal_data).__name__
+        raise ValueError(f"multi_modal_data of type {kind}: models accept text only: leave it out")
 
 
 def _no_kv_handoff() -> Exception:

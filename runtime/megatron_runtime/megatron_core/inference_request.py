@@ -14,10 +14,13 @@ from megatron_runtime.requests.request import (
     Status,
     VLMInferenceRequest,
     as_list,
+    pack_value,
     unpack_value,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 __all__ = [
@@ -32,8 +35,11 @@ __all__ = [
     "Status",
     "VLMInferenceRequest",
     "compute_block_hashes_batched",
+    "deserialize_ndarray",
     "deserialize_tensor",
+    "serialize_ndarray",
     "serialize_tensor",
+    "unwrap_serialized_tensors",
 ]
 
 
@@ -47,6 +53,26 @@ def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
     """Return the tensor of (nested) lists."""
     tensor: torch.Tensor = unpack_value(("tensor", tensor_as_list))
     return tensor
+
+
+def serialize_ndarray(arr: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return the values of an array as (nested) lists, and the name of its dtype."""
+    values: dict[str, Any] = pack_value(arr)[1]
+    return values
+
+
+def deserialize_ndarray(obj: dict[str, Any]) -> np.ndarray:
+    """Return the array of serialize_ndarray()."""
+    values: np.ndarray = unpack_value(("ndarray", obj))
+    return values
+
+
+def unwrap_serialized_tensors(serialized_request: dict[str, Any]) -> dict[str, Any]:
+    """Return a serialized request with the lists of its tensors in their places."""
+    return {
+        name: value[1] if isinstance(value, list | tuple) and len(value) >= 2 and value[0] == "tensor" else value
+        for name, value in serialized_request.items()
+    }
 
 
 def compute_block_hashes_batched(

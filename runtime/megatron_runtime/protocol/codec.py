@@ -8,11 +8,13 @@ NumPy is imported in the functions that use it, because its import doubles the s
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
+
+from megatron_runtime.protocol.text import shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,14 +30,14 @@ class UnpackLimits:
 
     elements:   values of all lists and maps together; a map entry counts as one.
     containers: lists and maps.
-    depth:      levels of nested lists and maps.
+    depth:      levels of nested lists and maps; None: as many as msgpack reads, 1024.
     text_bytes: bytes of one string or one binary value; None: no bound but the size of the frame.
     frame_bytes: bytes of the frame; None: no bound but that of the port.
     """
 
     elements: int
     containers: int
-    depth: int = 32
+    depth: int | None = 32
     text_bytes: int | None = None
     frame_bytes: int | None = None
 
@@ -46,11 +48,14 @@ CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, fr
 """Control messages, and messages of the Megatron protocol on a port that does not serve it."""
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
 """Messages of the Megatron protocol, which carry tokens and log-probs as lists; and log-probs at a coordinator."""
+REPLIES = UnpackLimits(elements=PLAIN.elements, containers=PLAIN.containers, depth=None)
+"""Replies of a plain engine, which only pack() reads to their depth."""
 PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 """Sampling parameters. A JSON schema in them may be deep."""
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 """Log-probs and replies in the process that requested them."""
 
+MAX_TOKEN = (1 << 31) - 1
 _SMALL_BYTES = 64 << 10
 """Fits a prompt of 16,000 tokens. At worst each byte of such a frame becomes an object, about 5 MB in all."""
 _FIELDS = REQUEST.elements
@@ -69,8 +74,12 @@ _packer = msgpack.Packer()  # to make one takes three times as long as to pack a
 
 
 def pack(value: Any) -> bytes:
+    """Raises MalformedMessageError for a value that is nested too deep."""
     global _packer
-    data: bytes = _packer.pack(value)
+    try:
+        data: bytes = _packer.pack(value)
+    except ValueError as error:
+        raise MalformedMessageError(f"a value that msgpack cannot pack: {error}") from error
     if len(data) > _KEPT_BYTES:
         _packer = msgpack.Packer()
     return data
@@ -106,8 +115,9 @@ def unpack(
         return items
 
     text = size if limits.text_bytes is None else limits.text_bytes
-    # An element takes a byte at least. The hooks take longer than the rest of a small frame.
-    needs_count = size > min(limits.elements, limits.containers)
+    # An element takes a byte at least. The hooks take longer than the rest of a frame.
+    max_containers = _max_containers(data)
+    needs_count = size > limits.elements or max_containers > limits.containers
     try:
         if most > _UNPROVEN_ELEMENTS:
             _skip(data)
@@ -129,9 +139,9 @@ def unpack(
         raise
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError, MemoryError) as error:
         raise MalformedMessageError(f"frame of {size} bytes is not msgpack within its limits: {error}") from error
-    may_be_deep = containers > limits.depth if needs_count else _has_containers(data, limits.depth + 1)
-    if may_be_deep and _is_deeper(value, limits.depth):
-        raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.depth} lists and maps in each other")
+    depth = limits.depth
+    if depth is not None and (containers if needs_count else max_containers) > depth and _is_deeper(value, depth):
+        raise MalformedMessageError(f"frame of {size} bytes: want at most {depth} lists and maps in each other")
     return value
 
 
@@ -165,56 +175,87 @@ def values_of_map(data: bytes) -> Iterator[tuple[Any, int, int]]:
         raise MalformedMessageError(f"frame of {size} bytes is not a msgpack map: {error}") from error
 
 
-def split_maps(frame: bytes, names: Mapping[str, int]) -> list[tuple[dict[str, Any], bytes]]:
-    """Read `[header, [map, …]]`: of each map the values of `names`, unpacked, and the other entries as a packed map.
-
-    names: with the size of each when it is packed.
-
-    No objects are created of the other values. Raises MalformedMessageError.
-    """
-    most = min(len(frame), PLAIN.elements)
-    unpacker = msgpack.Unpacker(
-        max_buffer_size=len(frame), strict_map_key=False, max_array_len=most, max_map_len=most, max_ext_len=0
-    )
-    unpacker.feed(frame)
-    read, skip, tell = unpacker.unpack, unpacker.skip, unpacker.tell
-    maps = []
+def split_list(data: bytes) -> list[bytes]:
+    """Return the elements of the packed list `data`, each still packed. Raises MalformedMessageError."""
+    size = len(data)
+    unpacker = msgpack.Unpacker(max_buffer_size=size)
+    unpacker.feed(data)
+    skip, tell = unpacker.skip, unpacker.tell
+    elements = []
     try:
-        if unpacker.read_array_header() < 2:
-            raise ValueError("a list of one element")
-        skip()
-        for _ in range(unpacker.read_array_header()):
-            values: dict[str, Any] = {}
-            rest, count = [], unpacker.read_map_header()
-            begin = tell()
-            for _ in range(count):
-                name = read()
-                if name in names:
-                    key = tell() - names[name]
-                    if frame[key] & 0xE0 != 0xA0:
-                        raise ValueError(f"the name {name!r} is not packed as a short string")
-                    rest.append(frame[begin:key])
-                    values[name] = read()
-                    begin = tell()
-                else:
-                    skip()
-            rest.append(frame[begin : tell()])
-            maps.append((values, extended_map(b"\x80", b"".join(rest), count - len(values))))
+        count = unpacker.read_array_header()
+        if count > _FIELDS:
+            raise MalformedMessageError(f"a list of {count} elements: want at most {_FIELDS}")
+        begin = tell()
+        for _ in range(count):
+            skip()
+            end = tell()
+            elements.append(data[begin:end])
+            begin = end
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise MalformedMessageError(f"frame of {len(frame)} bytes is no [header, [map, …]]: {error}") from error
-    return maps
+        raise MalformedMessageError(f"frame of {size} bytes is not a msgpack list: {error}") from error
+    if begin != size:
+        raise MalformedMessageError(f"frame of {size} bytes: {size - begin} of them follow its list")
+    return elements
 
 
-def extended_map(data: bytes, entries: bytes, count: int, *, first: bool = False) -> bytes:
-    """Return the packed map `data` with `count` more entries, which are packed: key, value, key, value.
+def joined_list(elements: Sequence[bytes]) -> bytes:
+    """Return the packed list of packed values, the reverse of split_list()."""
+    return b"".join((b"\xdd", len(elements).to_bytes(4, "big"), *elements))
 
-    first: before the others.
+
+class PackedTokens(bytes):
+    """Token ids as a packed list, as a plain client sent them. Nothing of it is checked but that it is one value."""
+
+
+def unpack_tokens(data: PackedTokens) -> bytes:
+    """Return token ids, each from 0 to 2**31 - 1, as little-endian int32.
+
+    No Python code runs for each token, and nothing is created for a list in the list. Raises MalformedMessageError.
     """
+    most = min(len(data), PLAIN.elements)
+    lists = 0
+
+    def count(tokens: list[Any]) -> list[Any]:
+        nonlocal lists
+        lists += 1
+        if lists > 1:
+            raise MalformedMessageError("tokens: want a list of integers, which has no lists")
+        return tokens
+
+    try:
+        if most > _UNPROVEN_ELEMENTS:
+            _skip(data)
+        tokens = msgpack.unpackb(data, list_hook=count, max_array_len=most, max_map_len=0, max_ext_len=0)
+    except MalformedMessageError:
+        raise
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"tokens of {len(data)} bytes are not a msgpack list: {error}") from error
+    if type(tokens) is not list:
+        raise MalformedMessageError(f"tokens {shown(tokens)}: want a list")
+    return checked_tokens(tokens)
+
+
+def checked_tokens(tokens: list[Any]) -> bytes:
+    """Return token ids, each from 0 to 2**31 - 1, as little-endian int32. Raises MalformedMessageError."""
+    try:
+        packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    except struct.error:
+        packed = b""
+    # The highest byte of each is the sign: no byte above 127.
+    if len(packed) != 4 * len(tokens) or not packed[3::4].isascii():
+        wrong = next(token for token in tokens if type(token) is not int or not 0 <= token <= MAX_TOKEN)
+        raise MalformedMessageError(f"token {shown(wrong)}: want an integer from 0 to {MAX_TOKEN}")
+    return packed
+
+
+def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
+    """Return the packed map `data` with `count` more entries, which are packed: key, value, key, value."""
     kind = data[0]
     size = 1 if kind & 0xF0 == 0x80 else 3 if kind == 0xDE else 5
     number = kind & 0x0F if size == 1 else int.from_bytes(data[1:size], "big")
     header = bytes((0x80 | number + count,)) if number + count < 16 else b"\xdf" + (number + count).to_bytes(4, "big")
-    return b"".join((header, entries, data[size:]) if first else (header, data[size:], entries))
+    return b"".join((header, data[size:], entries))
 
 
 def header_of(frame: bytes) -> int | None:
@@ -242,10 +283,9 @@ _CONTAINER_BYTES = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 """The first bytes of lists and maps."""
 
 
-def _has_containers(data: bytes | memoryview, number: int) -> bool:
-    """Return whether `data` may have so many lists and maps: as many bytes as begin one."""
-    data = bytes(data)
-    return len(data) - len(data.translate(None, _CONTAINER_BYTES)) >= number
+def _max_containers(data: bytes | memoryview) -> int:
+    """Return the number of bytes of `data` that may begin a list or map: it has at most this many."""
+    return len(data) - len(bytes(data).translate(None, _CONTAINER_BYTES))
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

@@ -30,12 +30,17 @@ from megatron_runtime.protocol.codec import (
 from megatron_runtime.protocol.codec import DETAILS as DETAILS
 from megatron_runtime.protocol.codec import PARAMETERS as PARAMETERS
 from megatron_runtime.protocol.codec import PLAIN as PLAIN
+from megatron_runtime.protocol.codec import REPLIES as REPLIES
+from megatron_runtime.protocol.codec import PackedTokens as PackedTokens
 from megatron_runtime.protocol.codec import block_hashes_from_bytes as block_hashes_from_bytes
+from megatron_runtime.protocol.codec import checked_tokens as checked_tokens
 from megatron_runtime.protocol.codec import extended_map as extended_map
-from megatron_runtime.protocol.codec import split_maps as split_maps
+from megatron_runtime.protocol.codec import joined_list as joined_list
+from megatron_runtime.protocol.codec import split_list as split_list
 from megatron_runtime.protocol.codec import token_list_from_bytes as token_list_from_bytes
 from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_bytes
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
+from megatron_runtime.protocol.codec import unpack_tokens as unpack_tokens
 from megatron_runtime.protocol.codec import values_of_map as values_of_map
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
@@ -471,7 +476,10 @@ class Submit(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH: coordinator to engine. The three bodies are those of SUBMIT; `generated` may be longer."""
+    """DISPATCH: coordinator to engine. The three bodies are those of SUBMIT; `generated` may be longer.
+
+    A translator also gets a prompt of PackedTokens.
+    """
 
     dispatch_id: int
     uid: bytes
@@ -482,14 +490,8 @@ class Dispatch(NamedTuple):
     params: bytes
 
     def to_frames(self) -> Frames:
-        return dispatch_frames(*self)
-
-
-def dispatch_frames(
-    dispatch_id: int, uid: bytes, route: int, meta: RequestMeta, prompt: bytes, generated: bytes, params: bytes
-) -> Frames:
-    """Return Dispatch(…).to_frames() without creating the Dispatch, because it runs for every request."""
-    return [pack((_DISPATCH, dispatch_id, uid, route, meta.items(), prompt, generated, params))]
+        dispatch_id, uid, route, meta, prompt, generated, params = self
+        return [pack((_DISPATCH, dispatch_id, uid, route, meta.items(), prompt, generated, params))]
 
 
 class PartialEntry(NamedTuple):
@@ -526,11 +528,13 @@ class Final(NamedTuple):
     uid: bytes
     tokens: bytes
     """All generated tokens, including those that DISPATCH carried."""
-    reply: bytes
-    """msgpack map; see docs/reference/protocol.md."""
+    reply: Any
+    """msgpack map, bytes; see docs/reference/protocol.md. Between two translators of a coordinator: the map itself, as
+    a plain engine sent it."""
 
     def to_frames(self) -> Frames:
-        return [pack((_FINAL, *self))]
+        dispatch_id, uid, tokens, reply = self
+        return [pack((_FINAL, dispatch_id, uid, tokens, reply if type(reply) is bytes else pack(reply)))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -638,6 +642,21 @@ class Plain:
 
 RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | CachedBlocks
 Message: TypeAlias = ControlMessage | RequestMessage | Plain
+Outgoing: TypeAlias = Frames | Dispatch | Partial | Final
+"""A message that a coordinator sends: frames, or a message that is encoded unless a translator gets it."""
+
+
+def frames_of(message: Outgoing) -> Frames:
+    return message if isinstance(message, list) else message.to_frames()
+
+
+def size_of(message: Outgoing) -> int:
+    """Return the bytes of a message; 0 for one that cannot be encoded, which its translator answers with an error."""
+    try:
+        return sum(map(len, frames_of(message)))
+    except MalformedMessageError:
+        return 0
+
 
 _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),

@@ -64,6 +64,15 @@ class AsyncScheduleMode(_Option):
 
     LEGACY = "legacy"
     """It is planned when the last one has ended."""
+    ASYNC = "async"
+    """It is planned while one runs. The engine rejects it."""
+
+
+class CudaGraphSizingDistribution(_Option):
+    """The sizes for which Megatron-Core captures CUDA graphs. Without effect here."""
+
+    EXPONENTIAL = "exponential"
+    LINEAR = "linear"
 
 
 SamplingBackend = Literal["torch", "flashinfer"]
@@ -137,6 +146,8 @@ class InferenceConfig:
     Without meaning here (accepted with a warning, because programs for Megatron-Core set them):
     pg_collection, mamba_inference_state_config, mamba_memory_ratio, prefix_caching_mamba_gb, metrics_writer,
     use_flashinfer_fused_rope, request_metadata_types, cuda_graph_sizing_distribution, cuda_graph_all_prefills, verbose.
+
+    image_preprocessing_config: None: models accept text only.
     """
 
     block_size_tokens: int = 256
@@ -181,6 +192,7 @@ class InferenceConfig:
     cuda_graph_sizing_distribution: Any = None
     cuda_graph_all_prefills: Any = None
     verbose: Any = None
+    image_preprocessing_config: None = None
 
     def __post_init__(self) -> None:
         self._check_limits()
@@ -285,5 +297,6 @@ _RULES = field_rules(
         "prefix_caching_routing_alpha": Rule(number_in(0, 1), "a number from 0 to 1"),
         "sampling_backend": Rule(*_one_of(SamplingBackend)),
         "logprobs_mode": Rule(*_one_of(LogprobsMode)),
+        "image_preprocessing_config": Rule(lambda value: value is None, "None: models accept text only"),
     },
 )

@@ -193,6 +193,7 @@ class DynamicInferenceRequest(InferenceRequest):
     latency: float | None = None
     routing_indices: Any = None
     finished_chunk_token_count: int = 0
+    cg_wait_iters: int = 0
     stop_word_ids: list[list[int]] | None = None
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
@@ -604,7 +605,10 @@ class FinishedRequestRecord:
 
     @classmethod
     def from_record(cls, record: DynamicInferenceRequestRecord) -> Self:
-        merged = record.merge()
-        evictions = sum(event.type is DynamicInferenceEventType.EVICT for event in merged.events)
+        return cls.from_request(record.merge())
+
+    @classmethod
+    def from_request(cls, request: DynamicInferenceRequest) -> Self:
+        evictions = sum(event.type is DynamicInferenceEventType.EVICT for event in request.events)
         copied = (item.name for item in fields(cls) if item.name != "num_evictions")
-        return cls(num_evictions=evictions, **{name: getattr(merged, name) for name in copied})
+        return cls(num_evictions=evictions, **{name: getattr(request, name) for name in copied})

@@ -465,6 +465,13 @@ class SamplingParams:
             http=HttpField("streaming_interval", "Minimum number of tokens of an event; 1 if absent."),
         ),
     )
+    do_kv_handoff: bool = field(
+        default=False,
+        metadata=parameter(
+            "Megatron-Core: keep the KV for another engine. No backend does: only False is accepted.",
+            Rule(lambda value: value is False, "False: no backend hands KV to another engine"),
+        ),
+    )
     priority: int = field(
         default=0,
         metadata=parameter(

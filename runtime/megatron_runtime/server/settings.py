@@ -52,6 +52,8 @@ class ServerSettings:
     api_keys_file:      API keys that open /v1, one a line or YAML, read again when it changes; None leaves it open.
     share_prefix_cache: API keys share cached prefixes, so that `cached_tokens` and response times reveal to the holder
                         of one key which prompts others sent. Without API keys it has no effect.
+    any_model_name:     a request with the name of no model or adapter of this server is answered by the model, as by
+                        the server of Megatron-Core; otherwise with 404.
     allow_priority:     requests may have a `priority` other than 0.
     reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
     tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, "auto" for the one that its chat
@@ -80,6 +82,7 @@ class ServerSettings:
     model: str = "builtin:smollm2-135m"
     model_name: str | None = None
     model_aliases: tuple[str, ...] = ()
+    any_model_name: bool = False
     model_hash: str = ""
     host: str = "127.0.0.1"
     port: int = 8000

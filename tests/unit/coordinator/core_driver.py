@@ -9,6 +9,7 @@ from typing import Any
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.plain.peers import PlainPeers
+from megatron_runtime.protocol.messages import frames_of
 
 Peer = tuple[int, bytes]
 
@@ -85,19 +86,19 @@ class CoreDriver:
         while effects := self.core.context.effects:
             self.core.context.effects = []
             rejected = []
-            for peer, frames in effects:
-                if frames is None:
+            for peer, message in effects:
+                if message is None:
                     self.closed.append(peer)
                     continue
                 translator = self.plain.translators.get(peer)
-                if translator is not None and frames:
-                    accepted = translator.send(frames)
+                if translator is not None and message:
+                    accepted = translator.send(message)
                 else:
-                    accepted = self._deliver(peer, frames) if frames else None
+                    accepted = self._deliver(peer, frames_of(message)) if message else None
                 if not accepted:
                     self._awaits_room.add(peer)
-                if frames and not accepted:
-                    rejected.append((peer, frames, accepted is None))
+                if message and not accepted:
+                    rejected.append((peer, message, accepted is None))
             if rejected:
                 self.core.not_sent(rejected)
             self.plain.deliver()

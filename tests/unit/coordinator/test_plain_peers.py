@@ -16,13 +16,14 @@ from megatron_runtime.protocol.headers import PROTOCOL_VERSION, Header, Role
 from megatron_runtime.protocol.messages import Disconnect, pack, unpack
 from megatron_runtime.requests.config import RoutingPolicy
 from megatron_runtime.requests.request import pack_array
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 RECONNECTS_AT_ONCE = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, recovery=0.0, plain_reconnect=0.2)
 PARAMS = {"temperature": 0.0, "num_tokens_to_generate": 4}
 
 
 class PlainPeer:
-    """A DEALER that keeps what it hears."""
+    """A DEALER that keeps what it hears: of a message of several frames the list of them."""
 
     def __init__(self, address: str, *, identity: bytes | None = None) -> None:
         self.context = zmq.Context()
@@ -31,10 +32,17 @@ class PlainPeer:
             dealer.setsockopt(zmq.IDENTITY, identity)
         dealer.connect(address)
         self.heard: asyncio.Queue[list] = asyncio.Queue()
-        self.socket = EventSocket(dealer, lambda frames: self.heard.put_nowait(unpack(frames[0])))
+        self.socket = EventSocket(dealer, self._hear)
+
+    def _hear(self, frames: list[bytes]) -> None:
+        values = [unpack(frame) for frame in frames]
+        self.heard.put_nowait(values if len(values) > 1 else values[0])
 
     def say(self, *items) -> None:
-        self.socket.send([pack(list(items)) if items else b""])
+        self.say_frames(pack(list(items)) if items else b"")
+
+    def say_frames(self, *frames: bytes) -> None:
+        self.socket.send(list(frames))
 
     async def hear(self) -> list:
         return await asyncio.wait_for(self.heard.get(), LONG_SECONDS)
@@ -138,6 +146,128 @@ async def test_nothing_is_lost_between_a_plain_client_and_a_plain_engine(stage, 
         7,
         {"request_id": 7, "generated_tokens": [5, 6], **fields},
     ]
+
+
+OF_0_20 = {
+    "submit": (
+        "94140787ab74656d7065726174757265cb3ff0000000000000a5746f705f6b00a5746f705f70cb0000000000000000b66e756d5f746f6b656e"
+        "735f746f5f67656e657261746502b472657475726e5f70726f6d70745f746f6b656e73c2ad646f5f6b765f68616e646f6666c2b66465746f6b"
+        "656e697a655f67656e65726174696f6e73c3c0",
+        "93030102",
+        "90",
+        "c0",
+    ),
+    "reply": (
+        "86aa726571756573745f696400a6737461747573a9434f4d504c45544544b067656e6572617465645f746f6b656e73920506ae67656e657261"
+        "7465645f74657874c0ad70726f6d70745f746f6b656e73c0a66576656e747390"
+    ),
+    "partial": "82aa726571756573745f696400aa6e65775f746f6b656e739105",
+}
+"""Recorded frames of 0.20: SUBMIT_REQUEST 7 of a client with the prompt [3, 1, 2], and the bodies of an engine."""
+SUBMIT_OF_0_20 = [bytes.fromhex(frame) for frame in OF_0_20["submit"]]
+PARAMS_OF_0_20 = unpack(SUBMIT_OF_0_20[0])[2]
+REPLY_OF_0_20 = bytes.fromhex(OF_0_20["reply"])
+
+
+async def test_frames_of_0_20_pass_between_a_client_and_an_engine_of_that_release(stage, plain, client) -> None:
+    """The engine registers first, and tells nothing."""
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    await stage.until(lambda: len(stage.coordinators[-1].core.engines) == 1)
+    client.say_frames(*SUBMIT_OF_0_20)
+    (header, number, params, media), prompt, media_frame = await engine.hear()
+    assert (header, params, media) == (Header.SUBMIT_REQUEST, PARAMS_OF_0_20, None)
+    assert (prompt, media_frame) == ([3, 1, 2], None)
+    engine.say_frames(pack([Header.ENGINE_REPLY_PARTIAL, [number]]), bytes.fromhex(OF_0_20["partial"]))
+    engine.say_frames(pack([Header.ENGINE_REPLY, [[number, False]]]), REPLY_OF_0_20)
+    metadata, reply = await client.hear()
+    assert metadata == [Header.ENGINE_REPLY, 7]
+    assert reply == {**unpack(REPLY_OF_0_20), "request_id": 7}
+
+
+async def test_a_batch_of_many_bodies_reaches_their_clients(stage, plain, client) -> None:
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    numbers = []
+    metadata = unpack(SUBMIT_OF_0_20[0])
+    for number in range(100):
+        client.say_frames(pack([metadata[0], number, *metadata[2:]]), *SUBMIT_OF_0_20[1:])
+        numbers.append((await engine.hear())[0][1])
+    engine.say_frames(pack([Header.ENGINE_REPLY, [[number, True] for number in numbers]]), *[REPLY_OF_0_20] * 100)
+    assert [(await client.hear())[0][1] for _ in range(100)] == list(range(100))
+
+
+@pytest.mark.parametrize("client_is_new", [True, False])
+async def test_a_client_and_an_engine_may_have_different_releases(stage, plain, client_is_new) -> None:
+    """The engine has registered, and been sent a request, before the client of the other release came."""
+    stage.coordinator(single_port=True, plain_release="0.17" if client_is_new else "0.20")
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    native = (await stage.client()).add_request([1], SamplingParams(num_tokens_to_generate=2))
+    message = await engine.hear()
+    assert (len(message) == 3) is not client_is_new
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    await client.hear()
+    if client_is_new:
+        engine.say(*answer_as_engine(message, tokens=[5, 6]))
+        client.say_frames(*SUBMIT_OF_0_20)
+        _, number, prompt, params = await engine.hear()
+        assert (prompt, params) == ([3, 1, 2], PARAMS_OF_0_20)
+        engine.say(*answer_as_engine([0, number], tokens=[5, 6]))
+        metadata, reply = await client.hear()
+        assert (metadata, reply["request_id"]) == ([Header.ENGINE_REPLY, 7], 7)
+    else:
+        engine.say_frames(pack([Header.ENGINE_REPLY, [[message[0][1], True]]]), REPLY_OF_0_20)
+        client.say(Header.SUBMIT_REQUEST, 7, [3, 1, 2], PARAMS)
+        (_, number, params, media), prompt, _ = await engine.hear()
+        assert (prompt, params, media) == ([3, 1, 2], PARAMS, None)
+        engine.say_frames(pack([Header.ENGINE_REPLY, [[number, True]]]), REPLY_OF_0_20)
+        header, number, reply = await client.hear()
+        assert (header, number, reply["request_id"]) == (Header.ENGINE_REPLY, 7, 7)
+    assert reply["generated_tokens"] == [5, 6]
+    assert (await native)["generated_tokens"] == [5, 6]
+
+
+async def test_an_engine_of_ours_answers_a_client_of_0_20(stage, client) -> None:
+    await stage.engine()
+    client.say_frames(*SUBMIT_OF_0_20)
+    metadata, reply = await client.hear()
+    assert metadata == [Header.ENGINE_REPLY, 7]
+    assert reply["generated_tokens"] == echo_answer([3, 1, 2], 2)
+    assert reply["sampling_params"] == PARAMS_OF_0_20
+
+
+async def test_frames_of_0_20_that_are_none_fail_their_request(stage, client) -> None:
+    await stage.engine()
+    metadata, prompt, hashes, media = SUBMIT_OF_0_20
+    for frames, cause in (
+        ((metadata, prompt, hashes), "3 frames"),
+        ((metadata, pack([-1]), hashes, media), "token -1"),
+        ((metadata, prompt, hashes, pack(b"image")), "multimodal"),
+        ((metadata, prompt + prompt, hashes, media), "follow its list"),
+        ((metadata, prompt[:-1], hashes, media), "not a msgpack list"),
+        ((metadata, pack({}), hashes, media), "want a text or token ids"),
+    ):
+        client.say_frames(*frames)
+        (header, number), reply = await client.hear()
+        assert (header, number, reply["status"]) == (Header.ENGINE_REPLY, 7, "FAILED")
+        assert cause in reply["events"][0]["payload"]["message"]
+
+
+async def test_what_can_be_read_of_a_reply_can_be_packed(stage, plain, client) -> None:
+    """As deep as msgpack reads. A deeper one is malformed."""
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    client.say(Header.SUBMIT_REQUEST, 0, [1], PARAMS)
+    number = (await engine.hear())[1]
+    begin = b"\x92" + pack(Header.ENGINE_REPLY) + b"\x91\x82" + pack("request_id") + pack(number) + pack("deep")
+    core = stage.coordinators[-1].core
+    for levels in range(1100, 900, -1):
+        engine.say_frames(begin + b"\x91" * levels + b"\x90")
+    await stage.until(lambda: core.counters.completed == 1)
+    assert 0 < core.counters.rejected["malformed"] < 200
+    assert not stage.coordinators[-1].transport.handler_errors
 
 
 ROUTING = [[[0, 2], [3, 1]], [[1, 0], [2, 3]]]
@@ -322,7 +452,7 @@ async def test_plain_control_messages_wait_as_far_as_there_is_room(stage, client
     await stage.until(lambda: coordinator.core.verbs.current is not None)
     for epoch in range(1, MAX_DEFERRED + 4):
         client.say(Header.SET_GENERATION_EPOCH, epoch)
-    client.say(Header.SUBMIT_REQUEST, 0, [-1], PARAMS)
+    client.say(Header.SUBMIT_REQUEST, 0, [1], "no parameters")
     await client.hear()  # all that was said before has been heard
     assert coordinator.core.verbs.epoch == 0
     ours.close()  # what is under way ends with it

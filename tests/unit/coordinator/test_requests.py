@@ -228,7 +228,7 @@ async def test_text_needs_a_tokenizer_at_the_coordinator_or_the_engine(stage, pa
         def tokenize(self, text: str) -> list[int]:
             return [ord(letter) for letter in text]
 
-    coordinator.core.texts.tokenizer = Letters()
+    coordinator.core.prompts.tokenizer = Letters()
     await client.add_request("hi", params(1))
     assert tokens_from_bytes(engine.dispatches[-1].prompt).tolist() == [104, 105]
 
@@ -246,7 +246,7 @@ async def test_text_that_is_too_long_or_breaks_the_tokenizer_is_rejected(stage, 
     coordinator = stage.coordinator()
     await stage.engine()
     client = await stage.client()
-    coordinator.core.texts.tokenizer = Fragile()
+    coordinator.core.prompts.tokenizer = Fragile()
     with pytest.raises(RequestRejectedError, match="524289 characters: at most 524288"):
         await client.add_request("x" * (MAX_TEXT_CHARACTERS + 1), params(1))
     with pytest.raises(RequestRejectedError, match="cannot be tokenized: index out of bounds"):

@@ -18,7 +18,12 @@ from megatron.core.inference import inference_request as theirs
 from megatron.core.inference import sampling_params as their_params
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine as TheirEngine
 
-from megatron_runtime.megatron_core import config, inference_request
+from megatron_runtime.megatron_core import (
+    config,
+    data_parallel_inference_coordinator,
+    headers,
+    inference_request,
+)
 from megatron_runtime.megatron_core.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.megatron_core.apis._llm_base import _CoordinatorRuntime, _EventLoopManager, _MegatronLLMBase
 from megatron_runtime.megatron_core.async_stream import AsyncStream
@@ -44,6 +49,8 @@ OURS: dict[str, tuple[Any, ...]] = {
     "InferenceConfig": (config.InferenceConfig,),
     "Enumerations": (
         config,
+        config.AsyncScheduleMode,
+        config.CudaGraphSizingDistribution,
         config.KVCacheManagementMode,
         config.PrefixCachingEvictionPolicy,
         config.PrefixCachingCoordinatorPolicy,
@@ -66,6 +73,8 @@ OURS: dict[str, tuple[Any, ...]] = {
     ),
     "DynamicInferenceEngine": (DynamicInferenceEngine,),
     "Other classes": (
+        headers,
+        data_parallel_inference_coordinator,
         text_generation_controller,
         text_generation_controller.TextGenerationController,
         gpt_inference_wrapper,

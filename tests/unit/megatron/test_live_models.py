@@ -7,11 +7,22 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from gpt_models import CASES, VOCAB
-from gpt_program import PROMPTS, Job, Result, distributions, run_ranks
+from gpt_models import CASES, VOCAB, make_gpt, make_hybrid
+from gpt_program import (
+    PROMPTS,
+    Job,
+    Result,
+    Send,
+    begin_single_rank,
+    distributions,
+    in_processes,
+    run_ranks,
+)
 from soak import size
 
+from megatron_runtime.checkpoints.torch_dist.live_model import LiveModelCheckpoint
 from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.models.config import UnsupportedModelError
 
 LARGE = [
     Job("qwen3, tied", ParallelSizes(tensor=4)),
@@ -70,6 +81,23 @@ def test_routing_indices_equal_those_that_megatron_records(case: str) -> None:
             recorded = expected[at]
             assert (recorded is not None) is has_experts
             assert answers[at].get("routing") == recorded
+
+
+def _causes(rank: int, port: int, send: Send) -> None:
+    begin_single_rank(port)
+    config = make_gpt("llama").config
+    causes = []
+    for pattern in ("**--", "-*", "*-*", "M-"):
+        config.num_layers = len(pattern)
+        with pytest.raises(UnsupportedModelError) as rejection:
+            LiveModelCheckpoint(make_hybrid(config, pattern))
+        causes.append(str(rejection.value))
+    send(causes)
+
+
+def test_other_layers_of_a_hybrid_model_are_rejected_by_name() -> None:
+    for pattern, cause in zip(("**--", "-*", "*-*", "M-"), in_processes(1, _causes), strict=True):
+        assert f"hybrid_layer_pattern {pattern!r}: supported are attention layers that an MLP layer follows" in cause
 
 
 @pytest.mark.parametrize("job", SEVERAL, ids=str)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from types import SimpleNamespace
@@ -35,6 +36,10 @@ from megatron_runtime.megatron_core.apis import MegatronLLM
 from megatron_runtime.megatron_core.config import InferenceConfig
 from megatron_runtime.megatron_core.inference_client import InferenceClient, UnavailableError
 from megatron_runtime.megatron_core.sampling_params import SamplingParams
+from megatron_runtime.megatron_core.text_generation_server.dynamic_text_gen_server import (
+    start_text_gen_server,
+    stop_text_gen_server,
+)
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.tokenization import load_tokenizer
@@ -141,6 +146,7 @@ class NumberTokenizer:
 
     bos = None
     eod = eos_id = 0
+    vocab_size = 1024
     chat_template = "given"
 
     def tokenize(self, text: str) -> list[int]:
@@ -186,6 +192,24 @@ async def test_the_server_of_megatron_answers_both_routes(coordinator: str, make
             engine.close()
         if process is not None:
             process.kill()
+
+
+async def test_the_server_of_megatrons_name_answers_every_model_name(coordinator: str) -> None:
+    (port,) = free_ports(1)
+    engine = await ScriptedEngine(coordinator).start()
+    start = partial(start_text_gen_server, coordinator, NumberTokenizer(), 0, port, hostname="127.0.0.1")
+    try:
+        await asyncio.to_thread(start)
+        with pytest.raises(RuntimeError, match="stop_text_gen_server"):
+            start()
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_SECONDS) as http:
+            answer = await http.post("/v1/completions", json={**COMPLETION, "model": "no such model"})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == "EMPTY"
+        assert answer.json()["usage"] == {**answer.json()["usage"], "prompt_tokens": 2, "completion_tokens": 4}
+    finally:
+        await asyncio.to_thread(stop_text_gen_server)
+        engine.close()
 
 
 async def until_served(http: httpx.AsyncClient) -> None:

@@ -510,6 +510,13 @@ def test_shares_and_priorities_are_arguments_of_the_server_only() -> None:
     assert _pods(_context(server={"sharePrefixCache": False, "allowPriority": False})) == plain
 
 
+def test_only_a_server_that_answers_every_name_has_the_option() -> None:
+    plain = _pods(_context())
+    assert _pods(_context(server={"anyModelName": False})) == plain
+    args = _pods(_context(server={"anyModelName": True}))["demo-server"]["containers"][0]["args"]
+    assert [arg for arg in args if arg not in plain["demo-server"]["containers"][0]["args"]] == ["--any-model-name"]
+
+
 def test_lists_of_the_server_become_repeated_options() -> None:
     arguments = server_args(
         _context(

@@ -25,6 +25,12 @@ async def test_models_are_listed_and_fetched(running: Any) -> None:
         await running.openai.models.retrieve("other")
 
 
+async def test_a_server_may_answer_every_model_name(start: Any, answer: str) -> None:
+    running = await start(any_model_name=True)
+    reply = await running.openai.chat.completions.create(**{**CHAT, "model": "other"})
+    assert (reply.choices[0].message.content, reply.model) == (answer, "smollm2")
+
+
 async def test_chat_answer_has_text_reason_and_usage(running: Any, tokenizer: Any, answer: str) -> None:
     reply = await running.openai.chat.completions.create(**CHAT)
     assert reply.choices[0].message.content == answer

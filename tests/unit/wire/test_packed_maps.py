@@ -1,18 +1,26 @@
-"""Maps that are split, extended and forwarded without being unpacked."""
+"""Maps, lists and token ids that are extended, split and forwarded without being unpacked."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.protocol.codec import MalformedMessageError, extended_map, pack, split_maps, unpack
+from megatron_runtime.protocol.codec import (
+    MAX_TOKEN,
+    MalformedMessageError,
+    extended_map,
+    joined_list,
+    pack,
+    split_list,
+    token_list_from_bytes,
+    unpack,
+    unpack_tokens,
+)
 
-NAMES = {name: len(pack(name)) for name in ("request_id", "tokens")}
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -23,32 +31,42 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=20), inner, max_size=4),
     max_leaves=8,
 )
-MAPS = st.dictionaries(st.text(max_size=40) | st.sampled_from(sorted(NAMES)), VALUES, max_size=40)
+MAPS = st.dictionaries(st.text(max_size=40), VALUES, max_size=40)
 
 
-@given(st.lists(MAPS, max_size=3))
-def test_the_parts_of_split_maps_are_those_of_the_maps(maps: list[dict[str, Any]]) -> None:
-    parts = split_maps(pack([21, maps]), NAMES)
-    assert [values for values, _ in parts] == [{k: v for k, v in one.items() if k in NAMES} for one in maps]
-    assert [unpack(rest) for _, rest in parts] == [{k: v for k, v in one.items() if k not in NAMES} for one in maps]
+@given(st.lists(VALUES, max_size=20))
+def test_the_elements_of_a_list_make_the_list_again(values: list[Any]) -> None:
+    elements = split_list(pack(values))
+    assert [unpack(element) for element in elements] == values
+    assert unpack(joined_list(elements)) == values
 
 
-@given(MAPS, MAPS, st.booleans())
-def test_an_extended_map_has_the_entries_of_both(one: dict[str, Any], other: dict[str, Any], first: bool) -> None:
+@given(MAPS, MAPS)
+def test_an_extended_map_has_the_entries_of_both(one: dict[str, Any], other: dict[str, Any]) -> None:
     other = {f"other {name}": value for name, value in other.items()}
     entries = b"".join(pack(name) + pack(value) for name, value in other.items())
-    found = unpack(extended_map(pack(one), entries, len(other), first=first))
-    assert list(found.items()) == list(({**other, **one} if first else {**one, **other}).items())
+    found = unpack(extended_map(pack(one), entries, len(other)))
+    assert list(found.items()) == list({**one, **other}.items())
 
 
-@given(st.binary(max_size=64) | st.lists(MAPS, max_size=2).map(lambda maps: pack([21, maps])[:-1]))
-def test_bytes_that_are_no_maps_are_malformed(data: bytes) -> None:
-    with contextlib.suppress(MalformedMessageError):
-        split_maps(data, NAMES)
+@given(st.binary(max_size=64) | st.lists(VALUES, max_size=2).map(lambda values: pack(values)[:-1]))
+def test_bytes_that_are_no_list_are_malformed(data: bytes) -> None:
+    for read in (split_list, unpack_tokens):
+        with contextlib.suppress(MalformedMessageError):
+            read(data)
 
 
-def test_a_name_that_is_not_packed_as_a_short_string_is_malformed() -> None:
-    long = b"\xd9\x0arequest_id"
-    assert msgpack.unpackb(long) == "request_id"
-    with pytest.raises(MalformedMessageError, match="request_id"):
-        split_maps(b"\x92\x15\x91\x81" + long + b"\x05", NAMES)
+def test_bytes_after_a_list_are_malformed() -> None:
+    with pytest.raises(MalformedMessageError, match="1 of them follow its list"):
+        split_list(pack([1, 2]) + b"\x01")
+
+
+@given(st.lists(st.integers(0, MAX_TOKEN)))
+def test_packed_tokens_become_int32(tokens: list[int]) -> None:
+    assert token_list_from_bytes(unpack_tokens(pack(tokens))) == tokens
+
+
+@pytest.mark.parametrize("wrong", [-1, MAX_TOKEN + 1, 1 << 40, -(1 << 40), 1.0, "1", b"1", None, [1], {1: 1}])
+def test_a_token_that_is_none_is_malformed(wrong: Any) -> None:
+    with pytest.raises(MalformedMessageError, match="token"):
+        unpack_tokens(pack([1, wrong, 2]))

@@ -1,4 +1,5 @@
-"""A GPTModel of Megatron-Core in this process as a checkpoint: its configuration, and the tensors that this rank holds.
+"""A GPTModel or HybridModel of Megatron-Core in this process as a checkpoint: its configuration, and the tensors that
+this rank holds.
 
 Megatron describes the tensors of a rank itself: `sharded_state_dict()` returns each local tensor with its name in a
 distributed checkpoint, its whole shape and its offset. Only attributes of the model are used: nothing is imported from
@@ -7,6 +8,7 @@ Megatron-Core, and no tensor is sent to another rank.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -73,6 +75,10 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of TransformerConfig that change the computation or the place of layers, with their supported values."""
 
+_ATTENTION, _MLP = "*", "-"
+"""Megatron-Core's symbols of the layers of a HybridModel."""
+_HYBRID_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+
 _FREQUENCY_TOLERANCE = 1e-3
 """Relative; Megatron's frequencies are computed in float32."""
 
@@ -91,8 +97,9 @@ class LiveChunk:
 class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
     """The weights of a GPTModel, read from its parameters at each read().
 
-    model: a GPTModel of megatron.core, possibly wrapped (Float16Module, DistributedDataParallel). With an initialised
-           parallel state it holds this rank's part: read() returns only values of that part.
+    model: a GPTModel of megatron.core, or a HybridModel with the layers of one, possibly wrapped (Float16Module,
+           DistributedDataParallel). With an initialised parallel state it holds this rank's part: read() returns only
+           values of that part.
     ends:  token ids that end an answer: the configuration of the model has none.
 
     Raises UnsupportedModelError naming the field, its value and the supported value.
@@ -100,6 +107,7 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
 
     def __init__(self, model: Any, *, ends: tuple[int, ...] = ()) -> None:
         gpt = unwrapped(model)
+        _require_pairs(gpt)
         self.shard = _shard_of(gpt.config)
         found: dict[str, TensorIndex[LiveChunk]] = {}
         for tensor in _sharded_tensors(gpt.sharded_state_dict()):
@@ -108,9 +116,10 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
             box = tuple(
                 range(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True)
             )
-            before = found[tensor.key].chunks if tensor.key in found else ()
+            name = _gpt_name(tensor.key) if _is_hybrid(gpt) else tensor.key
+            before = found[name].chunks if name in found else ()
             chunk = LiveChunk(box, tensor.data[(None,) * leading])
-            found[tensor.key] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
+            found[name] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
         super().__init__(
             _config_of(gpt, ends),
             found,
@@ -133,8 +142,42 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
         )
 
 
+def _is_hybrid(model: Any) -> bool:
+    return hasattr(model, "hybrid_layer_pattern")
+
+
+def _require_pairs(model: Any) -> None:
+    """Raise UnsupportedModelError for a HybridModel whose layers are not those of a GPTModel: attention, then MLP."""
+    if not _is_hybrid(model):
+        return
+    if (stages := model.config.pipeline_model_parallel_size) != 1:
+        raise UnsupportedModelError(f"the HybridModel has pipeline_model_parallel_size {stages}: supported is 1")
+    layers = model.decoder.layer_type_list
+    if len(layers) % 2 or any(pair != (_ATTENTION, _MLP) for pair in zip(layers[::2], layers[1::2], strict=True)):
+        raise UnsupportedModelError(
+            f"the HybridModel has hybrid_layer_pattern {shown(model.hybrid_layer_pattern)}: supported are attention "
+            f"layers that an MLP layer follows, {_ATTENTION + _MLP!r} once or more"
+        )
+
+
+def _gpt_name(name: str) -> str:
+    """Return the name that a GPTModel gives the tensor `name` of a HybridModel with pairs of attention and MLP."""
+    if (match := _HYBRID_LAYER.fullmatch(name)) is not None:
+        begin, layer, rest = match.groups()
+        return f"{begin}{int(layer) // 2}{rest}"
+    return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+
+
+def _rotary_of_hybrid(model: Any) -> dict[str, Any]:
+    """Return the base and the rotated share of a HybridModel, which keeps the frequencies only."""
+    frequencies = model.rotary_pos_emb.inv_freq.detach().double().cpu()
+    size = 2 * len(frequencies)
+    base = float(frequencies[1]) ** (-size / 2) if size > 2 else 10000.0
+    return {"rotary_percent": size / model.config.kv_channels, "rotary_base": float(f"{base:.6g}")}
+
+
 def is_megatron_model(model: Any) -> bool:
-    """Return whether `model` has the shape of a GPTModel of Megatron-Core, possibly wrapped."""
+    """Return whether `model` has the shape of a GPTModel or HybridModel of Megatron-Core, possibly wrapped."""
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
     return callable(getattr(inner, "sharded_state_dict", None)) and all(
@@ -192,7 +235,7 @@ def _shard_of(config: Any) -> Shard:
 
 
 def _config_of(gpt: Any, ends: tuple[int, ...]) -> ModelConfig:
-    """Return the configuration of a GPTModel from its attributes and its TransformerConfig."""
+    """Return the configuration of a model from its attributes and its TransformerConfig."""
     config = gpt.config
     for name, allowed in _ONLY.items():
         if (value := getattr(config, name, allowed[0])) not in allowed:
@@ -217,6 +260,10 @@ def _config_of(gpt: Any, ends: tuple[int, ...]) -> ModelConfig:
         "rotary_base": getattr(gpt, "rotary_base", 10000),
         "untie_embeddings_and_output_weights": not gpt.share_embeddings_and_output_weights,
     }
+    if _is_hybrid(gpt):
+        arguments["num_layers"] = config.num_layers // 2
+        if gpt.position_embedding_type == "rope":
+            arguments |= _rotary_of_hybrid(gpt)
     values = config_json_of(arguments, where=_WHERE)
     rotary = gpt.rotary_pos_emb
     theirs = rotary.inv_freq.detach().double().cpu()

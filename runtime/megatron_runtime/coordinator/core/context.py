@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import count
 from typing import TypeAlias
 
@@ -16,14 +16,14 @@ from megatron_runtime.coordinator.core.records import Client, Counters, Ended, E
 from megatron_runtime.coordinator.core.routing import load_by
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.protocol.headers import ErrorCode, Role
-from megatron_runtime.protocol.messages import Error, Frames
+from megatron_runtime.protocol.messages import Error, Outgoing
 
 SHARED_PORT = 3
 """Port number in the single-port mode. The other port numbers are the values of Role."""
 REMEMBERED_ANSWERS = 4096
 
-Effect: TypeAlias = tuple[PeerId, Frames | None]
-"""Send these frames to the peer. None: close its connection when everything before has been sent. No frames: report
+Effect: TypeAlias = tuple[PeerId, Outgoing | None]
+"""Send this message to the peer. None: close its connection when everything before has been sent. No frames: report
 when its connection has room for more, by the event `has_room`."""
 
 
@@ -125,6 +125,8 @@ class EngineRegistry:
         self._by_name: dict[str, Engine] = {}
         self._by_peer: dict[PeerId, Engine] = {}
         self._by_load = EnginesByLoad(load)
+        self._changed: dict[int, Engine] = {}
+        """By index: engines that are not in their place in _by_load. The answers of one message change one engine."""
         self.indices = count()
         """The numbers of the registrations to come."""
         self.stopped = False
@@ -150,12 +152,15 @@ class EngineRegistry:
 
     def with_room(self) -> Iterator[Engine]:
         """Engines that take one more request now, the least loaded first."""
+        changed = self._changed
+        while changed:
+            self._by_load.put(changed.popitem()[1])
         return (engine for engine in self._by_load if engine.has_room())
 
     def load_changed(self, engine: Engine) -> None:
         """Call after every change of `engine.in_flight` or `engine.max_requests`."""
         if self.is_registered(engine):
-            self._by_load.put(engine)
+            self._changed[engine.index] = engine
 
     def announced(self, engine: Engine) -> None:
         """Call after a registered engine has announced its sizes."""
@@ -184,6 +189,7 @@ class EngineRegistry:
         self._by_load.put(engine)
 
     def remove(self, engine: Engine) -> None:
+        self._changed.pop(engine.index, None)
         self._by_load.remove(engine)
         if self._by_name.get(engine.name) is engine:
             del self._by_name[engine.name]
@@ -203,6 +209,7 @@ class Context:
     randbits:    returns an integer of that many random bits.
     needs_pump:  engines may have room, or requests wait: they are dispatched before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
+    translated:  peers that the shell has a translator for.
     ended:       traced requests that ended since the shell took them; None: the shell makes no spans.
     term:        the term in which this coordinator of a pair is active; 0 while it is on standby; None if it is the
                  only coordinator.
@@ -218,6 +225,7 @@ class Context:
         self.engines = EngineRegistry(load_by(settings.routing_policy, alpha=settings.alpha))
         self.clients = ClientRegistry()
         self.counters = Counters()
+        self.translated: Container[PeerId] = ()
         self.effects: list[Effect] = []
         self.ended: list[Ended] | None = None
         self.needs_pump = False
@@ -229,8 +237,8 @@ class Context:
         """Whether this coordinator serves, and is not the standby of another one."""
         return self.term != 0
 
-    def send(self, peer: PeerId, frames: Frames) -> None:
-        self.effects.append((peer, frames))
+    def send(self, peer: PeerId, message: Outgoing) -> None:
+        self.effects.append((peer, message))
 
     def close(self, peer: PeerId) -> None:
         self.effects.append((peer, None))
@@ -240,19 +248,19 @@ class Context:
         self.counters.rejected[code.name.lower()] += 1
         self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
 
-    def answer(self, client: Client, frames: Frames, *, uid: bytes | None = None) -> None:
+    def answer(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
         """Send now, or keep in the outbox if the client is behind. `uid`: the request that this message ends."""
         if client.outbox or client.stuck_since is not None or not client.reachable:
-            client.keep(uid, frames)
+            client.keep(uid, message)
         else:
-            self.answer_now(client, frames, uid=uid)
+            self.answer_now(client, message, uid=uid)
 
     def report_room(self, peer: PeerId) -> None:
         """Have the event `has_room` when the peer's connection has room for more."""
         self.effects.append((peer, []))
 
-    def answer_now(self, client: Client, frames: Frames, *, uid: bytes | None = None) -> None:
-        self.effects.append((client.peer, frames))
+    def answer_now(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
+        self.effects.append((client.peer, message))
         if uid is not None:
             client.answered[uid] = None
             if len(client.answered) > REMEMBERED_ANSWERS:

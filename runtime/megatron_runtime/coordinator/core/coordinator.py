@@ -19,7 +19,7 @@ from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.coordinator.environment import Access, PromptTokenizer, TextPrompts
+from megatron_runtime.coordinator.environment import Access, Prompts, PromptTokenizer
 from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
@@ -37,6 +37,8 @@ from megatron_runtime.protocol.messages import (
     Hello,
     MalformedMessageError,
     Message,
+    Outgoing,
+    PackedTokens,
     Partial,
     Reserve,
     Status,
@@ -53,7 +55,7 @@ _ADMIN = Role.ADMIN  # see context.py
 _ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
 
 
-Handler: TypeAlias = Callable[[Any, Any, Frames], None]
+Handler: TypeAlias = Callable[[Any, Any, Outgoing], None]
 
 
 class CoordinatorCore:
@@ -84,7 +86,7 @@ class CoordinatorCore:
             deterministic=settings.deterministic,
             record=settings.schedule_output_path is not None,
         )
-        self.texts = TextPrompts(tokenizer, needs_tokens=self.router.by_prefix)
+        self.prompts = Prompts(tokenizer, needs_tokens=self.router.by_prefix)
         self.access = access if access is not None else Access()
         self.verbs = verbs = Verbs(
             context,
@@ -93,7 +95,7 @@ class CoordinatorCore:
             stopped=self._engines_stopped,
             adapters_changed=lambda: self.membership.announce_adapters(),
         )
-        self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.texts)
+        self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.prompts)
         self.replies = Replies(context, dispatcher)
         # A server that reserved tokens with another coordinator returns none of them here.
         self.quotas = Quotas(first_window=context.randbits(32) << 28)
@@ -135,21 +137,21 @@ class CoordinatorCore:
         else:
             self.handle(now, peer, message, frames)
 
-    def handle(self, now: float, peer: PeerId, message: Message, frames: Frames) -> None:
-        """A message, which `frames` are the encoding of, arrived or was made by a translator."""
+    def handle(self, now: float, peer: PeerId, message: Message, sent: Outgoing) -> None:
+        """A message arrived or was made by a translator. sent: what to forward of it."""
         self.context.now = now
         if type(message) is Hello:
             self.membership.hello(peer, message)
         elif (engine := self.engines.at(peer)) is not None:
             engine.heard = now
             handler = self._of_engines.get(type(message), self._misplaced)
-            handler(engine, message, frames)
+            handler(engine, message, sent)
         elif (client := self.clients.at(peer)) is not None:
             client.heard = now
             is_for_role = client.role is not _ADMIN or _is_for_admins(message)
             handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
-            handler(client, message, frames)
-        elif not (isinstance(message, Final) and self.replies.late_final(peer, message, frames)):
+            handler(client, message, sent)
+        elif not (isinstance(message, Final) and self.replies.late_final(peer, message, sent)):
             if peer[0] in (SHARED_PORT, Role.ENGINE):
                 self.membership.recovery.heard_of(peer)
             self.context.reject(peer, ErrorCode.UNKNOWN_PEER, "say HELLO")
@@ -173,21 +175,19 @@ class CoordinatorCore:
         self.membership.has_room(peer)
         self._settle()
 
-    def not_sent(self, rejected: Sequence[tuple[PeerId, Frames, bool]]) -> None:
+    def not_sent(self, rejected: Sequence[tuple[PeerId, Outgoing, bool]]) -> None:
         """Connections did not accept part of the effects of the last event.
 
-        rejected: peer, frames, and whether the connection has ended; in the order of the effects. For the others, the
+        rejected: peer, message, and whether the connection has ended; in the order of the effects. For the others, the
                   shell reports has_room() when they accept messages again.
         """
-        for peer, frames, is_gone in reversed(rejected):
+        for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
             if client is not None:
-                self.replies.not_sent(client, frames, is_gone=is_gone)
-            elif engine is not None:
-                message = decode(frames)
-                if isinstance(message, Dispatch):
-                    engine.full = True
-                    self.dispatcher.not_dispatched(engine, message.dispatch_id)
+                self.replies.not_sent(client, message, is_gone=is_gone)
+            elif engine is not None and isinstance(message, Dispatch):
+                engine.full = True
+                self.dispatcher.not_dispatched(engine, message.dispatch_id)
         self._settle()
 
     def run_timers(self, now: float) -> None:
@@ -244,15 +244,15 @@ class CoordinatorCore:
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _misplaced(self, sender: Client | Engine, message: Message, _: Frames) -> None:
+    def _misplaced(self, sender: Client | Engine, message: Message, _: Outgoing) -> None:
         self.context.reject(sender.peer, ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")
 
     # --- messages of clients ------------------------------------------------------------------------------------
 
-    def _submit(self, client: Client, message: Submit, _: Frames) -> None:
-        if message.meta.text:
+    def _submit(self, client: Client, message: Submit, _: Outgoing) -> None:
+        if message.meta.text or (self.prompts.needs_tokens and type(message.prompt) is PackedTokens):
             try:
-                meta, prompt = self.texts.accept(message.meta, message.prompt)
+                meta, prompt = self.prompts.accept(message.meta, message.prompt)
             except MalformedMessageError as error:
                 self.counters.error_answers += 1
                 rejection = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
@@ -263,20 +263,20 @@ class CoordinatorCore:
         if client.blocked:
             self.replies.catch_up(client)
 
-    def _abort(self, client: Client, message: Abort, _: Frames) -> None:
+    def _abort(self, client: Client, message: Abort, _: Outgoing) -> None:
         entry = client.open.get(message.id) if isinstance(message.id, bytes) else None
         if entry is not None:
             self.dispatcher.abort([entry])
 
-    def _reserve(self, client: Client, message: Reserve, _: Frames) -> None:
+    def _reserve(self, client: Client, message: Reserve, _: Outgoing) -> None:
         quota = self.quotas.reserve(self.context.now, message)
         if not quota.accepted:
             self.counters.over_limit += 1
         self.context.answer(client, quota.to_frames())
 
-    def _control(self, client: Client, message: Control, frames: Frames) -> None:
+    def _control(self, client: Client, message: Control, sent: Outgoing) -> None:
         if client.peer[0] == Role.CLIENT:
-            self._misplaced(client, message, frames)
+            self._misplaced(client, message, sent)
         elif client.peer[0] == Role.ADMIN and (message.operation_id is None or message.fence is None):
             text = f"{message.kind.name}: operation_id and fence are required on the admin port"
             self.context.reject(client.peer, ErrorCode.MALFORMED, text)
@@ -285,15 +285,15 @@ class CoordinatorCore:
 
     # --- messages of engines ------------------------------------------------------------------------------------
 
-    def _engine_leaves(self, engine: Engine, message: Disconnect, _: Frames) -> None:
+    def _engine_leaves(self, engine: Engine, message: Disconnect, _: Outgoing) -> None:
         crash = CrashEvidence.CERTAIN if message.reason == ENGINE_FAILED else CrashEvidence.NONE
         self.membership.lose_engine(engine, message.reason or "it left", crash)
 
-    def _acknowledged(self, engine: Engine, ack: ControlAck, _: Frames) -> None:
+    def _acknowledged(self, engine: Engine, ack: ControlAck, _: Outgoing) -> None:
         if not self.verbs.acknowledged(engine, ack):
             self.counters.stale += 1
 
-    def _cached_blocks(self, engine: Engine, message: CachedBlocks, _: Frames) -> None:
+    def _cached_blocks(self, engine: Engine, message: CachedBlocks, _: Outgoing) -> None:
         if message.cleared:
             self.router.forget(engine)
         evicted = block_hashes_from_bytes(message.evicted)

@@ -23,15 +23,16 @@ from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended
 from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.coordinator.environment import TextPrompts
+from megatron_runtime.coordinator.environment import Prompts
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     Abort,
+    Dispatch,
     Error,
     MalformedMessageError,
+    PackedTokens,
     Submit,
-    dispatch_frames,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ SEARCH_AGAIN_SECONDS = 0.1
 class Dispatcher:
     """Owns the tables of open requests and the quarantine."""
 
-    def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, texts: TextPrompts) -> None:
+    def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, prompts: Prompts) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)
@@ -73,7 +74,7 @@ class Dispatcher:
         self._engines = context.engines
         self._router = router
         self._verbs = verbs
-        self._texts = texts
+        self._prompts = prompts
         self._counters = context.counters
         self._former: dict[int, tuple[PeerId, Entry]] = {}
 
@@ -109,6 +110,7 @@ class Dispatcher:
             arrived=now,
             deadline=now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
             model=client.model,
+            hashes=None if self._router.by_prefix else {},
             forwarded=tokens,
             held=tokens,
         )
@@ -191,14 +193,15 @@ class Dispatcher:
             return self._router.next_in_turn(fitting) if fitting else None
         with_room = self._engines.with_room()
         by_load = (engine for engine in with_room if engine.runs(entry)) if needs_match else with_room
-        first, second = next(by_load, None), next(by_load, None)
+        first = next(by_load, None)
+        second = next(by_load, None) if self._router.by_prefix else None
         if first is None or second is None:
             return first
         if entry.hashes is None:
             entry.hashes = self._hashes_of(entry)
         if not entry.hashes:
             # A prompt without a complete block goes to the fewest requests, whichever order the policy has.
-            return self._router.select([first, second, *by_load], {}) if self._router.by_prefix else first
+            return self._router.select([first, second, *by_load], {})
         return self._router.with_prefix(
             entry.hashes,
             least_loaded=first,
@@ -226,11 +229,13 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine) -> None:
-        if entry.meta.text and not engine.tokenizes:
+        if not self._is_readable(entry, engine):
             try:
-                prompt = self._texts.tokenize(entry.meta, entry.prompt)
+                prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
             except MalformedMessageError as error:
-                message = f"engine {engine.name} cannot tokenize the prompt, and {error}"
+                message = (
+                    f"engine {engine.name} cannot tokenize the prompt, and {error}" if entry.meta.text else str(error)
+                )
                 self.fail(entry, Rejection(ErrorCode.INVALID_REQUEST, message))
                 return
             self.journal.replace_prompt(entry, prompt)
@@ -248,8 +253,7 @@ class Dispatcher:
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         bodies = entry.prompt, bytes(entry.generated), entry.params
-        frames = dispatch_frames(dispatch_id, entry.uid, route, meta, *bodies)
-        self._context.effects.append((engine.peer, frames))
+        self._context.effects.append((engine.peer, Dispatch(dispatch_id, entry.uid, route, meta, *bodies)))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
@@ -267,6 +271,12 @@ class Dispatcher:
         self._router.assigned(engine, entry.hashes, request=entry.uid)
         if entry.deadline is not None or entry.slot is not None:
             self.deadlines.set(entry, entry.deadline)
+
+    def _is_readable(self, entry: Entry, engine: Engine) -> bool:
+        """Whether the engine reads the prompt as it is."""
+        if entry.meta.text:
+            return engine.tokenizes
+        return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
 
     def _hashes_of(self, entry: Entry) -> PromptHashes:
         if entry.meta.text:  # the engine tokenizes it

@@ -22,9 +22,10 @@ from megatron_runtime.protocol.messages import (
     AnswerFormats,
     ControlCommit,
     EngineStatus,
-    Frames,
     Hello,
+    Outgoing,
     RequestMeta,
+    size_of,
 )
 from megatron_runtime.requests.capabilities import FIRST_PARAMETERS, is_parameter
 
@@ -49,9 +50,10 @@ class Client:
     route:     number by which engines group partials for it.
     open:      its open requests by uid.
     answered:  uids whose final answer was sent on the present connection; the last few thousand.
-    outbox:    messages that the connection did not accept yet, in order, each with the uid that it answers. While it
-               is not empty, no partials are sent: the tokens stay in the journal and are sent as one partial later.
-    outbox_bytes: their size.
+    outbox:    messages that the connection did not accept yet, in order, each with the uid that it answers and its
+               size in bytes. While it is not empty, no partials are sent: the tokens stay in the journal and are sent
+               as one partial later.
+    outbox_bytes: the sum of these sizes.
     behind:    some of its tokens were not sent to it.
     stuck_since: since when its connection is full; None while it accepts messages. Until the shell reports room, it is
                sent nothing: what is owed to it is in the journal and in the outbox.
@@ -67,7 +69,7 @@ class Client:
     model: str = ""
     formats: AnswerFormats | None = None
     open: dict[bytes, Entry] = field(default_factory=dict)
-    outbox: deque[tuple[bytes | None, Frames]] = field(default_factory=deque)
+    outbox: deque[tuple[bytes | None, Outgoing, int]] = field(default_factory=deque)
     outbox_bytes: int = 0
     answered: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     behind: bool = False
@@ -78,17 +80,18 @@ class Client:
     def blocked(self) -> bool:
         return bool(self.outbox) or self.behind or not self.reachable
 
-    def keep(self, uid: bytes | None, frames: Frames, *, first: bool = False) -> None:
+    def keep(self, uid: bytes | None, message: Outgoing, *, first: bool = False) -> None:
         """Add a message to the outbox. first: before all others."""
         add = self.outbox.appendleft if first else self.outbox.append
-        add((uid, frames))
-        self.outbox_bytes += sum(map(len, frames))
+        size = size_of(message)
+        add((uid, message, size))
+        self.outbox_bytes += size
 
-    def take_kept(self) -> tuple[bytes | None, Frames]:
-        """Remove the first message from the outbox and return it."""
-        uid, frames = self.outbox.popleft()
-        self.outbox_bytes -= sum(map(len, frames))
-        return uid, frames
+    def take_kept(self) -> tuple[bytes | None, Outgoing, int]:
+        """Remove the first message from the outbox and return it, with its size."""
+        uid, message, size = self.outbox.popleft()
+        self.outbox_bytes -= size
+        return uid, message, size
 
 
 class CrashEvidence(Enum):

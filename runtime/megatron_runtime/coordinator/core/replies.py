@@ -22,6 +22,7 @@ from megatron_runtime.protocol.messages import (
     Heartbeat,
     HelloAck,
     MalformedMessageError,
+    Outgoing,
     Partial,
     PartialEntry,
     decode,
@@ -45,8 +46,8 @@ class Replies:
         self._dispatcher = dispatcher
         self._counters = context.counters
 
-    def partial(self, engine: Engine, message: Partial, frames: Frames) -> None:
-        """Take new tokens. Forward `frames` unchanged if one client is to get all of them."""
+    def partial(self, engine: Engine, message: Partial, sent: Outgoing) -> None:
+        """Take new tokens. Forward the message as it was sent if one client is to get all of them."""
         self._counters.partials += 1
         if not message.route:
             self._dispatcher.quarantine.note_progress(engine, message)
@@ -80,7 +81,7 @@ class Replies:
             journal.append(entry, message.tokens[begin:position], details=extras, details_cost=share)
             accepted.append(entry)
         if whole and client is not None:
-            self._context.effects.append((client.peer, frames))
+            self._context.effects.append((client.peer, sent))
             for entry in accepted:
                 entry.forwarded = len(entry.generated) // TOKEN_BYTES
         else:
@@ -95,14 +96,14 @@ class Replies:
         if engine.reserved:
             self._dispatcher.check_trial(engine)
 
-    def final(self, engine: Engine, message: Final, frames: Frames) -> None:
+    def final(self, engine: Engine, message: Final, sent: Outgoing) -> None:
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is not None and entry.uid == message.uid:
-            self._end(entry, frames)
-        elif not self.late_final(engine.peer, message, frames):
+            self._end(entry, sent)
+        elif not self.late_final(engine.peer, message, sent):
             self._counters.stale += 1
 
-    def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
+    def late_final(self, peer: PeerId, message: Final, sent: Outgoing) -> bool:
         """An engine that lost its requests, by removal or silence, answers one of them.
 
         The answer is delivered if it begins with the tokens that the client was sent, and ends the request, wherever it
@@ -119,11 +120,11 @@ class Replies:
         logger.warning("a removed or silent engine answered a request; its answer is delivered", extra=extra)
         self._counters.late += 1
         self._dispatcher.withdraw(entry)
-        self._end(entry, frames)
+        self._end(entry, sent)
         return True
 
-    def _end(self, entry: Entry, frames: Frames) -> None:
-        """Send the frames of a request's answer."""
+    def _end(self, entry: Entry, answer: Outgoing) -> None:
+        """Send a request's answer."""
         client = entry.client
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s answered", entry.uid.hex(), extra=of_request(entry.meta.request_id))
@@ -136,7 +137,7 @@ class Replies:
             if entry.num_indexed < len(entry.details):
                 _index_details([entry, *client.open.values()])
             self._context.answer(client, _owed(entry))
-        self._context.answer(client, frames, uid=entry.uid)
+        self._context.answer(client, answer, uid=entry.uid)
 
     # --- clients that read slowly -------------------------------------------------------------------------------
 
@@ -149,9 +150,9 @@ class Replies:
             return
         room = CATCH_UP_BYTES
         while client.outbox and room > 0:
-            uid, frames = client.take_kept()
-            self._context.answer_now(client, frames, uid=uid)
-            room -= sum(map(len, frames))
+            uid, message, size = client.take_kept()
+            self._context.answer_now(client, message, uid=uid)
+            room -= size
         if not client.outbox:
             _index_details(client.open.values())
             for entry in list(client.open.values()):
@@ -178,8 +179,8 @@ class Replies:
         entry.forwarded = entry.tokens_so_far
         return sum(map(len, frames))
 
-    def not_sent(self, client: Client, frames: Frames, *, is_gone: bool) -> None:
-        """The connection did not accept these frames. Called for the last of them first.
+    def not_sent(self, client: Client, sent: Outgoing, *, is_gone: bool) -> None:
+        """The connection did not accept this message. Called for the last of them first.
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
@@ -187,7 +188,7 @@ class Replies:
         """
         if is_gone:
             client.reachable = False
-        message = decode(frames)
+        message = decode(sent) if isinstance(sent, list) else sent
         if isinstance(message, Heartbeat | HelloAck):
             return
         if isinstance(message, Error) and message.uid is None and message.incarnation is not None:
@@ -203,11 +204,13 @@ class Replies:
             answered = message.uid if isinstance(message, Final | Error) else None
             if answered is not None:
                 client.answered.pop(answered, None)
-            client.keep(answered, frames, first=True)
+            client.keep(answered, sent, first=True)
 
 
-def _read_map(raw: bytes, what: str) -> dict[Any, Any]:
+def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
     """A map that an engine packed; an empty one if it cannot be read."""
+    if isinstance(raw, dict):
+        return raw
     try:
         value = unpack(raw, PLAIN)
     except MalformedMessageError as error:

@@ -226,7 +226,8 @@ class EngineRouter:
 
     def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes) -> None:
         """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
-        self.learn(engine, self._of_engine(hashes, engine))
+        if self.by_prefix or self.decisions is not None:
+            self.learn(engine, self._of_engine(hashes, engine))
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._blocks.clock})
 

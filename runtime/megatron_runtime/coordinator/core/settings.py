@@ -57,6 +57,8 @@ class CoordinatorSettings:
     journal_bytes:   memory for prompts and tokens of open requests; beyond it 429.
     max_clients:     clients registered at once.
     plain_max_requests: requests that a plain engine runs at once, which it does not report; 0: no limit.
+    plain_release:   first release whose messages a plain engine is sent while no plain client has submitted a request,
+                     which would tell it: "0.17" or "0.20", which divides messages into more frames.
     deterministic:   engines alternate in the order of their names; only the order of arrival decides.
     schedule_output_path: JSON file for the scheduling decisions, written at the end.
     """
@@ -79,6 +81,7 @@ class CoordinatorSettings:
     journal_bytes: int = 1 << 30
     max_clients: int = 10_000
     plain_max_requests: int = 0
+    plain_release: Literal["0.17", "0.20"] = "0.17"
     deterministic: bool = False
     schedule_output_path: Path | None = None
     timing: Timing = field(default_factory=Timing)
@@ -88,6 +91,8 @@ class CoordinatorSettings:
             raise ValueError(f"alpha {self.alpha}: want 0 to 1")
         if self.pause_mode not in ("Hold", "Reject"):
             raise ValueError(f"pause_mode {self.pause_mode!r}: want 'Hold' or 'Reject'")
+        if self.plain_release not in ("0.17", "0.20"):
+            raise ValueError(f"plain_release {self.plain_release!r}: want '0.17' or '0.20'")
         for name in ("max_queued", "journal_bytes", "max_clients"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: want at least 1")

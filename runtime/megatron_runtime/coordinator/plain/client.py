@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron_runtime.coordinator.plain.messages import (
     PER_TOKEN,
-    WANTS_RECORD,
     Detokenize,
+    Form,
     OpenRequest,
-    PlainSubmit,
     failed_frames,
-    joined_log_probs,
     partial_frames,
+    read_submit,
     reply_frames,
 )
-from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import unpack_request
 from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
@@ -28,16 +28,17 @@ from megatron_runtime.protocol.messages import (
     ControlAck,
     Disconnect,
     Error,
+    Final,
     Frames,
     Heartbeat,
     Hello,
     HelloAck,
     MalformedMessageError,
     Message,
+    Outgoing,
     Partial,
     Submit,
     decode,
-    extended_map,
     header_of,
     pack,
     unpack,
@@ -45,12 +46,13 @@ from megatron_runtime.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
-_FINAL, _HEARTBEAT = int(Header.FINAL), int(Header.HEARTBEAT)
+_FINAL = int(Header.FINAL)
 
 
 class ClientTranslator:
     """Turns the frames of one client into native messages, and back.
 
+    form:     how the client divides messages into frames; None until it has submitted a request.
     accept:   passes a native message to the core.
     send:     sends messages to the client, all or none; False if its connection does not accept them.
     requests: the open requests of all plain clients by uid. The engines' translators leave their answers as they are.
@@ -67,6 +69,7 @@ class ClientTranslator:
         detokenize: Detokenize,
     ) -> None:
         self.name = name
+        self.form: Form | None = None
         self._accept = accept
         self._send = send
         self._requests = requests
@@ -74,6 +77,8 @@ class ClientTranslator:
         self._detokenize = detokenize
         self._incarnation = randbits(64)
         self._heartbeat = Heartbeat(incarnation=self._incarnation)
+        self._uid_begin = randbits(64).to_bytes(8, "little")
+        self._uid_ends = itertools.count()
         self._uids: dict[int, bytes] = {}
         self._log_probs: dict[bytes, dict[str, list[Any]]] = {}
         """Of the tokens that partials brought. An engine that continues the request does not have them."""
@@ -81,67 +86,65 @@ class ClientTranslator:
 
     # --- from the client ----------------------------------------------------------------------------------------
 
-    def receive(self, frame: bytes) -> None:
+    def receive(self, frames: Frames) -> None:
         """Raises MalformedMessageError."""
-        header = header_of(frame)
+        header = header_of(frames[0])
         if header == Header.SUBMIT_REQUEST:
-            self._submit(frame)
+            self._submit(frames)
         elif header == Header.CONNECT:
             self._accept(Hello(role=Role.CLIENT, name=self.name, incarnation=self._incarnation))
         elif header in CONTROLS or header == Header.DISCONNECT:
-            message = decode([frame])
+            message = decode(frames)
             assert isinstance(message, Control | Disconnect)
             self._accept(message)
         elif header == Header.RELEASE_KV:
             pass  # nothing is held, and an answer would end the client, which expects none
         elif header in (Header.ABORT_REQUEST, Header.SUBMIT_REQUEST_WITH_KV):
-            match unpack(frame, PLAIN):
+            match unpack(frames[0], PLAIN):
                 case [Header.ABORT_REQUEST, int(number), *_]:
                     if number in self._uids:
                         self._accept(Abort(self._forget(self._uids[number])))
                 case [_, int(number), *_]:
                     text = "UnsupportedByBackend: no engine reads the KV of another: send SUBMIT_REQUEST"
-                    self._send(failed_frames(number, ErrorCode.UNSUPPORTED, text))
+                    form = Form.ONE_FRAME if len(frames) == 1 else Form.BODIES
+                    self._send(failed_frames(form, number, ErrorCode.UNSUPPORTED, text))
         else:
             raise MalformedMessageError(f"header {header}: want a message of a client of Megatron-Core")
 
-    def _submit(self, frame: bytes) -> None:
+    def _submit(self, frames: Frames) -> None:
+        self.form = Form.ONE_FRAME if len(frames) == 1 else Form.BODIES
         try:
-            submit = PlainSubmit.read(frame, randbits=self._randbits)
+            request, prompt, meta = read_submit(frames, randbits=self._randbits)
         except MalformedMessageError as error:
-            match unpack(frame, PLAIN):
+            match unpack(frames[0], PLAIN):
                 case [_, int(number), *_]:
-                    self._send(failed_frames(number, ErrorCode.INVALID_REQUEST, str(error)))
+                    self._send(failed_frames(self.form, number, ErrorCode.INVALID_REQUEST, str(error)))
             raise
-        uid = self._randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
-        request, prompt = submit.request, submit.prompt
-        if isinstance(prompt, str):
-            prompt = prompt.encode("utf-8", "replace")
+        # The first half is random, so that no other client has it.
+        uid = self._uid_begin + next(self._uid_ends).to_bytes(8, "little")
         self._uids[request.number] = uid
         self._requests[uid] = request
-        self._accept(Submit(uid, submit.meta, prompt, b"", extended_map(request.params, WANTS_RECORD, 1)))
+        self._accept(Submit(uid, meta, prompt, b"", request.params.native))
 
     # --- to the client ------------------------------------------------------------------------------------------
 
-    def send(self, frames: Frames) -> bool:
+    def send(self, sent: Outgoing) -> bool:
         """Send what the core sends. False if the connection does not accept it."""
-        header = header_of(frames[0])
-        if header == _FINAL:
-            _, _, uid, tokens, reply = unpack_request(frames[0])  # the core has checked it
-            return self._end(uid, lambda request: self._reply(request, tokens, reply))
-        if header == _HEARTBEAT:
-            self._accept(self._heartbeat)
-            return True
-        match message := decode(frames):
+        message = _decoded(sent) if isinstance(sent, list) else sent
+        if isinstance(message, Final):
+            return self._end(message.uid, partial(self._reply, message))
+        match message:
+            case Heartbeat():
+                self._accept(self._heartbeat)
             case Error(uid=bytes(uid), code=code, message=cause):
-                return self._end(uid, lambda request: failed_frames(request.number, code, cause))
+                return self._end(uid, lambda request: failed_frames(request.form, request.number, code, cause))
             case Partial():
                 return self._send(*self._partials(message))
             case HelloAck():
                 self._is_registered = True
                 return self._send([pack([int(Header.CONNECT_ACK)])])
             case Error() if not self._is_registered:
-                return self._send(frames)
+                return self._send(message.to_frames())
             case Error(message=text) | ControlAck(ok=False, error=text):
                 logger.warning("a message of client %s was rejected: %s", self.name, text)
         return True
@@ -154,11 +157,9 @@ class ClientTranslator:
         self._forget(uid)
         return True
 
-    def _reply(self, request: OpenRequest, tokens: bytes, reply: bytes) -> Frames:
-        log_probs = self._log_probs.get(self._uids.get(request.number, b""))
-        if log_probs is not None:
-            reply = joined_log_probs(reply, log_probs, count=len(tokens) // 4)
-        return reply_frames(request, tokens, reply, detokenize=self._detokenize)
+    def _reply(self, final: Final, request: OpenRequest) -> Frames:
+        before = self._log_probs.get(final.uid, {})
+        return reply_frames(request, final.tokens, final.reply, before=before, detokenize=self._detokenize)
 
     def _partials(self, message: Partial) -> list[Frames]:
         extras, found, begin = Extras(message.extras), [], 0
@@ -169,7 +170,7 @@ class ClientTranslator:
                 details = extras.of(uid) if message.extras else b""
                 more = unpack(details, PLAIN) if details else {}
                 self._keep_log_probs(uid, offset, more)
-                found.append(partial_frames(request.number, message.tokens[begin:end], more))
+                found.append(partial_frames(request, message.tokens[begin:end], more))
             begin = end
         return found
 
@@ -192,3 +193,10 @@ class ClientTranslator:
         for uid in list(self._uids.values()):
             self._forget(uid)
         self._accept(Disconnect(reason="its connection is gone"))
+
+
+def _decoded(frames: Frames) -> Message:
+    """Return the message of frames that the core sends, which are not checked again."""
+    if header_of(frames[0]) == _FINAL:
+        return Final._make(unpack_request(frames[0])[1:5])
+    return decode(frames)

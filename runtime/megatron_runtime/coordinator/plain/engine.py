@@ -7,9 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_runtime.coordinator.environment import TextPrompts
-from megatron_runtime.coordinator.plain.messages import EngineOutput, OpenRequest, read_outputs, submit_frames
-from megatron_runtime.protocol.codec import unpack_request
+from megatron_runtime.coordinator.environment import Prompts
+from megatron_runtime.coordinator.plain.messages import (
+    Detokenize,
+    EngineOutput,
+    Form,
+    OpenRequest,
+    failed_reply,
+    read_outputs,
+    submit_frames,
+)
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState, signals_to_join
 from megatron_runtime.protocol.messages import (
@@ -29,9 +36,10 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     MalformedMessageError,
     Message,
+    Outgoing,
+    PackedTokens,
     Partial,
     PartialEntry,
-    RequestMeta,
     decode,
     header_of,
     pack,
@@ -40,9 +48,6 @@ from megatron_runtime.protocol.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-_DISPATCH, _HEARTBEAT = int(Header.DISPATCH), int(Header.HEARTBEAT)
-_TEXT = RequestMeta._fields.index("text")
 
 
 @dataclass(slots=True)
@@ -66,6 +71,8 @@ class EngineTranslator:
     is_connected: whether the engine has a connection now.
     now:       seconds on a monotonic clock.
     requests:  the open requests of plain clients, which get the answer of the engine as it is.
+    detokenize: for answers to plain clients that the engine leaves without a text.
+    choose_form: returns how an engine that has sent nothing yet divides messages into frames.
     reconnect: seconds that the engine has to connect again.
     max_requests: requests that the engine runs at once; 0: no limit.
     """
@@ -80,7 +87,9 @@ class EngineTranslator:
         now: Callable[[], float],
         requests: Mapping[bytes, OpenRequest],
         randbits: Callable[[int], int],
-        texts: TextPrompts,
+        prompts: Prompts,
+        detokenize: Detokenize,
+        choose_form: Callable[[], Form],
         reconnect: float,
         max_requests: int,
     ) -> None:
@@ -91,7 +100,11 @@ class EngineTranslator:
         self._now = now
         self._requests = requests
         self._randbits = randbits
-        self._texts = texts
+        self._prompts = prompts
+        self._detokenize = detokenize
+        self._choose_form = choose_form
+        self._form: Form | None = None
+        """None: neither has the engine sent an output nor was it sent a request."""
         self._reconnect = reconnect
         self._max_requests = max_requests
         self._running: dict[int, Running] = {}
@@ -106,17 +119,17 @@ class EngineTranslator:
 
     # --- from the engine ----------------------------------------------------------------------------------------
 
-    def receive(self, frame: bytes) -> None:
+    def receive(self, frames: Frames) -> None:
         """Raises MalformedMessageError."""
-        header = header_of(frame) if frame else None
+        header = header_of(frames[0]) if frames[0] else None
         if header == Header.ENGINE_REPLY:
-            for output in read_outputs(frame, is_final=True):
+            for output in read_outputs(frames, is_final=True):
                 self._final(output)
         elif header == Header.ENGINE_REPLY_PARTIAL:
             self._has_aborts = True
-            for output in read_outputs(frame, is_final=False):
+            for output in read_outputs(frames, is_final=False):
                 self._partial(output)
-        elif not frame:
+        elif not frames[0]:
             self._register()
         elif header == Header.DISCONNECT:
             self._accept(Disconnect())
@@ -126,7 +139,7 @@ class EngineTranslator:
     def _register(self) -> None:
         """A process has just started. It serves at once, in the state that HELLO_ACK names."""
         self._incarnation = self._randbits(64)
-        self._state, self._epoch, self._source = EngineState.RUNNING, 0, None
+        self._state, self._epoch, self._source, self._form = EngineState.RUNNING, 0, None, None
         self._running.clear()
         hello = Hello(
             role=Role.ENGINE,
@@ -143,8 +156,9 @@ class EngineTranslator:
         if running is None:
             self._accept(Final(output.number, bytes(16), b"", b""))  # counted as stale
             return
+        reply: bytes | dict[str, Any]
         if running.uid in self._requests:
-            reply = output.reply_as_sent()
+            reply = output.plain_reply(given=running.given, detokenize=self._detokenize)
         else:
             reply = output.native_reply(num_given=len(running.given) // 4)
         self._accept(Final(output.number, running.uid, running.given + output.tokens, reply))
@@ -161,15 +175,13 @@ class EngineTranslator:
 
     # --- to the engine ------------------------------------------------------------------------------------------
 
-    def send(self, frames: Frames) -> bool:
+    def send(self, sent: Outgoing) -> bool:
         """Send what the core sends. False if the connection does not accept it."""
-        header = header_of(frames[0])
-        if header == _DISPATCH:
-            return self._dispatch(Dispatch._make(unpack_request(frames[0])[1:8]))  # the core has checked it
-        if header == _HEARTBEAT:
-            self._beat()
-            return True
-        match message := decode(frames):
+        match message := decode(sent) if isinstance(sent, list) else sent:
+            case Dispatch():
+                return self._dispatch(message)
+            case Heartbeat():
+                self._beat()
             case Abort(id=int(number)):
                 if self._has_aborts and self._running.pop(number, None) is not None:
                     self._send([pack([int(Header.ABORT_REQUEST), number])])
@@ -185,12 +197,11 @@ class EngineTranslator:
 
     def _dispatch(self, dispatch: Dispatch) -> bool:
         number, uid, route, given = dispatch.dispatch_id, dispatch.uid, dispatch.route, dispatch.generated
+        form = self._form = self._form or self._choose_form()
         try:
-            frames = submit_frames(number, self._prompt_of(dispatch), self._params_of(dispatch))
+            frames = submit_frames(form, number, self._prompt_of(dispatch), self._params_of(dispatch))
         except MalformedMessageError as error:
-            cause = {"code": int(ErrorCode.INVALID_REQUEST), "type": "INVALID_REQUEST", "message": str(error)}
-            reply = {"status": "FAILED", "finish_reason": "error", "error": {**cause, "is_transient": False}}
-            self._accept(Final(number, uid, given, pack(reply)))
+            self._accept(Final(number, uid, given, failed_reply(ErrorCode.INVALID_REQUEST, str(error))))
             return True
         self._running[number] = Running(uid, route, given, len(given) // 4)
         if self._send(frames):
@@ -200,24 +211,27 @@ class EngineTranslator:
             self._leave()
         return False
 
-    def _prompt_of(self, dispatch: Dispatch) -> str | list[int]:
-        """The prompt, and the tokens generated before, which become part of it. Raises MalformedMessageError."""
-        if not dispatch.meta[_TEXT]:
-            return token_list_from_bytes(dispatch.prompt + dispatch.generated)
-        if not dispatch.generated:
-            return dispatch.prompt.decode("utf-8", "replace")
+    def _prompt_of(self, dispatch: Dispatch) -> bytes:
+        """The packed prompt. That of a plain client is as it sent it; tokens generated before become part of it.
+
+        Raises MalformedMessageError.
+        """
+        meta, prompt, generated = dispatch.meta, dispatch.prompt, dispatch.generated
+        if not generated:
+            if isinstance(prompt, PackedTokens):
+                return prompt
+            return pack(prompt.decode("utf-8", "replace") if meta.text else token_list_from_bytes(prompt))
         try:
-            prompt = self._texts.tokenize(RequestMeta.from_list(dispatch.meta), dispatch.prompt)
+            return pack(token_list_from_bytes(self._prompts.tokens_of(meta, prompt) + generated))
         except MalformedMessageError as error:
             message = f"engine {self.name} cannot tokenize the prompt, and {error}"
             raise MalformedMessageError(message) from error
-        return token_list_from_bytes(prompt + dispatch.generated)
 
     def _params_of(self, dispatch: Dispatch) -> bytes:
         """The parameters. Those of a plain client are as it sent them, but for the tokens generated before."""
         request = self._requests.get(dispatch.uid)
         if request is not None and not dispatch.generated:
-            return request.params
+            return request.params.packed
         try:
             params: Any = unpack(dispatch.params, PARAMETERS)
         except MalformedMessageError as error:

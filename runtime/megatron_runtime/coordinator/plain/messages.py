@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from enum import Enum
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import (
+    PARAMETERS,
     PLAIN,
+    REPLIES,
     Frames,
     MalformedMessageError,
+    PackedTokens,
     RequestMeta,
+    checked_tokens,
     extended_map,
+    joined_list,
     pack,
-    split_maps,
+    split_list,
     token_list_from_bytes,
-    tokens_to_bytes,
     unpack,
+    unpack_request,
 )
 from megatron_runtime.protocol.text import shown
 
@@ -27,13 +34,12 @@ logger = logging.getLogger(__name__)
 Detokenize: TypeAlias = Callable[[list[int]], str] | None
 """Returns the text of token ids; None without a tokenizer that can do it."""
 
-_MAX_TOKEN = (1 << 31) - 1
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
 """Entry of the parameters: an engine of this project adds the text and the times, which Megatron's record has."""
-_AS_SENT = pack("plain") + pack(True)
-"""First entry of the reply map of an engine for a plain client: the other entries are as the engine sent them."""
-_TEXT = pack("generated_text")
+_NIL = pack(None)
+_MAX_REMEMBERED_BYTES = 2048
+"""Size limit of parameters that are kept, to be compared with those of later requests."""
 _TO_PARTIAL = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
 _RETURNS_PROMPT = "return_prompt_tokens"
 """A parameter that every client of 0.17 and later sends."""
@@ -42,113 +48,167 @@ PER_TOKEN = frozenset(_TO_PARTIAL)
 _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 
+class Form(Enum):
+    """How a plain peer divides its messages into frames, by the first release that does so."""
+
+    ONE_FRAME = "0.17"
+    BODIES = "0.20"
+    """Prompts and replies are frames of their own, after one with the header and what a coordinator needs."""
+
+    def answer(self, header: int, number: int, content: dict[str, Any]) -> Frames:
+        """ENGINE_REPLY or ENGINE_REPLY_PARTIAL to a client. Raises MalformedMessageError for a map that is too deep."""
+        if self is Form.ONE_FRAME:
+            return [pack([header, number, content])]
+        return [pack([header, number]), pack(content)]
+
+
 # --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class PlainParams(NamedTuple):
+    """The parameters of a client's request, and what a coordinator reads of them.
+
+    packed: as the client sent them.
+    native: packed, for an engine of this project.
+    seed:   None: the coordinator chooses one.
+    returns_prompt: the client asks for the tokens of its prompt.
+    has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
+    """
+
+    packed: bytes
+    native: bytes
+    streaming: bool
+    seed: int | None
+    priority: int
+    cache_salt: str
+    returns_prompt: bool
+    has_every_field: bool
+
+    @classmethod
+    def read(cls, packed: bytes) -> Self:
+        """Raises MalformedMessageError. A value of a wrong type is ignored."""
+        params = unpack(packed, PARAMETERS)
+        if type(params) is not dict:
+            raise MalformedMessageError(f"SUBMIT_REQUEST with parameters {shown(params)}: want a map")
+        seed, priority, salt = params.get("seed"), params.get("priority"), params.get("cache_salt")
+        return cls(
+            packed=packed,
+            native=extended_map(packed, WANTS_RECORD, 1),
+            streaming=bool(params.get("streaming")),
+            seed=seed if type(seed) is int and 0 <= seed < 1 << 64 else None,
+            priority=priority if type(priority) is int else 0,
+            cache_salt=salt[: limits.MAX_SALT_CHARACTERS] if isinstance(salt, str) else "",
+            returns_prompt=bool(params.get(_RETURNS_PROMPT)),
+            has_every_field=_RETURNS_PROMPT in params,
+        )
+
+
+_read_again = functools.lru_cache(maxsize=256)(PlainParams.read)
+"""Most requests of a client have the same parameters."""
 
 
 class OpenRequest(NamedTuple):
     """A request of a client, as its answer needs it.
 
-    params: the packed map of parameters.
-    text:   the prompt, if it is a text.
-    tokens: int32; the prompt, if the client asks for it and it is not a text.
-    has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
+    form:   of the client's messages.
+    prompt: packed, as the client sent it: a list of token ids or a text.
     """
 
     number: int
-    params: bytes
-    text: str | None
-    tokens: bytes | None
-    has_every_field: bool
+    form: Form
+    prompt: bytes
+    is_text: bool
+    params: PlainParams
 
 
-class PlainSubmit(NamedTuple):
-    """SUBMIT_REQUEST of a client. `prompt` is a text or int32 tokens."""
+def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[OpenRequest, bytes, RequestMeta]:
+    """Read SUBMIT_REQUEST of a client: `[20, id, prompt, params]`, or `[20, id, params, …]`, prompt, hashes and media
+    in four frames.
 
-    request: OpenRequest
-    prompt: str | bytes
-    meta: RequestMeta
-
-    @classmethod
-    def read(cls, frame: bytes, *, randbits: Callable[[int], int]) -> PlainSubmit:
-        """Raises MalformedMessageError."""
-        match items := unpack(frame, PLAIN):
-            case [_, int(number), (str() | list()) as prompt, dict(params), *rest] if number >= 0:
-                if rest and rest[0] is not None:
-                    raise MalformedMessageError("SUBMIT_REQUEST with multimodal data: this coordinator takes text only")
-                meta = _meta_of(params, is_text=isinstance(prompt, str), randbits=randbits)
-                body = prompt if isinstance(prompt, str) else _packed(prompt)
-                text = body if isinstance(body, str) else None
-                tokens = body if isinstance(body, bytes) and params.get(_RETURNS_PROMPT) else None
-                request = OpenRequest(number, pack(params), text, tokens, _RETURNS_PROMPT in params)
-                return cls(request, body, meta)
-        raise MalformedMessageError(f"SUBMIT_REQUEST {shown(items)}: want [20, id, prompt, params]")
-
-
-def _meta_of(params: dict[Any, Any], *, is_text: bool, randbits: Callable[[int], int]) -> RequestMeta:
-    """Return the fields of a request that the coordinator reads. A value of a wrong type is ignored."""
-    seed, priority, salt = params.get("seed"), params.get("priority"), params.get("cache_salt")
-    return RequestMeta(
-        streaming=bool(params.get("streaming")),
-        seed=seed if type(seed) is int and 0 <= seed < 1 << 64 else randbits(64),
-        text=is_text,
-        priority=priority if type(priority) is int else 0,
-        cache_salt=salt[: limits.MAX_SALT_CHARACTERS] if isinstance(salt, str) else "",
-    )
-
-
-def _packed(tokens: Any) -> bytes:
-    """Return token ids as int32. Raises MalformedMessageError."""
-    if not isinstance(tokens, list):
-        raise MalformedMessageError(f"tokens {shown(tokens)}: want a list")
-    # A list may have a million tokens: no Python code runs for each.
-    if tokens and not (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= _MAX_TOKEN):
-        wrong = next(token for token in tokens if type(token) is not int or not 0 <= token <= _MAX_TOKEN)
-        raise MalformedMessageError(f"token {shown(wrong)}: want an integer from 0 to {_MAX_TOKEN}")
-    return tokens_to_bytes(tokens)
+    Return also the prompt, UTF-8 as in SUBMIT or the token ids as the client sent them, and its fields for the core.
+    The hashes of the prompt's blocks are not read. Raises MalformedMessageError.
+    """
+    items = split_list(frames[0])
+    if len(frames) == 1 and len(items) >= 4:
+        form, (number, prompt, packed, *media) = Form.ONE_FRAME, items[1:]
+    elif len(frames) == 4 and len(items) >= 3:
+        form, (number, packed, *media), (prompt,) = Form.BODIES, items[1:], split_list(joined_list(frames[1:2]))
+        media.append(frames[3])
+    else:
+        raise MalformedMessageError(
+            f"SUBMIT_REQUEST of {len(items)} elements in {len(frames)} frames: want [20, id, prompt, params], or "
+            "[20, id, params, media] and frames with the prompt, its block hashes and the media"
+        )
+    for item in media:
+        if item != _NIL:
+            raise MalformedMessageError("SUBMIT_REQUEST with multimodal data: this coordinator takes text only")
+    identity = unpack_request(number)
+    if type(identity) is not int or identity < 0:
+        raise MalformedMessageError(f"SUBMIT_REQUEST {shown(identity)}: want an id from 0")
+    params = _read_again(packed) if len(packed) <= _MAX_REMEMBERED_BYTES else PlainParams.read(packed)
+    is_text = _is_text(prompt)
+    if not is_text and not _is_list(prompt):
+        raise MalformedMessageError(f"SUBMIT_REQUEST with a prompt of {len(prompt)} bytes: want a text or token ids")
+    prompt = prompt if is_text else PackedTokens(prompt)
+    body = unpack(prompt, PLAIN).encode("utf-8", "replace") if is_text else prompt
+    seed = params.seed if params.seed is not None else randbits(64)
+    meta = RequestMeta(params.streaming, seed, None, is_text, params.priority, params.cache_salt)
+    return OpenRequest(identity, form, prompt, is_text, params), body, meta
 
 
-def submit_frames(dispatch_id: int, prompt: str | list[int], params: bytes) -> Frames:
-    """SUBMIT_REQUEST for an engine. params: a packed map."""
-    return [b"\x94" + pack(_SUBMIT) + pack(dispatch_id) + pack(prompt) + params]
+def _is_text(data: bytes) -> bool:
+    """Whether a packed value is a string."""
+    return len(data) > 0 and (data[0] & 0xE0 == 0xA0 or data[0] in b"\xd9\xda\xdb")
+
+
+def _is_list(data: bytes) -> bool:
+    return len(data) > 0 and (data[0] & 0xF0 == 0x90 or data[0] in b"\xdc\xdd")
+
+
+def submit_frames(form: Form, dispatch_id: int, prompt: bytes, params: bytes) -> Frames:
+    """SUBMIT_REQUEST for an engine. prompt, params: packed."""
+    begin = b"\x94" + pack(_SUBMIT) + pack(dispatch_id)
+    if form is Form.ONE_FRAME:
+        return [begin + prompt + params]
+    return [begin + params + _NIL, prompt, _NIL]
 
 
 # --- answers of engines -----------------------------------------------------------------------------------------------
 
 
-_FINAL_NAMES = {name: len(pack(name)) for name in ("request_id", "generated_tokens", "generated_text")}
-_PARTIAL_NAMES = {name: len(pack(name)) for name in ("request_id", "new_tokens")}
-
-
 class EngineOutput(NamedTuple):
-    """Output of an engine for one of its requests. `rest` are the other entries, packed as the engine sent them.
+    """Output of an engine for one of its requests.
 
     tokens: int32; of a partial the new ones, of a final all of this dispatch.
+    needs_text: the engine leaves the text of a final to the coordinator.
+    values: the map that the engine sent.
     """
 
     number: int
     tokens: bytes
-    text: Any
-    rest: bytes
+    needs_text: bool
+    values: dict[str, Any]
 
     def details(self) -> dict[str, Any]:
         """The log-probabilities of a partial, by their native names."""
-        rest = unpack(self.rest, PLAIN)
-        found = {name: rest.get(_TO_PARTIAL.get(name, name)) for name in (*_TO_PARTIAL, *_PROMPT_DETAILS)}
+        found = {name: self.values.get(_TO_PARTIAL.get(name, name)) for name in (*_TO_PARTIAL, *_PROMPT_DETAILS)}
         return {name: value for name, value in found.items() if value is not None}
 
-    def reply_as_sent(self) -> bytes:
-        """The reply map with every entry as it was sent, without the id and the tokens, which FINAL has.
-
-        A text comes first; without one the client's translator adds it.
-        """
-        first = _AS_SENT if self.text is None else _AS_SENT + _TEXT + pack(self.text)
-        return extended_map(self.rest, first, 1 if self.text is None else 2, first=True)
+    def plain_reply(self, *, given: bytes, detokenize: Detokenize) -> dict[str, Any]:
+        """The map of a final for a plain client. given: tokens that the dispatch had; int32."""
+        if given:
+            self.values["generated_tokens"] = token_list_from_bytes(given + self.tokens)
+        if self.needs_text and self.values.get("generated_text") is None:
+            self.values["generated_text"] = text_of(self.values.get("generated_tokens") or [], detokenize)
+        return self.values
 
     def native_reply(self, *, num_given: int) -> bytes:
         """The reply map of FINAL, with every entry that is not nil. num_given: tokens that the dispatch had."""
-        reply = {key: value for key, value in unpack(self.rest, PLAIN).items() if value is not None}
-        if self.text is not None:
-            reply["generated_text"] = self.text
+        reply = {
+            key: value
+            for key, value in self.values.items()
+            if value is not None and key not in ("request_id", "generated_tokens")
+        }
         reply.setdefault("status", "COMPLETED")
         reply.setdefault("finish_reason", "error" if reply["status"] == "FAILED" else "stop")
         if reply["status"] == "FAILED" and "error" not in reply:
@@ -156,22 +216,50 @@ class EngineOutput(NamedTuple):
         reply["generated_length"] = num_given + len(self.tokens) // 4
         if num_given and "generated_log_probs" in reply:
             reply["log_probs_from"] = num_given
-        return pack(reply)
+        try:
+            return pack(reply)
+        except MalformedMessageError as error:
+            return failed_reply(ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
 
 
-def read_outputs(frame: bytes, *, is_final: bool) -> list[EngineOutput]:
-    """ENGINE_REPLY `[21, [request, …]]` and ENGINE_REPLY_PARTIAL `[22, [frame, …]]`. Raises MalformedMessageError."""
-    outputs = []
-    for values, rest in split_maps(frame, _FINAL_NAMES if is_final else _PARTIAL_NAMES):
-        number, tokens = values.get("request_id"), values.get("generated_tokens" if is_final else "new_tokens") or []
-        if type(number) is not int:
-            raise MalformedMessageError(f"output of an engine: request_id {shown(number)}: want an integer")
-        outputs.append(EngineOutput(number, _packed(tokens), values.get("generated_text"), rest))
-    return outputs
+def failed_reply(code: ErrorCode, message: str) -> bytes:
+    """The reply map of the FINAL of a request that failed at its translator."""
+    error = {"code": int(code), "type": code.name, "message": message, "is_transient": False}
+    return pack({"status": "FAILED", "finish_reason": "error", "error": error})
 
 
-def _map_header_bytes(data: bytes) -> int:
-    return 1 if data[0] & 0xF0 == 0x80 else 3 if data[0] == 0xDE else 5
+def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
+    """ENGINE_REPLY and ENGINE_REPLY_PARTIAL: `[header, [map, …]]`, or `[header, [id, …]]` and a frame for each map.
+
+    An id of an ENGINE_REPLY is `[id, needs_detokenize]`. Raises MalformedMessageError.
+    """
+    match unpack(frames[0], REPLIES):
+        case [_, list(items), *_]:
+            pass
+        case other:
+            raise MalformedMessageError(f"output of an engine {shown(other)}: want [header, list]")
+    if len(frames) == 1:
+        maps = items
+        items = [one.get("request_id") if isinstance(one, dict) else None for one in maps]
+    else:
+        maps = unpack(joined_list(frames[1:]), REPLIES)
+    if len(items) != len(maps):
+        raise MalformedMessageError(f"output of an engine: {len(items)} ids for {len(maps)} frames")
+    name = "generated_tokens" if is_final else "new_tokens"
+    return [_output(item, values, name) for item, values in zip(items, maps, strict=True)]
+
+
+def _output(item: Any, values: Any, name: str) -> EngineOutput:
+    """item: the id, or `[id, needs_detokenize]`. name: of the entry with the tokens. Raises MalformedMessageError."""
+    number, needs_text = item if type(item) is list and len(item) == 2 else (item, True)
+    if type(number) is not int:
+        raise MalformedMessageError(f"output of an engine: request_id {shown(number)}: want an integer")
+    if type(values) is not dict:
+        raise MalformedMessageError(f"output of an engine {shown(values)}: want a map")
+    tokens = values.get(name) or []
+    if type(tokens) is not list:
+        raise MalformedMessageError(f"output of an engine: {name} {shown(tokens)}: want a list")
+    return EngineOutput(number, checked_tokens(tokens), bool(needs_text), values)
 
 
 def _error_of(events: Any) -> dict[str, Any]:
@@ -212,70 +300,74 @@ _EVERY_FIELD: dict[str, Any] = {
 _MEASURED = ("prompt_length", "num_cached_tokens", "ttft")
 
 
-def reply_frames(request: OpenRequest, tokens: bytes, raw: bytes, *, detokenize: Detokenize) -> Frames:
+def reply_frames(
+    request: OpenRequest,
+    tokens: bytes,
+    reply: bytes | dict[str, Any],
+    *,
+    before: dict[str, list[Any]],
+    detokenize: Detokenize,
+) -> Frames:
     """ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
 
-    The text of the answer is added here if the engine sent none.
+    A map that is not packed is that of a plain engine, and passes as it is. The text of another answer is added here if
+    the engine sent none.
+
+    before: log-probabilities of the first tokens, by the names of a partial: another engine may have continued.
     """
-    number, token_list = request.number, token_list_from_bytes(tokens)
-    begin = _map_header_bytes(raw) if raw else 0
-    if raw.startswith(_AS_SENT, begin):
-        known: dict[str, Any] = {"request_id": number, "generated_tokens": token_list}
-        entries = raw[begin + len(_AS_SENT) :]
-        if not entries.startswith(_TEXT):
-            known["generated_text"] = _text_of(token_list, detokenize)
-        count = (raw[0] & 0x0F if begin == 1 else int.from_bytes(raw[1:begin], "big")) - 1
-        return [b"\x93" + pack(_REPLY) + pack(number) + extended_map(pack(known), entries, count)]
     try:
-        reply = unpack(raw, PLAIN)
+        values = reply if isinstance(reply, dict) else unpack(reply, PLAIN)
+        values = values if isinstance(values, dict) else {}
+        if before:
+            values = _with_log_probs(values, before, count=len(tokens) // 4)
+        if isinstance(reply, dict):
+            values["request_id"] = request.number
+        else:
+            values = _reply_of_native(request, token_list_from_bytes(tokens), values, detokenize)
+        return request.form.answer(_REPLY, request.number, values)
     except MalformedMessageError as error:
-        return failed_frames(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
-    reply = reply if isinstance(reply, dict) else {}
+        text = f"unreadable answer of the engine: {error}"
+        return failed_frames(request.form, request.number, ErrorCode.ENGINE_FAILED, text)
+
+
+def _reply_of_native(
+    request: OpenRequest, tokens: list[int], reply: dict[str, Any], detokenize: Detokenize
+) -> dict[str, Any]:
+    """The answer for a reply map of an engine of this project."""
+    number = request.number
     fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
-    if request.text is not None:
-        fields["prompt"] = request.text
+    if request.is_text:
+        fields["prompt"] = unpack(request.prompt, PLAIN)
     fields |= {name: reply[name] for name in _EPOCHS if _has_epoch(reply.get(name))}
     if (routing := _tensor_of(reply.get("routing_indices"))) is not None:
         fields["routing_indices"] = routing
-    if "generated_text" not in fields and (answer := _text_of(token_list, detokenize)) is not None:
+    if "generated_text" not in fields and (answer := text_of(tokens, detokenize)) is not None:
         fields["generated_text"] = answer
-    if request.has_every_field:
+    params = request.params
+    if params.has_every_field or request.form is Form.BODIES:
         fields |= {name: reply[name] for name in _MEASURED if reply.get(name) is not None}
-        if request.tokens is not None:
-            fields["prompt_tokens"] = ("tensor", token_list_from_bytes(request.tokens))
-        fields = {**_EVERY_FIELD, **fields, "sampling_params": unpack(request.params, PLAIN)}
+        if params.returns_prompt and not request.is_text:
+            fields["prompt_tokens"] = ("tensor", unpack(request.prompt, PLAIN))
+        fields = {**_EVERY_FIELD, **fields, "sampling_params": unpack(params.packed, PARAMETERS)}
     cause, events = reply.get("error"), []
     if isinstance(cause, dict):
         events = _error_events(
             number, cause.get("code"), str(cause.get("message")), cause.get("type"), cause.get("is_transient")
         )
-    return _reply(number, str(reply.get("status")), token_list, events, fields)
+    return {**_base_fields(number, str(reply.get("status")), tokens, events), **fields}
 
 
-def joined_log_probs(raw: bytes, before: dict[str, list[Any]], *, count: int) -> bytes:
-    """Return the reply map of an answer of `count` tokens with the log-probabilities of all of them.
-
-    before: by the names of a partial, of the first tokens. The reply has those of its engine, which may have continued
-            the request of another one.
-    """
-    try:
-        reply = unpack(raw, PLAIN)
-    except MalformedMessageError:
-        return raw  # which reply_frames() reports
-    lists = {
-        key: (values, reply[key])
-        for name, values in before.items()
-        if isinstance(reply, dict) and isinstance(reply.get(key := f"generated_{name}"), list)
-    }
-    joined = {
-        key: values[: count - len(own)] + own
-        for key, (values, own) in lists.items()
-        if 0 < count - len(own) <= len(values)
-    }
-    return pack({**reply, **joined}) if joined else raw
+def _with_log_probs(reply: dict[str, Any], before: dict[str, list[Any]], *, count: int) -> dict[str, Any]:
+    """Return the reply map of an answer of `count` tokens with the log-probabilities of all of them."""
+    joined = {}
+    for name, values in before.items():
+        last = reply.get(key := f"generated_{name}")
+        if isinstance(last, list) and 0 < count - len(last) <= len(values):
+            joined[key] = values[: count - len(last)] + last
+    return {**reply, **joined}
 
 
-def _text_of(tokens: list[int], detokenize: Detokenize) -> str | None:
+def text_of(tokens: list[int], detokenize: Detokenize) -> str | None:
     if detokenize is None:
         return None
     try:
@@ -287,20 +379,16 @@ def _text_of(tokens: list[int], detokenize: Detokenize) -> str | None:
         return None
 
 
-def _reply(
-    number: int, status: str, tokens: list[int], events: list[dict[str, Any]], fields: dict[str, Any] | None = None
-) -> Frames:
-    """ENGINE_REPLY with the fields that Megatron-Core's deserialize() reads in any case."""
-    reply = {
+def _base_fields(number: int, status: str, tokens: list[int], events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields that Megatron-Core's deserialize() reads in any case."""
+    return {
         "request_id": number,
         "status": status,
         "generated_tokens": tokens,
         "sampling_params": None,
         "inference_parameters": None,
         "events": events,
-        **(fields or {}),
     }
-    return [pack([_REPLY, number, reply])]
 
 
 def _tensor_of(packed: Any) -> Any:
@@ -356,13 +444,13 @@ def _error_events(
     ]
 
 
-def failed_frames(number: int, code: ErrorCode, message: str) -> Frames:
+def failed_frames(form: Form, number: int, code: ErrorCode, message: str) -> Frames:
     """ENGINE_REPLY of a request that failed at the coordinator."""
-    return _reply(number, "FAILED", [], _error_events(number, code, message))
+    return form.answer(_REPLY, number, _base_fields(number, "FAILED", [], _error_events(number, code, message)))
 
 
-def partial_frames(number: int, tokens: bytes, details: dict[str, Any]) -> Frames:
+def partial_frames(request: OpenRequest, tokens: bytes, details: dict[str, Any]) -> Frames:
     """ENGINE_REPLY_PARTIAL to a client."""
-    frame = {"request_id": number, "new_tokens": token_list_from_bytes(tokens)}
-    frame.update({_TO_PARTIAL.get(key, key): value for key, value in details.items()})
-    return [pack([_PARTIAL, number, frame])]
+    content = {"request_id": request.number, "new_tokens": token_list_from_bytes(tokens)}
+    content.update({_TO_PARTIAL.get(key, key): value for key, value in details.items()})
+    return request.form.answer(_PARTIAL, request.number, content)

@@ -10,7 +10,7 @@ from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.records import PeerId
 from megatron_runtime.coordinator.plain.client import ClientTranslator
 from megatron_runtime.coordinator.plain.engine import EngineTranslator
-from megatron_runtime.coordinator.plain.messages import OpenRequest
+from megatron_runtime.coordinator.plain.messages import Form, OpenRequest
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -53,6 +53,7 @@ class PlainPeers:
         shut_down: Callable[[], None],
     ) -> None:
         self.translators: dict[PeerId, ClientTranslator | EngineTranslator] = {}
+        core.context.translated = self.translators
         self.messages: deque[tuple[PeerId, Message]] = deque()
         """Messages of translators that the core has not handled yet."""
         self._requests: dict[bytes, OpenRequest] = {}
@@ -78,9 +79,7 @@ class PlainPeers:
             translator = self.translators[peer] = self._translator(peer, is_client=bool(frame))
         if not (len(frame) > 1 and frame[1] == _SHUTDOWN and self._is_shutdown(peer, frame)):
             try:
-                if len(frames) != 1:
-                    raise MalformedMessageError(f"{len(frames)} frames: want one")
-                translator.receive(frame)
+                translator.receive(frames)
             except MalformedMessageError as error:
                 self._core.context.reject(peer, ErrorCode.MALFORMED, str(error))
         return True
@@ -90,8 +89,7 @@ class PlainPeers:
         while self.messages:
             peer, message = self.messages.popleft()
             kind = type(message)
-            frames = message.to_frames() if isinstance(message, Final | Partial) else []
-            self._core.handle(self._now(), peer, message, frames)
+            self._core.handle(self._now(), peer, message, message if isinstance(message, Final | Partial) else [])
             if kind is Disconnect and not self._is_connected(peer):
                 self.translators.pop(peer, None)
 
@@ -112,6 +110,12 @@ class PlainPeers:
         """The number that a plain client gave an open request."""
         request = self._requests.get(uid)
         return request.number if request is not None else None
+
+    def _form_of_clients(self) -> Form:
+        """How the plain clients that are present divide messages into frames; without one, the configured way."""
+        clients = (one for one in self.translators.values() if isinstance(one, ClientTranslator))
+        forms = (client.form for client in clients if client.form is not None)
+        return next(forms, Form(self._core.context.settings.plain_release))
 
     def _is_shutdown(self, peer: PeerId, frame: bytes) -> bool:
         if peer[0] != SHARED_PORT or not frame or header_of(frame) != _SHUTDOWN or self._core.clients.at(peer) is None:
@@ -137,7 +141,7 @@ class PlainPeers:
                 send=send,
                 requests=self._requests,
                 randbits=randbits,
-                detokenize=getattr(core.texts.tokenizer, "detokenize", None),
+                detokenize=getattr(core.prompts.tokenizer, "detokenize", None),
             )
         name = routing_id.decode("utf-8", "replace") if routing_id[:1] != b"\0" else routing_id.hex()
         return EngineTranslator(
@@ -148,7 +152,9 @@ class PlainPeers:
             now=self._now,
             requests=self._requests,
             randbits=randbits,
-            texts=core.texts,
+            prompts=core.prompts,
+            detokenize=getattr(core.prompts.tokenizer, "detokenize", None),
+            choose_form=self._form_of_clients,
             reconnect=core.context.settings.timing.plain_reconnect,
             max_requests=core.context.settings.plain_max_requests,
         )

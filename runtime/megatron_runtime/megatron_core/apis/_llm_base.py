@@ -406,6 +406,11 @@ class _MegatronLLMBase:
                 )
             )
 
+    async def _stop_frontend_if_started(self) -> None:
+        """Stop the HTTP front end of this rank, if there is one."""
+        if self._coord_runtime is not None:
+            await self._lifecycle().stop_serving()
+
     def _check_can_serve(self) -> None:
         if not self._use_coordinator:
             raise ValueError("serve() needs a coordinator: construct with use_coordinator=True")

@@ -109,14 +109,16 @@ class Service:
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 
     def adapter_of(self, model: str | None) -> str:
-        """Return the adapter of a model; empty for the base model, for None and for UNNAMED_MODEL. Raises ApiError 404
-        if the model is not served.
+        """Return the adapter of a model; empty for the base model, for None and for UNNAMED_MODEL, and for every other
+        name with `any_model_name`. Raises ApiError 404 if the model is not served.
         """
         if model in (None, UNNAMED_MODEL, *self.settings.served_names):
             return ""
         names = self.adapter_names
         if model in names:
             return model
+        if self.settings.any_model_name:
+            return ""
         offered = ", ".join(repr(name) for name in [*self.settings.served_names, *names[:_NAMED_MODELS]])
         more = f" and {len(names) - _NAMED_MODELS} more" if len(names) > _NAMED_MODELS else ""
         message = f"The model {shown(model)} does not exist: this server offers {offered}{more}."

@@ -25,8 +25,8 @@ PeerId: TypeAlias = tuple[int, bytes]
 
 MESSAGES_PER_ITERATION = 256
 """Messages that a connection handles in one iteration of the loop before it yields to others."""
-MAX_FRAMES = 64
-"""Most frames of one message."""
+MAX_FRAMES = 16_384
+"""Most frames of one message. An engine of Megatron-Core 0.20 sends the answers of a step as frames of one message."""
 PARTNERS = (b"DEALER", b"REQ", b"ROUTER")
 """Types of the sockets that a ROUTER talks to (ZMTP 3.1)."""
 ENVELOPE_BYTES = 64
@@ -91,6 +91,7 @@ class Connection(asyncio.Protocol):
         self._limit = _HANDSHAKE_BYTES
         self._max_message_bytes = max_message_bytes
         self._message: Frames = []
+        self._message_bytes = 0
         # Sending: encoded messages that leave at the end of this iteration of the loop.
         self._send_buffer_bytes = send_buffer_bytes
         self._paused = False
@@ -216,11 +217,12 @@ class Connection(asyncio.Protocol):
             return
         message = self._message
         message.append(body)
+        self._message_bytes += len(body)
         if flags & MORE:
-            if len(message) > MAX_FRAMES or sum(map(len, message)) > self._limit:
+            if len(message) > MAX_FRAMES or self._message_bytes > self._limit:
                 raise ViolationError("a message has too many frames or bytes")
             return
-        self._message = []
+        self._message, self._message_bytes = [], 0
         try:
             self._received(self.peer, message)
         except Exception:

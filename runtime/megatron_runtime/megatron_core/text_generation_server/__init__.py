@@ -1,0 +1,1 @@
+"""Megatron-Core's package of HTTP servers."""

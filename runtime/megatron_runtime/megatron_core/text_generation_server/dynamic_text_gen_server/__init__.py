@@ -1,0 +1,8 @@
+"""Megatron-Core names: `start_text_gen_server` and `stop_text_gen_server`."""
+
+from megatron_runtime.megatron_core.text_generation_server.dynamic_text_gen_server.text_generation_server import (
+    start_text_gen_server,
+    stop_text_gen_server,
+)
+
+__all__ = ["start_text_gen_server", "stop_text_gen_server"]
