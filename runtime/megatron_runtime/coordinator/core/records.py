@@ -38,7 +38,7 @@ TenantKey: TypeAlias = str | int
 """The id that the request names, or the route number of the client that sent it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Client:
     """One registration of a client or an administrator.
 
@@ -112,7 +112,7 @@ class Crash:
     counts: bool = True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Engine:
     """One registration of one engine.
 
@@ -251,7 +251,7 @@ class Engine:
         )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Entry:
     """One open request.
 
@@ -318,7 +318,7 @@ class Entry:
         return bodies + self.details_bytes + ENTRY_OVERHEAD_BYTES
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Tenant:
     """A tenant with open requests.
 
@@ -402,7 +402,7 @@ class Levels:
             yield from self._levels[load]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Band:
     """Waiting requests of one priority, model, adapter and set of needed features.
 
