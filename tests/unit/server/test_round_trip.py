@@ -60,7 +60,7 @@ ARGUMENTS = [
 ]
 NAMES = ["time", "no tool", "f" * 300, "\\ud83d", "東京", ""]
 TOOL = {"name": "time", "description": "", "parameters": {"type": "object", "properties": {}}}
-ROUNDS = size(25, soak=400)
+ROUNDS = size(8, soak=400)
 
 
 def answer_of(draw: random.Random) -> str:
