@@ -149,9 +149,10 @@ build/clients.stamp: build/setup.stamp
 test-clients: setup build/clients.stamp ## LangChain's and LlamaIndex's clients against the server (240 MB of packages)
 	@build/clients/bin/python -m pytest tests/clients
 
+# Tests of the cluster wait for most of their time. Each process has a control plane of its own.
 test-cluster: setup
 	@$(BEGIN)
-	$(PYTEST) tests/cluster
+	$(PYTEST) tests/cluster -n 2 --dist worksteal
 
 test-e2e: setup
 	@$(BEGIN)

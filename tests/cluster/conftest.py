@@ -1,4 +1,4 @@
-"""A real API server for the whole run; for each test a namespace, a fake node and an operator of its own."""
+"""A real API server for each pytest process; for each test a namespace, a fake node and an operator of its own."""
 
 from __future__ import annotations
 
@@ -54,9 +54,12 @@ CRD = ObjectKind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "cust
 
 
 @pytest.fixture(scope="session")
-def control_plane() -> Iterator[LocalCluster]:
-    """The control plane. It keeps running if it ran before, or with MEGATRON_KEEP_CLUSTER=1."""
-    cluster = LocalCluster(name="control-plane", control_plane_only=True)
+def control_plane(worker_id: str) -> Iterator[LocalCluster]:
+    """The control plane of this process: some tests delete the CRD, restart the API server or act on all namespaces.
+
+    It keeps running if it ran before, or with MEGATRON_KEEP_CLUSTER=1.
+    """
+    cluster = LocalCluster(name=f"control-{worker_id}", control_plane_only=True)
     was_up = cluster.kubeconfig.exists() and all(component.ready for component in cluster.status())
     cluster.up()
     used("API server, controller manager, etcd", KUBERNETES_VERSION)

@@ -171,12 +171,17 @@ class Deployed:
     chat: Chat
 
 
-def deploy(kube: Kubectl, *, name: str = "demo", **spec: object) -> Deployed:
-    """Apply the sample, changed by `spec`, and wait until it is Ready."""
+def apply_sample(kube: Kubectl, *, name: str = "demo", **spec: object) -> None:
+    """Apply the sample, changed by `spec`."""
     manifest = yaml.safe_load(SAMPLE.read_text())
     manifest["metadata"]["name"] = name
     manifest["spec"].update(spec)
     kube.apply(manifest)
+
+
+def deploy(kube: Kubectl, *, name: str = "demo", **spec: object) -> Deployed:
+    """Apply the sample, changed by `spec`, and wait until it is Ready."""
+    apply_sample(kube, name=name, **spec)
     kube.wait(f"mi/{name}", "condition=Ready")
     model = kube.json("mi", name)["status"]["model"]
     return Deployed(kube, name, Chat(reachable(f"http://{kube.cluster_ip(name)}"), model))

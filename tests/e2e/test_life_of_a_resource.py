@@ -5,17 +5,19 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from eventually import LONG_SECONDS
 from openai import OpenAI
 
+from localcluster import installation
 from localcluster.kubectl import CommandError, Kubectl
 from localcluster.progress import Steps
 from localcluster.walkthrough import QUESTION, Walkthrough
 
-from .conftest import SAMPLE, Platform, deploy
+from .conftest import SAMPLE, Deployed, Platform, deploy, own_namespace
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,21 +57,47 @@ def ask_with_the_openai_sdk(url: str) -> None:
     assert text == asked.choices[0].message.content
 
 
-def test_the_plugin_shows_logs_and_load(kube: Kubectl, platform: Platform, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def served(platform: Platform) -> Iterator[Deployed]:
+    """A resource that serves, which the last test of this file deletes."""
+    with own_namespace(platform) as kube:
+        yield deploy(kube)
+
+
+def test_helm_test_passes_with_a_model_and_names_what_does_not_answer(platform: Platform, served: Deployed) -> None:
+    kubeconfig = ["--kubeconfig", platform.cluster.kubeconfig, "-n", installation.OPERATOR_NAMESPACE]
+
+    def helm_test(url: str, *, seconds: int) -> subprocess.CompletedProcess[str]:
+        values = [f"tests.serverUrl={url}", f"tests.timeoutSeconds={seconds}"]
+        installation.install_operator(platform.kube, platform.helm, Steps(), values=values)
+        command = [platform.helm, *kubeconfig, "test", installation.RELEASE]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    namespace = served.kube.namespace
+    passed = helm_test(f"http://{served.name}.{namespace}", seconds=round(LONG_SECONDS))
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    assert "Phase:          Succeeded" in passed.stdout
+    failed = helm_test(f"http://absent.{namespace}", seconds=5)
+    assert failed.returncode != 0
+    system = platform.kube.in_namespace(installation.OPERATOR_NAMESPACE)
+    assert "check failed that the model answers" in system("logs", "megatron-operator-test-verify")
+
+
+def test_the_plugin_shows_logs_and_load(served: Deployed, platform: Platform, tmp_path: Path) -> None:
     """The single file, called by kubectl as `kubectl megatron`, in an environment without the packages."""
     program = tmp_path / "kubectl-megatron"
     subprocess.run([sys.executable, ROOT / "tools" / "build_plugin.py", program], check=True)
     (tmp_path / "python3").symlink_to(sys._base_executable)  # type: ignore[attr-defined]
     path = f"{tmp_path}:{platform.cluster.kubectl.parent}:/usr/bin:/bin"
     environment = {"HOME": str(tmp_path), "KUBECONFIG": str(platform.cluster.kubeconfig), "PATH": path}
+    namespace = served.kube.namespace
 
     def run(*arguments: str) -> str:
-        command = [platform.cluster.kubectl, "megatron", *arguments, "--namespace", kube.namespace]
+        command = [platform.cluster.kubectl, "megatron", *arguments, "--namespace", namespace]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    deploy(kube)
     assert run("list").splitlines()[1].split()[:4] == ["demo", "Running", "1/1", "demo"]
     lines = run("logs", "demo", "--component", "coordinator").splitlines()
     assert any("engine demo-engine-0 registered" in line for line in lines)
@@ -95,9 +123,8 @@ def test_an_invalid_resource_is_rejected_with_field_and_remedy(kube: Kubectl) ->
     assert "exactly one" in rejected.value.output
 
 
-def test_all_objects_can_be_deleted_at_once_in_any_order(kube: Kubectl) -> None:
-    deploy(kube)
-    namespace = kube.namespace
+def test_all_objects_can_be_deleted_at_once_in_any_order(served: Deployed) -> None:
+    kube, namespace = served.kube, served.kube.namespace
     kube("delete", "namespace", namespace, "--timeout=60s")
     kube("create", "namespace", namespace)
     assert subprocess.run(kube.command("get", "mi", "demo"), capture_output=True, check=False).returncode != 0

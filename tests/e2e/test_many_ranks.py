@@ -13,7 +13,7 @@ from soak import SOAK
 from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
 from localcluster.walkthrough import QUESTION, STORY, Chat
 
-from .conftest import Deployed, deploy
+from .conftest import Deployed, apply_sample, deploy
 
 TOKENS = 24
 """Tokens of the built-in model, in three pods on one CPU."""
@@ -79,6 +79,7 @@ def test_ranks_in_pods_answer_as_one(
         "maxSequenceLength": 1024,
     }
     ranks = tensor * pipeline
+    apply_sample(kube, name="alone", model=model)  # it starts at the same time
     spread = deploy(kube, model=model, parallelism={"tensor": tensor, "pipeline": pipeline}, engine=ENGINE)
     assert kube.json("mi", "demo")["status"]["engines"][0]["ranks"] == ranks
     alone = deploy(kube, name="alone", model=model)

@@ -77,6 +77,8 @@ class Stack:
     def __init__(self, directory: Path) -> None:
         self.fleet = Fleet(directory)
         self._directory = directory
+        self.streams: Streams | None = None
+        """The well-behaved streams, from start() to close()."""
         self.url = ""
         self.health_port = 0
         self.longest_undisturbed = 0.0
@@ -100,6 +102,7 @@ class Stack:
         options = ("--api-keys-file", str(keys_file), "--max-sequence-length", str(MAX_SEQUENCE_LENGTH))
         self.server, self.url = await self.fleet.server(*options, warm=False)
         self.health_port = self.server.health_port
+        self.streams = await Streams.start(self.url)
 
     def hostile_client(self) -> httpx.AsyncClient:
         return self.client(HOSTILE_KEY)
@@ -130,6 +133,8 @@ class Stack:
         return sizes
 
     async def close(self) -> None:
+        if self.streams is not None:
+            await self.streams.close()
         await self.fleet.close()
 
 

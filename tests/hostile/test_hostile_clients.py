@@ -28,7 +28,7 @@ from megatron_runtime.protocol.messages import Hello, Submit, pack, tokens_to_by
 from megatron_runtime.protocol.request_meta import RequestMeta
 from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
-from .stack import ENGINES, LIMITED_KEY, MODEL, STEP_SECONDS, WELL_BEHAVED_KEY, Attack, Stack, Streams
+from .stack import ENGINES, LIMITED_KEY, MODEL, STEP_SECONDS, WELL_BEHAVED_KEY, Attack, Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -51,10 +51,8 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     stack = Stack(tmp_path_factory.mktemp("hostile"))
     try:
         await stack.start()
-        streams = await Streams.start(stack.url)
         await asyncio.sleep(UNDISTURBED_SECONDS)
-        stack.longest_undisturbed = max(2 * STEP_SECONDS, (await streams.window()).longest_wait)
-        await streams.close()
+        stack.longest_undisturbed = max(2 * STEP_SECONDS, (await stack.streams.window()).longest_wait)
         yield stack
     finally:
         await stack.close()
@@ -160,7 +158,9 @@ async def rejected_bodies_of_megabytes(stack: Stack) -> None:
         ("/v1/messages", b'{"messages": %b, "max_tokens": 1, "temperature": 9}' % blocks),
     ]
     async with stack.hostile_client() as http:
-        for response in await asyncio.gather(*(_post(http, *bodies[number % 2]) for number in range(64))):
+        for response in await asyncio.gather(
+            *(_post(http, *bodies[number % 2]) for number in range(size(24, soak=64)))
+        ):
             assert response.status_code in (400, 429, 503), response.text[:500]
 
 
@@ -301,7 +301,7 @@ async def hundreds_of_long_requests(stack: Stack) -> None:
             asyncio.create_task(_post(http, "/v1/completions", _completion(max_tokens=3000, ignore_eos=True)))
             for _ in range(300)
         ]
-        done, _ = await asyncio.wait(requests, timeout=5)
+        done, _ = await asyncio.wait(requests, timeout=size(2, soak=5))
         assert all(task.result().status_code in (200, 429) for task in done)
         for task in requests:
             task.cancel()
@@ -355,9 +355,9 @@ async def _probe(stack: Stack) -> None:
 
 
 async def connections_to_the_health_port(stack: Stack) -> None:
-    """Connections without a request, five times as many as the server keeps, before each of ten probes."""
+    """Connections without a request, five times as many as the server keeps, before each probe."""
     with contextlib.ExitStack() as connections:
-        for _ in range(10):
+        for _ in range(size(3, soak=10)):
             for number in range(1280):
                 source = (f"127.0.0.{2 + number % 100}", 0)
                 address = ("127.0.0.1", stack.health_port)
@@ -368,7 +368,7 @@ async def connections_to_the_health_port(stack: Stack) -> None:
 
 
 async def hundreds_of_scrapes(stack: Stack) -> None:
-    """Metrics for 300 connections at once, for three seconds."""
+    """Metrics for 300 connections at once, again and again."""
 
     async def scrape() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.health_port)
@@ -381,7 +381,7 @@ async def hundreds_of_scrapes(stack: Stack) -> None:
             writer.close()
 
     async with asyncio.timeout(LONG_SECONDS):
-        until = asyncio.get_running_loop().time() + 3
+        until = asyncio.get_running_loop().time() + size(1, soak=3)
         while asyncio.get_running_loop().time() < until:
             statuses = await asyncio.gather(*(scrape() for _ in range(300)))
             assert set(statuses) <= {b"200", b"503", b""}
@@ -445,17 +445,14 @@ async def test_streams_of_others_go_on(
     before = {name: process.pid for name, process in stack.processes.items()}
     exits = list(stack.fleet.exits)
     stack.reset_peaks()
-    streams = await Streams.start(stack.url)
-    try:
-        await asyncio.sleep(UNDISTURBED_SECONDS / 4)
-        undisturbed = await streams.window()
-        stack.longest_undisturbed = max(stack.longest_undisturbed, undisturbed.longest_wait)
-        for _ in range(size(1, soak=5)):
-            await attack(stack)
-        disturbed = await streams.window()
-        largest = stack.peak_memory()
-    finally:
-        await streams.close()
+    await stack.streams.window()  # what is left of the attack before
+    await asyncio.sleep(UNDISTURBED_SECONDS / 4)
+    undisturbed = await stack.streams.window()
+    stack.longest_undisturbed = max(stack.longest_undisturbed, undisturbed.longest_wait)
+    for _ in range(size(1, soak=5)):
+        await attack(stack)
+    disturbed = await stack.streams.window()
+    largest = stack.peak_memory()
     sizes = ", ".join(f"{name} {memory // MIB} MiB" for name, memory in largest.items())
     waits = f"longest wait {disturbed.longest_wait:.2f} s, undisturbed {undisturbed.longest_wait:.2f} s"
     report(f"{waits}; {sizes}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megatron_operator.resource.crd import structural_schema
@@ -58,8 +59,13 @@ class BadValue:
         return spec
 
 
+@cache
+def _schema() -> Schema:
+    return structural_schema(MegatronInferenceSpec, "spec")
+
+
 def _along(path: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
-    schema = structural_schema(MegatronInferenceSpec, "spec")
+    schema = _schema()
     for name in path:
         schema = schema["properties"][name]
         yield name, schema
@@ -80,7 +86,7 @@ def _minimal(schema: Schema) -> Any:
 
 def bad_values() -> list[BadValue]:
     """Return all invalid values in the order of the schema."""
-    return list(_of(structural_schema(MegatronInferenceSpec, "spec"), ()))
+    return list(_of(_schema(), ()))
 
 
 def _of(schema: Schema, path: tuple[str, ...]) -> Iterator[BadValue]:

@@ -50,7 +50,7 @@ from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 KV_CACHE_MEMORY = 4 << 20
-SLOW_SECONDS = 2.0
+SLOW_SECONDS = 1.5
 HANGS_NOW = "hangs from now on: "
 """Printed to standard error, followed by the time of the monotonic clock."""
 

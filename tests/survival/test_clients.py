@@ -132,9 +132,9 @@ async def test_a_client_that_does_not_read_affects_no_other_and_receives_everyth
 async def test_ten_clients_with_many_requests_each_at_once(
     fleet: Fleet, seed: int, report: Callable[[str], None]
 ) -> None:
-    coordinator, link = await fleet.serve(3, "--max-requests", "500", "--kv-cache-memory", "16Mi")
+    coordinator, link = await fleet.serve(3, "--max-requests", size("250", soak="500"), "--kv-cache-memory", "16Mi")
     clients = [await fleet.client() for _ in range(10)]
-    prompts = [[client, number, seed] for number in range(size(200, soak=1000)) for client in range(10)]
+    prompts = [[client, number, seed] for number in range(size(100, soak=1000)) for client in range(10)]
     params = SamplingParams(num_tokens_to_generate=4)
     futures = [clients[prompt[0]].add_request(prompt, params) for prompt in prompts]
     answers = await asyncio.wait_for(asyncio.gather(*futures), 2 * LONG_SECONDS)

@@ -29,7 +29,7 @@ from megatron_runtime.transport.control_calls import ControlRejectedError
 
 from .fault_proxy import FaultProxy
 
-RUNS = size(24, soak=1000)
+RUNS = size(12, soak=1000)
 AT_ONCE = 8
 ENGINES = ("engine-0", "engine-1", "engine-2")
 RANKS = 2

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import cycle, product
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from eventually import LONG_SECONDS
-from soak import SOAK
+from soak import SOAK, size
 from threaded_server import serving
 
 from megatron_runtime.process.environment import UnusableProxyError, http_client
@@ -99,22 +100,24 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str | None], str]] = {
     ),
 }
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "status": ("status",),
-    "list": ("list",),
     "generate": ("generate", "Say ok."),
+    "list": ("list",),
+    "status": ("status",),
 }
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_commands_work_in_every_environment(name: str, api: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "command"),
+    size([*zip(ENVIRONMENTS, cycle(COMMANDS), strict=False)], soak=[*product(ENVIRONMENTS, COMMANDS)]),
+)
+def test_commands_work_in_every_environment(name: str, command: str, api: str) -> None:
     """A server on loopback answers whatever the proxy variables are; no command needs a home that can be written."""
     environment, redirect = ENVIRONMENTS[name]
-    for command in COMMANDS.values():
-        done = _run(*command, environment={**environment, "MEGATRON_URL": api}, redirect=redirect)
-        _must_be_readable(done)
-        assert done.returncode == 0, (command, done.stderr)
-        if name == "no color":
-            assert "\x1b" not in done.stdout + done.stderr
+    done = _run(*COMMANDS[command], environment={**environment, "MEGATRON_URL": api}, redirect=redirect)
+    _must_be_readable(done)
+    assert done.returncode == 0, done.stderr
+    if name == "no color":
+        assert "\x1b" not in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(not SOAK, reason="starts a server in each environment: run by make soak")
@@ -182,10 +185,12 @@ INPUTS = {
     "a NUL": (b"Say\0ok.", None),
     "nothing": (b"", None),
 }
+LOCALES = ("C", "de_DE.ISO-8859-1")
 
 
-@pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("locale", ["C", "de_DE.ISO-8859-1"])
+@pytest.mark.parametrize(
+    ("name", "locale"), size([*zip(INPUTS, cycle(LOCALES), strict=False)], soak=[*product(INPUTS, LOCALES)])
+)
 def test_input_of_other_programs_is_read(name: str, locale: str, api: str) -> None:
     text, error = INPUTS[name]
     done = _run("generate", "-", environment={"LC_ALL": locale, "MEGATRON_URL": api}, input=text)

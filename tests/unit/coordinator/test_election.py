@@ -153,7 +153,7 @@ class Simulation:
         self.tries[peer] += 1
 
 
-@pytest.mark.parametrize("seed", range(size(30, soak=10_000)))
+@pytest.mark.parametrize("seed", range(size(15, soak=10_000)))
 def test_a_random_history_ends_with_one_active_coordinator_that_has_all_peers(seed: int) -> None:
     simulation = Simulation(random.Random(seed))
     faults = [("pair", 0, 0), *(("peer", peer, number) for peer in range(3) for number in (0, 1))]

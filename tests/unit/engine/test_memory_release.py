@@ -75,7 +75,7 @@ MODES = tuple(mode.value for mode in KVCacheManagementMode)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "itemsize", "modes"), [("float32", 4, MODES), ("bfloat16", 2, size(("persist",), soak=MODES))]
+    ("dtype", "itemsize", "modes"), [("float32", 4, MODES), *size([], soak=[("bfloat16", 2, MODES)])]
 )
 def test_a_suspend_releases_all_memory_of_the_load_and_a_resume_continues(
     dtype: str, itemsize: int, modes: tuple[str, ...]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from random_checkpoint import LLAMA, random_model
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from torch import nn
 
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
@@ -33,7 +33,9 @@ Routing = npt.NDArray[Any]
 
 
 @pytest.fixture(scope="module")
-def model() -> Qwen3MoeForCausalLM:
+def model() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     torch.manual_seed(3)
     config = Qwen3MoeConfig(
         vocab_size=320,
@@ -54,7 +56,7 @@ def model() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config).eval()
 
 
-def expected(model: Qwen3MoeForCausalLM, tokens: Sequence[int]) -> list[Any]:
+def expected(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
     """Return the experts of every token but the last in the layers that have any, by falling share."""
     with torch.inference_mode():
         logits = model(torch.tensor([list(tokens[:-1])]), output_router_logits=True).router_logits
@@ -64,7 +66,7 @@ def expected(model: Qwen3MoeForCausalLM, tokens: Sequence[int]) -> list[Any]:
 
 
 def engine_on(
-    model: Qwen3MoeForCausalLM,
+    model: nn.Module,
     *,
     make: Callable[..., TorchExecutor] = CpuExecutor,
     pages: int = 64,

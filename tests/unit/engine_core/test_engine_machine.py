@@ -172,7 +172,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestEngine = Machine.TestCase
-TestEngine.settings = settings(max_examples=size(30, soak=2000), stateful_step_count=40)
+TestEngine.settings = settings(max_examples=size(15, soak=2000), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("mode", KVCacheManagementMode)

@@ -398,7 +398,7 @@ MOST_GROWTH = 1 << 30
 
 
 @settings(
-    max_examples=size(50, soak=20_000),
+    max_examples=size(25, soak=20_000),
     derandomize=not SOAK,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

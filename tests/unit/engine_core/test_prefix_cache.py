@@ -316,4 +316,4 @@ class RefZeroMachine(Machine):
 
 TestLru = Machine.TestCase
 TestRefZero = RefZeroMachine.TestCase
-TestLru.settings = TestRefZero.settings = settings(max_examples=size(25, soak=2000), stateful_step_count=30)
+TestLru.settings = TestRefZero.settings = settings(max_examples=size(12, soak=2000), stateful_step_count=30)

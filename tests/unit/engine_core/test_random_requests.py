@@ -15,7 +15,7 @@ from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import SamplingParams
 
-REQUESTS = size(800, soak=20_000)
+REQUESTS = size(400, soak=20_000)
 VOCABULARY = 1000
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,9 +38,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.long
-def test_offline_sync() -> None:
-    command = [sys.executable, str(EXAMPLES / "offline_sync.py"), "--new-tokens", "4"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LONG_SECONDS).stdout
+def test_offline_sync(start: Start) -> None:
+    output = start("offline_sync.py", "--new-tokens", "4").finish()
     assert "The capital of France is| Paris" in output
     assert len(output.splitlines()) >= 4
 

@@ -14,6 +14,7 @@ from bad_values import bad_values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory_cluster import MINIMAL, Cluster
+from soak import size
 
 from megatron_operator.decision.world import ChildRef
 from megatron_operator.render.allowed_names import ENVIRONMENT, PROTECTED, SECRETS
@@ -696,7 +697,7 @@ SIDECARS = PodPolicy(sidecars=True, image_repositories=("registry.example/tools/
 def test_no_accepted_template_leaves_the_restricted_profile(policy: PodPolicy) -> None:
     accepted = 0
 
-    @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=size(80, soak=400), deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(TEMPLATE)
     def look(overlay: dict[str, Any]) -> None:
         nonlocal accepted
@@ -710,7 +711,7 @@ def test_no_accepted_template_leaves_the_restricted_profile(policy: PodPolicy) -
         assert found == []
 
     look()
-    assert accepted > 40, "too few templates are accepted for the test to say anything"
+    assert accepted > size(8, soak=40), "too few templates are accepted for the test to say anything"
 
 
 # --- Resources that there are ---------------------------------------------------------------------------------------

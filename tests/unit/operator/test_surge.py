@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from in_memory_cluster import Cluster
+from soak import size
 
 from megatron_operator.decision.world import ChildRef
 
@@ -87,7 +88,7 @@ def test_a_surge_engine_that_cannot_start_is_named_and_blocks(make_cluster: Any)
 
 @pytest.mark.slow
 def test_an_edit_during_a_surge_has_no_outage(make_cluster: Any) -> None:
-    for moment in range(2, 26, 2):
+    for moment in range(2, 26, size(6, soak=2)):
         cluster = make_cluster(replicas=1, rollout=SURGE).settled()
         cluster.patch(engine=CHANGE)
         served = []

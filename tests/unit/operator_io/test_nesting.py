@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kopf._cogs.clients.api import iter_jsonlines
 from kubernetes.aio.client import Configuration
+from soak import size
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import kopf_session
@@ -36,7 +37,7 @@ def levels_of(value: Any) -> int:
     return depth
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=size(8, soak=20), deadline=None)
 @given(JSON)
 def test_shallow_objects_are_unchanged(value: Any) -> None:
     text = json.dumps(value).encode()
@@ -46,7 +47,7 @@ def test_shallow_objects_are_unchanged(value: Any) -> None:
     assert shallow(wide) == wide
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=size(8, soak=20), deadline=None)
 @given(JSON, JSON)
 def test_siblings_of_a_deep_value_are_unchanged(before: Any, after: Any) -> None:
     text = f'{{"before": {json.dumps(before)}, "deep": {nested(1_200)}, "after": {json.dumps(after)}}}'

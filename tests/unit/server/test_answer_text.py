@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak import size
 from vocabularies import DECODERS, sentencepiece_like
 
 from megatron_runtime.tokenization import Tokenizer
@@ -39,7 +40,7 @@ def ids_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
 def test_the_answer_continues_the_text_of_any_prompt(spaced: Tokenizer) -> None:
     """Equal to the library's text of prompt and answer together, less the text of the prompt, in parts of any size."""
 
-    @settings(max_examples=300)
+    @settings(max_examples=size(50, soak=300))
     @given(
         ids=st.lists(st.integers(0, spaced.vocab_size - 1) | st.sampled_from(BYTES), min_size=2, max_size=24),
         cut=st.integers(0, 24),

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 
 from megatron_runtime.client.rejection import RequestRejectedError
@@ -28,12 +27,20 @@ GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0}}
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """Anthropic's package. Its import takes seconds, so the processes that run other files leave it out."""
+    import anthropic
+
+    return anthropic
+
+
 @pytest.fixture
-async def client() -> AsyncIterator[Any]:
+async def client(anthropic: Any) -> AsyncIterator[Any]:
     """Return a function that connects Anthropic's client to a server under test."""
     opened = []
 
-    def connect(running: Any, *, key: str = "any") -> anthropic.AsyncAnthropic:
+    def connect(running: Any, *, key: str = "any") -> Any:
         opened.append(anthropic.AsyncAnthropic(base_url=running.url, api_key=key, max_retries=0))
         return opened[-1]
 
@@ -247,7 +254,9 @@ async def test_what_is_not_offered_is_rejected_by_name(
     assert not running.backend.requests
 
 
-async def test_errors_are_those_of_anthropics_client(running: Any, client: Any, start: Any, tmp_path: Path) -> None:
+async def test_errors_are_those_of_anthropics_client(
+    anthropic: Any, running: Any, client: Any, start: Any, tmp_path: Path
+) -> None:
     messages = client(running).messages
     with pytest.raises(anthropic.NotFoundError, match="smollm2"):
         await messages.create(model="other", max_tokens=10, messages=HI)
@@ -268,7 +277,7 @@ async def test_errors_are_those_of_anthropics_client(running: Any, client: Any, 
         await messages.create(model="smollm2", max_tokens=10, messages=HI)
 
 
-async def test_a_stream_that_fails_ends_with_an_error_event(running: Any, client: Any) -> None:
+async def test_a_stream_that_fails_ends_with_an_error_event(anthropic: Any, running: Any, client: Any) -> None:
     running.backend.failure = {"code": 500, "message": "the engine failed"}
     with pytest.raises(anthropic.APIStatusError, match="the engine failed"):
         async for _ in await client(running).messages.create(

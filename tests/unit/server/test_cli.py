@@ -22,20 +22,25 @@ MEGATRON = [sys.executable, "-m", "megatron_runtime.cli"]
 
 
 async def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    """Run a command beside the server under test. Return its exit code, standard output and standard error."""
+    result = await asyncio.to_thread(CliRunner().invoke, main, arguments, input=stdin)
+    return result.exit_code, result.stdout, result.stderr
+
+
+async def run_process(*arguments: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *MEGATRON,
         *arguments,
-        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await process.communicate(stdin.encode())
+    out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
 
 async def test_help_lists_every_command_and_imports_none() -> None:
-    code, out, _ = await run("--help")
+    code, out, _ = await run_process("--help")
     assert code == 0
     for name in ("serve", "chat", "generate", "coordinator", "engine", "server"):
         assert f"\n  {name} " in out
@@ -96,7 +101,7 @@ def test_memory_reads_kubernetes_quantities(text: str, size: int) -> None:
 
 
 async def test_server_without_a_model_fails_in_one_line() -> None:
-    code, _, err = await run("server", "--coordinator", "127.0.0.1:1", "--model", "/no/model", "--port", "0")
+    code, _, err = await run_process("server", "--coordinator", "127.0.0.1:1", "--model", "/no/model", "--port", "0")
     assert code == 1
     assert err.startswith("Error: model '/no/model' does not exist")
 

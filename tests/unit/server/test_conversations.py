@@ -11,6 +11,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from soak import size
 from vocabularies import sentencepiece_like
 
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
@@ -105,7 +106,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 def test_a_conversation_with_tools_is_rendered_by_every_template(name: str) -> None:
     tokenizer = tokenizer_with(TEMPLATES[name])
 
-    @settings(max_examples=60)
+    @settings(max_examples=size(25, soak=60))
     @given(messages=conversations(), has_tools=st.booleans())
     def check(messages: list[dict[str, Any]], has_tools: bool) -> None:
         if not has_tools and not any("tool_calls" in message for message in messages):

@@ -95,7 +95,7 @@ def from_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], Any]) -> Any
     return asyncio.run_coroutine_threadsafe(work(), loop).result(LONG_SECONDS)
 
 
-fuzzing = settings(max_examples=size(50, soak=20_000), suppress_health_check=list(HealthCheck))
+fuzzing = settings(max_examples=size(25, soak=20_000), suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.timeout(3600)

@@ -51,7 +51,7 @@ def client_of(content: Iterator[bytes], *, status: int = 200) -> ApiClient:
 
 
 def test_any_stream_ends_as_text_or_as_a_readable_error() -> None:
-    @settings(max_examples=size(50, soak=50_000))
+    @settings(max_examples=size(25, soak=50_000))
     @given(st.lists(LINES, max_size=6), st.sampled_from([200, 200, 400, 500]))
     def check(lines: list[bytes], status: int) -> None:
         client = client_of(iter([b"\n".join(lines)]), status=status)

@@ -228,7 +228,7 @@ def trial_process() -> Iterator[SacrificialProcess]:
 def test_no_tokenizer_json_kills_the_process_or_takes_long(trial_process: SacrificialProcess) -> None:
     slowest = 0.0
 
-    @settings(max_examples=size(50, soak=100_000))
+    @settings(max_examples=size(25, soak=100_000))
     @given(st.randoms(use_true_random=False), st.data())
     def check(dice: random.Random, data: st.DataObject) -> None:
         nonlocal slowest
@@ -275,7 +275,7 @@ def test_any_companion_file_is_loaded_or_rejected_by_name(tmp_path: Path, monkey
         },
     )
 
-    @settings(max_examples=size(50, soak=20_000))
+    @settings(max_examples=size(25, soak=20_000))
     @given(files)
     def check(contents: dict[str, Any]) -> None:
         for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
@@ -312,7 +312,7 @@ def test_any_gguf_tokenizer_metadata_is_loaded_or_rejected(monkeypatch: pytest.M
         "tokenizer.ggml.merges": ["a b"],
     }
 
-    @settings(max_examples=size(50, soak=50_000))
+    @settings(max_examples=size(25, soak=50_000))
     @given(st.sampled_from([sentence_piece, bpe]), st.randoms(use_true_random=False), st.data())
     def check(tree: dict[str, Any], dice: random.Random, data: st.DataObject) -> None:
         for _ in range(dice.randint(1, 3)):
@@ -349,7 +349,7 @@ SNIPPETS = st.sampled_from(
 def test_no_chat_template_kills_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [{"role": "user", "content": "Hi"}]
 
-    @settings(max_examples=size(50, soak=50_000))
+    @settings(max_examples=size(25, soak=50_000))
     @given(st.lists(SNIPPETS, max_size=12).map("".join))
     def check(source: str) -> None:
         try:

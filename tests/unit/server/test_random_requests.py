@@ -14,7 +14,7 @@ import pytest
 from eventually import LONG_SECONDS
 from soak import size
 
-REQUESTS = size(400, soak=20_000)
+REQUESTS = size(200, soak=20_000)
 AT_ONCE = 8
 MODEL = "smollm2-135m"
 GROWTH_BYTES = 64 << 20

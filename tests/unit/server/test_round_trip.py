@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,9 @@ async def messages(running: Any, history: list[Any], fields: dict[str, Any], dra
 ROUTES: dict[str, Callable[..., Any]] = {"chat": chat, "responses": responses, "messages": messages}
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("route", "template"), size([*zip(ROUTES, TEMPLATES, strict=True)], soak=[*product(ROUTES, TEMPLATES)])
+)
 async def test_every_answer_is_accepted_as_history(start_with_template: Any, route: str, template: str) -> None:
     running = await start_with_template(
         TEMPLATES[template],

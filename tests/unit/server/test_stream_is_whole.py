@@ -12,7 +12,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from soak import size
 
-CASES = size(200, soak=20_000)
+CASES = size(100, soak=20_000)
 WORDS = [
     "the",
     "llama 🦙",

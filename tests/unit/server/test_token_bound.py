@@ -86,7 +86,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     backend = VOCABULARIES[name]()
     bound = TokenBound.of(backend)
 
-    @settings(max_examples=size(50, soak=20_000))
+    @settings(max_examples=size(25, soak=20_000))
     @given(TEXTS)
     def check(text: str) -> None:
         assert bound.fewest_tokens(text) <= len(backend.encode(text, add_special_tokens=False).ids)
@@ -95,7 +95,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
 
 
 def test_the_bound_of_the_built_in_model_holds_and_is_tight(tokenizer: Tokenizer) -> None:
-    @settings(max_examples=size(50, soak=20_000))
+    @settings(max_examples=size(25, soak=20_000))
     @given(TEXTS)
     def check(text: str) -> None:
         assert tokenizer.bound.fewest_tokens(text) <= len(tokenizer.encode(text, add_special=False))

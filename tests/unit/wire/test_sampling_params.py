@@ -3,12 +3,13 @@
 from dataclasses import fields
 
 import pytest
-from megatron.core.inference import sampling_params as reference
 
 from megatron_runtime.requests.sampling_params import PARAMETERS, InvalidSamplingParamsError, SamplingParams
 
 
 def test_the_fields_by_position_are_those_of_megatron() -> None:
+    from megatron.core.inference import sampling_params as reference
+
     order = [item.name for item in fields(reference.SamplingParams)]
     assert [item.name for item in fields(SamplingParams)][: len(order)] == order
     theirs = reference.SamplingParams(0.5, 3, 0.9, True, True, False, 7)

@@ -40,7 +40,7 @@ TenantKey: TypeAlias = str | int
 """The id that the request names, or the route number of the client that sent it."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Client:
     """One registration of a client or an administrator.
 
@@ -118,7 +118,7 @@ class Crash:
     counts: bool = True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Engine:
     """One registration of one engine.
 
@@ -257,7 +257,7 @@ class Engine:
         )
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Entry:
     """One open request.
 
@@ -324,7 +324,7 @@ class Entry:
         return bodies + self.details_bytes + ENTRY_OVERHEAD_BYTES
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Tenant:
     """A tenant with open requests.
 
@@ -408,7 +408,7 @@ class Levels:
             yield from self._levels[load]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Band:
     """Waiting requests of one priority, model, adapter and set of needed features.
 
