@@ -139,15 +139,11 @@ test-vllm: build/vllm.stamp build/vllm-lowest.stamp ## the tests of the vLLM bac
 		LD_PRELOAD=$(CURDIR)/build/$$name/lib/libiomp5.so build/$$name/bin/pytest -s tests/vllm --timeout 1800
 	done
 
-# LangChain and LlamaIndex need another version of the package openai than the tests of the server.
-build/clients.stamp: build/setup.stamp
-	@$(UV) venv -q --allow-existing --python '$(PYTHON)' build/clients
-	$(UV) pip install -q --python build/clients/bin/python 'langchain-openai>=1.0' 'llama-index-llms-openai-like>=0.5' \
-		'pytest>=9.0' 'pytest-asyncio>=1.4' 'pytest-timeout>=2.3'
-	touch $@
-
-test-clients: setup build/clients.stamp ## LangChain's and LlamaIndex's clients against the server (240 MB of packages)
-	@build/clients/bin/python -m pytest tests/clients
+# Each client has an environment of its own. The tests, their server and the clients run in a network namespace that has
+# only a loopback interface.
+test-clients: setup ## agents, SDKs and benchmarks of other projects against the server, offline (Node 20, Python 3.12)
+	@$(PY) tests/clients/environments.py install
+	unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' sh $(PYTEST) tests/clients
 
 # Tests of the cluster wait for most of their time. Each process has a control plane of its own.
 test-cluster: setup

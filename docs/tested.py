@@ -26,7 +26,7 @@ GROUPS = {
     "hostile": "hostile clients",
     "cluster": "the operator with an API server",
     "e2e": "chart, images and models on nodes",
-    "clients": "OpenAI clients of other projects",
+    "clients": "agents, SDKs and benchmarks of other projects",
     "vllm": "engines with vLLM itself",
     "gpu": "kernels and engine on a CUDA device",
 }

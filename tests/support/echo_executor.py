@@ -154,10 +154,9 @@ class EchoExecutor:
             length = plan.context_lengths[row]
             pages = plan.block_tables[row, : -(-length // self.page_size)]
             weights = echo_adapter(plan.adapters[row] if plan.adapters else "", self._weights)
-            tokens[row] = echo_token(self._cache[pages].reshape(-1)[:length], self.vocab_size, weights)
             edits = plan.sampling.edits.get(int(row))
-            if edits is not None and edits.allowed is not None:
-                tokens[row] = _nearest_allowed(int(tokens[row]), edits.allowed)
+            allowed = None if edits is None else edits.allowed
+            tokens[row] = self.next_token(self._cache[pages].reshape(-1)[:length], weights, allowed)
         sampling = plan.sampling
         reported = np.flatnonzero(plan.needs_sample & (sampling.num_log_probs != NO_LOG_PROBS))
         return StepResult(
@@ -165,6 +164,14 @@ class EchoExecutor:
             {row: _certain(tokens[row : row + 1]) for row in reported.tolist()},
             {row: _certain(targets) for row, targets in sampling.prompt_targets.items()},
         )
+
+    def next_token(self, context: npt.NDArray[np.int32], weights: int, allowed: npt.NDArray[np.uint32] | None) -> int:
+        """Return the token that follows the tokens of prompt and answer so far, or a RowFailure.
+
+        allowed: bits of the tokens that the request's grammar allows; None: all.
+        """
+        token = echo_token(context, self.vocab_size, weights)
+        return token if allowed is None else _nearest_allowed(token, allowed)
 
     def _crash_if_poisoned(self, plan: StepPlan) -> None:
         assert self._cache is not None

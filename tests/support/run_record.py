@@ -83,6 +83,7 @@ class RunRecorder:
         if report.when == "call" or report.outcome != "passed":
             self._outcomes[report.nodeid.split("/")[1]][report.outcome] += 1
 
+    @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which the environments of clients do not have
     def pytest_testnodedown(self, node: Any) -> None:
         _used.update(map(tuple, getattr(node, "workeroutput", {}).get("used", ())))
 

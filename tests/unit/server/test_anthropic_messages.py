@@ -223,6 +223,20 @@ async def test_allowed_tools_limit_what_the_model_may_call(running: Any) -> None
     assert call["properties"]["name"] == {"const": "b"}
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+async def test_threads_are_rejected_so_that_the_client_sends_the_whole_conversation(
+    running: Any, thread: dict[str, str]
+) -> None:
+    """The tool runner of Anthropic's SDK otherwise sends only the new messages of a conversation."""
+    body = {"model": "smollm2", "max_tokens": 10, "messages": HI, "thread": thread}
+    reply = await running.post("/v1/messages", body)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert "thread is not offered by this server: leave it out. The server keeps no answers" in error["message"]
+    assert not running.backend.requests
+
+
 @pytest.mark.parametrize(
     ("fields", "phrase"),
     [

@@ -283,6 +283,7 @@ MESSAGES_POLICY = FieldPolicy(
         "kv_transfer_params": _EMPTY_MAP,
         "mcp_servers": NotOffered(([],)),
         "speed": NotOffered(("standard",)),
+        "thread": NotOffered((), "The server keeps no answers: send all messages"),
         "vllm_xargs": _NO_SAMPLERS_OF_CLIENTS,
         "watermarking": _OFF,
     },

@@ -535,7 +535,10 @@ def error_body(error: ApiError) -> dict[str, Any]:
         message = f"prompt is too long: {error.prompt_length} tokens > {error.limit} maximum"
     elif error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    body: dict[str, Any] = {"type": kind, "message": message}
+    if error.param == "thread":
+        body["details"] = {"error_code": "thread_unsupported_request"}  # Anthropic's SDK then sends all messages
+    return {"type": "error", "error": body}
 
 
 _ERROR_TYPES = {

@@ -1,17 +1,9 @@
-"""OpenAI clients of LangChain and LlamaIndex against `megatron serve` with the built-in model.
-
-They need another version of the package openai than the tests of the server, so they have an environment of their own:
-`make test-clients`. The server runs in that of the project.
-"""
+"""OpenAI clients of LangChain and LlamaIndex against `megatron serve` with the built-in model."""
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-from collections.abc import Iterator
 from operator import mul
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +15,6 @@ from llama_index.llms.openai_like import OpenAILike
 from openai import APIStatusError
 from openai import OpenAI as OpenAIClient
 
-MEGATRON = Path(__file__).parents[2] / ".venv" / "bin" / "megatron"
 MODEL = "smollm2-135m"
 HIDDEN_SIZE = 576
 PERSON = {
@@ -40,24 +31,6 @@ CITY: dict[str, Any] = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Look it up.", "parameters": CITY}}
-
-
-@pytest.fixture(scope="session")
-def url() -> Iterator[str]:
-    """Base URL of a server that runs for all tests."""
-    server = subprocess.Popen(
-        [str(MEGATRON), "serve", f"builtin:{MODEL}", "--port", "0"], stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None
-    for line in server.stdout:
-        if found := re.search(r"ready in .* at (http://\S+/v1)", line):
-            break
-    else:
-        raise AssertionError("the server ended before it was ready")
-    yield found[1]
-    server.terminate()
-    server.stdout.read()
-    server.wait()
 
 
 @pytest.fixture
