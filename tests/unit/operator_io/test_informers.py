@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster import api as api_module
@@ -156,7 +156,7 @@ async def test_a_list_that_breaks_between_two_pages_is_repeated(server: ApiServe
     server.objects["services"] = [child(f"s{number}") for number in range(7)]
     server.cut.add("services")
     informers, _ = inform()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONG_SECONDS):
         await informers.listed()
     assert not server.cut
     assert len(names(informers)) == 7
@@ -203,7 +203,7 @@ async def test_a_kind_that_may_not_be_watched_is_named_and_fails_alone_until_it_
     server.statuses["configmaps"] = 403
     server.objects["services"] = [child("s0")]
     informers, woken = inform()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LONG_SECONDS):
         await informers.listed()
     assert names(informers) == ["s0"]
     assert informers.denied("prod") == {"configmaps": "403 Forbidden: cannot list configmaps"}
