@@ -39,6 +39,41 @@ ALERTS: list[Object] = [
         action="Read the operator's log for 'pass failed': it names the resource and the request.",
     ),
     _alert(
+        "MegatronWatchDenied",
+        "megatron_operator_watch_denied == 1",
+        wait="2m",
+        severity="critical",
+        summary="The operator cannot watch {{ $labels.resource }} in namespace {{ $labels.namespace }}. Resources that "
+        "need it are not managed there.",
+        action="Restore the operator's Role (helm upgrade), or remove the namespace from operator.namespaces. The "
+        "readiness probe of the operator shows the API server's answer.",
+    ),
+    _alert(
+        "MegatronOperatorIsolated",
+        "megatron_operator_isolated == 1",
+        wait="2m",
+        severity="critical",
+        summary="The operator has lost many coordinators at once and suspects its own network. It replaces none.",
+        action="Check the network of the operator's pod and node, and the NetworkPolicies of its namespace.",
+    ),
+    _alert(
+        "MegatronChildContested",
+        "megatron_operator_contested_children > 0",
+        wait="5m",
+        severity="warning",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: another program changes what the operator applies.",
+        action="The condition Degraded or an Event names its field manager. Configure it to leave the object alone.",
+    ),
+    _alert(
+        "MegatronManagedElsewhere",
+        "megatron_operator_managed_elsewhere == 1",
+        wait="10m",
+        severity="warning",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: two operators serve its namespace; the holder of Lease "
+        "{{ $labels.lease }} manages it.",
+        action="Stop one of the two, or give them different operator.namespaces.",
+    ),
+    _alert(
         "MegatronResourceDegraded",
         'megatron_operator_condition{type="Degraded",status="True"} == 1',
         wait="10m",

@@ -67,6 +67,10 @@ HOME_RULES: list[Rule] = [
 """Permissions in its own namespace, for its Lease and its admin key."""
 
 
+LEASE_RULES: list[Rule] = [_rule("coordination.k8s.io", ["leases"], ["get"], names=[NAME])]
+"""Permission of all service accounts, so that another operator sees whether this one manages a resource."""
+
+
 def rules_file() -> dict[str, list[Rule]]:
     """Return the content of the chart's `files/rules.yaml`."""
     return {"resource": RESOURCE_RULES, "node": NODE_RULES, "home": HOME_RULES, "view": VIEW_RULES, "edit": EDIT_RULES}
@@ -84,6 +88,11 @@ def _binding(kind: str, name: str, namespace: str | None, subject_namespace: str
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
         "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": subject_namespace}],
     }
+
+
+def _lease_binding(namespace: str) -> Manifest:
+    group = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:serviceaccounts"}
+    return {**_binding("Role", f"{NAME}-lease", namespace, namespace), "subjects": [group]}
 
 
 def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Manifest:
@@ -189,6 +198,8 @@ def install_manifests(*, namespace: str, image: str, runtime_image: str, vllm_ru
         *(_aggregated_role(name) for name in AGGREGATED),
         _role("Role", NAME, namespace, HOME_RULES),
         _binding("Role", NAME, namespace, namespace),
+        _role("Role", f"{NAME}-lease", namespace, LEASE_RULES),
+        _lease_binding(namespace),
         _network_policy(namespace),
         _deployment(
             namespace,

@@ -66,7 +66,7 @@ def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now
     if leases is None:
         return "it is unknown whether an operator runs: you may not list leases.coordination.k8s.io"
     ours = [lease for lease in leases if lease.serves(namespace)]
-    held = [lease for lease in ours if lease.held(now)]
+    held = [*{lease.holder: lease for lease in ours if lease.held(now)}.values()]  # one may hold a former Lease, too
     if len(held) > 1:
         names = "; ".join(f"Lease {lease.name} is held by {lease.holder}" for lease in held)
         return f"{len(held)} operators serve namespace {namespace}, stop all but one: {names}"

@@ -6,6 +6,7 @@ Subclasses run the pods: `fake_node.py` as processes, `in_process_fleet.py` in t
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from abc import ABC, abstractmethod
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_kubectl.dashboard.watching import stream
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.kinds import CHILD_SELECTOR, POD
+from megatron_operator.cluster.watching import stream
 
 LOOK_SECONDS = 0.15
 WATCH_SECONDS = 30
@@ -140,6 +141,15 @@ def status_of(pod: Mapping[str, Any], now: PodState) -> dict[str, Any]:
         }
     ready = {"type": "Ready", "status": str(bool(container["ready"]))}
     return {"phase": phase, "conditions": [ready], "containerStatuses": [container]}
+
+
+def write_keys(secret: Mapping[str, Any], folder: Path) -> None:
+    """Write the entries of a Secret that have changed to a folder, as a kubelet mounts it."""
+    folder.mkdir(exist_ok=True)
+    for entry, text in secret["data"].items():
+        path, content = folder / entry, base64.b64decode(text)
+        if not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)
 
 
 def uid_of(pod: Mapping[str, Any]) -> str:

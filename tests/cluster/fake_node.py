@@ -9,7 +9,6 @@ rendered containers, with local addresses, ports and paths. Processes are not re
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from megatron_operator.cluster.kinds import RESOURCE, SECRET
 from megatron_operator.resource.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
 from megatron_runtime.cli.processes import free_ports
 
-from .fake_kubelet import FakeKubelet, PodState, label_of, uid_of
+from .fake_kubelet import FakeKubelet, PodState, label_of, uid_of, write_keys
 
 ECHO_MODEL = "builtin:echo"
 """The model of the resources here. It does not exist: an echo engine reads no model."""
@@ -194,11 +193,7 @@ class FakeNode(FakeKubelet):
             is_deleted = resource is None or "deletionTimestamp" in resource["metadata"]
             assert is_deleted or folder.exists(), f"a pod of {instance} was made before its keys"
             return folder if folder.exists() else None
-        folder.mkdir(exist_ok=True)
-        for entry, text in secret["data"].items():
-            path, content = folder / entry, base64.b64decode(text)
-            if not path.exists() or path.read_bytes() != content:
-                path.write_bytes(content)
+        write_keys(secret, folder)
         return folder
 
     async def _is_ready(self, container: Container) -> bool:

@@ -2,7 +2,7 @@
 
 Coordinator and server pods are Ready as soon as they exist. An engine pod is Ready when its scripted engine has
 registered, one engine for all pods of a StatefulSet. Check pods succeed. Coordinators listen on Unix sockets in a
-folder, without keys.
+folder. A test starts them without keys, or with `secure` each starts with its pod and the keys of the Secret.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from coordinator_tables import check_tables
 from scripted_engine import ScriptedEngine
 
 from megatron_operator.cluster.api import KubeApi
+from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.resource.names import (
     CHECK,
+    COORDINATOR,
     ENGINE,
     LABEL_COMPONENT,
     LABEL_ENGINE,
@@ -29,10 +31,11 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timi
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import StatusReply
+from megatron_runtime.transport.security import PeerKeys
 
-from .fake_kubelet import FakeKubelet, PodState, label_of
+from .fake_kubelet import FakeKubelet, PodState, label_of, write_keys
 
-TIMING = Timing(heartbeat=20.0, recovery=0.0, suspect=60.0, dead=120.0, client_dead=120.0)
+TIMING = Timing(heartbeat=20.0, recovery=0.0, suspect=60.0, dead=120.0, client_dead=120.0, key_check=3600.0)
 """Long enough that a loaded machine loses no engine, and that hundreds of idle coordinators cost no measurable time."""
 
 
@@ -42,6 +45,7 @@ class InProcessFleet(FakeKubelet):
     def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
         self.breaks: Callable[[Mapping[str, Any]], bool] = lambda pod: False
         """Returns whether the engine crashes in this pod."""
+        self.secure = False
         super().__init__(api, namespace=namespace, folder=folder)
         self._coordinators: dict[str, Coordinator] = {}
         self._engines: dict[str, ScriptedEngine] = {}
@@ -59,11 +63,10 @@ class InProcessFleet(FakeKubelet):
             check_tables(coordinator.core)
             coordinator.stop()
 
-    def coordinator(self, name: str) -> Coordinator:
+    def coordinator(self, name: str, *, keys: Path | None = None) -> Coordinator:
         """Start the coordinator of a resource. It runs until stop(), whatever happens to its pod."""
-        made = Coordinator(
-            CoordinatorSettings(listen="127.0.0.1", client_port=0, engine_port=0, admin_port=0, timing=TIMING)
-        )
+        ports = {"client_port": 0, "engine_port": 0, "admin_port": 0}
+        made = Coordinator(CoordinatorSettings(listen="127.0.0.1", **ports, timing=TIMING, keys_dir=keys))
         made.start()
         made.transport.router(int(Role.ADMIN)).bind_path(self._folder / f"{name}.sock")
         self._coordinators[name] = made
@@ -81,6 +84,13 @@ class InProcessFleet(FakeKubelet):
     async def run_pods(self, pods: Mapping[str, Mapping[str, Any]]) -> None:
         engines = {uid: pod for uid, pod in pods.items() if label_of(pod, LABEL_COMPONENT) == ENGINE}
         serving = {uid: pod for uid, pod in engines.items() if not _leaving(pod) and not self.breaks(pod)}
+        for pod in pods.values() if self.secure else ():
+            name = label_of(pod, LABEL_INSTANCE)
+            if label_of(pod, LABEL_COMPONENT) == COORDINATOR and name not in self._coordinators:
+                secret = await self._api.get(SECRET, self._namespace, f"{name}-keys")
+                assert secret is not None, f"a pod of {name} was made before its keys"
+                write_keys(secret, self._keys(name))
+                self.coordinator(name, keys=self._keys(name))
         for uid in [uid for uid in self._engines if uid not in serving]:
             self._engines.pop(uid).leave()
         for uid, pod in serving.items():
@@ -91,8 +101,12 @@ class InProcessFleet(FakeKubelet):
                     name=label_of(pod, LABEL_ENGINE),
                     revision=label_of(pod, LABEL_REVISION),
                     heartbeat_seconds=TIMING.heartbeat,
+                    keys=PeerKeys.load(self._keys(label_of(pod, LABEL_INSTANCE)), Role.ENGINE) if self.secure else None,
                     log_prob=-0.5,  # a canary requests them
                 ).start()
+
+    def _keys(self, name: str) -> Path:
+        return self._folder / f"{name}-keys"
 
     async def state(self, pod: Mapping[str, Any]) -> PodState | None:
         component = label_of(pod, LABEL_COMPONENT)

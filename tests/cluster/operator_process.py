@@ -59,10 +59,10 @@ class OperatorProcess:
 
     async def start(self, *, phase: str = "leading") -> None:
         """Start, and wait until it reports this phase on /healthz."""
-        self._spawn()
+        self.spawn()
         await self.reaches(phase)
 
-    def _spawn(self) -> None:
+    def spawn(self) -> None:
         if self._warm:
             self._process = WarmProcess(*self._command, environment=self._environment, log=self.log, modules=PLATFORM)
             return
@@ -77,7 +77,7 @@ class OperatorProcess:
         async def keep() -> None:
             while True:
                 if not self.running:
-                    self._spawn()
+                    self.spawn()
                 await asyncio.sleep(0.2)
 
         keeper = asyncio.create_task(keep())
@@ -155,11 +155,11 @@ class OperatorProcess:
                 found[f"{pairs['verb']} {pairs['kind']}".replace('"', "")] = float(value)
         return found
 
-    def rss_mib(self) -> float:
-        """Return its resident memory."""
+    def rss_mib(self, *, peak: bool = False) -> float:
+        """Return its resident memory, or the most that it has had."""
         assert self._process is not None
         status = Path(f"/proc/{self._process.pid}/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:" if peak else "VmRSS:"))
         return int(line.split()[1]) / 1024
 
     def cpu_seconds(self) -> float:
@@ -167,6 +167,10 @@ class OperatorProcess:
         assert self._process is not None
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def decided(self) -> int:
+        """Return the number of resources that it has decided about."""
+        return (await self._get("/metrics")).count("megatron_operator_resource_state{")
 
     async def passes(self) -> int:
         """Return the number of reconcile passes so far."""

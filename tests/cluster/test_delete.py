@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from itertools import permutations
 from typing import Any
 
@@ -10,7 +12,9 @@ from eventually import eventually
 from soak import SOAK
 
 from megatron_operator.cluster.api import KubeApiError
-from megatron_operator.cluster.kinds import RESOURCE, ObjectKind
+from megatron_operator.cluster.kinds import POD, RESOURCE, SECRET, ObjectKind
+
+from .conftest import condition
 
 pytestmark = pytest.mark.cluster
 
@@ -36,6 +40,35 @@ async def test_a_deleted_resource_can_be_created_again(resource: Any, operator: 
     await resource.create()
     await resource.settled("Running")
     assert len(operator.lines("resource gone")) == 1
+
+
+async def test_children_of_an_orphaning_deletion_are_adopted_by_the_next_resource(
+    resource: Any, operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    await resource.create()
+    await resource.settled("Running")
+    pods = {pod["metadata"]["uid"] for pod in await api.list(POD, namespace)}
+    orphan = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Orphan"}
+    await api.request("DELETE", RESOURCE.path(namespace, resource.name), body=orphan)
+
+    async def is_gone() -> bool:
+        return await resource.get() is None
+
+    await eventually(is_gone, seconds=60, what="the resource is gone")
+    await resource.create()
+    status = await resource.until(lambda status: "kubectl patch secret" in str(condition(status, "Ready")))
+    patch = re.search(r"-p '(.*)'", condition(status, "Ready")["message"])
+    assert patch is not None
+    await api.merge_patch(SECRET, namespace, f"{resource.name}-keys", json.loads(patch[1]), manager="test")
+    await resource.settled("Running")
+    uid = (await resource.get())["metadata"]["uid"]
+
+    async def adopted() -> bool:
+        metadata = [child["metadata"] for child in (await resource.children()).values()]
+        return {owner["uid"] for each in metadata for owner in each.get("ownerReferences", [{"uid": ""}])} == {uid}
+
+    await eventually(adopted, seconds=60, what="every child has the new owner")
+    assert pods <= {pod["metadata"]["uid"] for pod in await api.list(POD, namespace)}
 
 
 async def test_a_resource_is_deleted_without_a_running_operator(resource: Any, operator: Any, node: Any) -> None:

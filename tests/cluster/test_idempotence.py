@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from eventually import LONG_SECONDS
+from eventually import LONG_SECONDS, eventually
 
 from megatron_operator.cluster.kinds import SERVICE, kind_of
 from megatron_operator.resource.names import FIELD_MANAGER
 
 pytestmark = pytest.mark.cluster
 
+PART_OF = "app.kubernetes.io/component"
 DEPLOYMENT = kind_of("apps/v1", "Deployment")
 
 
@@ -25,7 +26,7 @@ def written(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
-    resource: Any, make_operator: Any, node: Any
+    resource: Any, make_operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
     operator = make_operator("--resync-seconds", "1")
     await operator.start()
@@ -49,6 +50,18 @@ async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
     await operator.passed(passes + 2)
     assert written(await resource.children()) == children
     assert (await resource.get())["metadata"]["resourceVersion"] == version
+    assert await operator.writes() == {}, "nothing differs after the restart"
+
+    assert operator.stop() == 0
+    await api.merge_patch(SERVICE, namespace, "demo", {"metadata": {"labels": {PART_OF: None}}}, manager="other")
+    await operator.start()
+    await operator.logs("decision", policy="settled")
+
+    async def restored() -> bool:
+        return PART_OF in (await api.get(SERVICE, namespace, "demo"))["metadata"]["labels"]
+
+    await eventually(restored, seconds=60, what="a change without an operator is undone")
+    assert await operator.writes() == {"apply Service": 1.0}
 
 
 async def test_a_changed_or_deleted_child_is_restored(

@@ -1,12 +1,15 @@
-"""Many resources under one operator: the cost of applying, reacting and idling. The test prints the figures.
+"""Many resources under one operator: the cost of applying, reacting, idling and restarting, with keys. The test prints
+the figures.
 
 `MEGATRON_SOAK=1` runs the size that the documentation quotes. The test fails if the idle operator writes anything but
-its Lease, by the API server's audit log; resyncs run meanwhile. `MEGATRON_IDLE_SECONDS` sets the idle time.
+its Lease, by the API server's audit log, while resyncs run, or if an operator that restarts writes anything else.
+`MEGATRON_RESOURCES` sets another size, `MEGATRON_IDLE_SECONDS` the idle time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import time
@@ -27,7 +30,7 @@ from .operator_process import OperatorProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-RESOURCES = size(4, soak=200)
+RESOURCES = int(os.environ.get("MEGATRON_RESOURCES") or size(4, soak=200))
 IDLE_SECONDS = int(os.environ.get("MEGATRON_IDLE_SECONDS") or size(6, soak=120))
 RESYNC_SECONDS = size(2, soak=300)
 ENGINES = 4
@@ -61,13 +64,13 @@ async def test_many_resources_serve_and_cost_no_write_when_idle(
     make_operator: Callable[..., OperatorProcess],
     control_plane: LocalCluster,
 ) -> None:
-    flags = ("--no-security", "--coordinator-address", fleet.address_template)
+    fleet.secure = True
+    flags = ("--coordinator-address", fleet.address_template)
     operator = make_operator(*flags, "--resync-seconds", str(RESYNC_SECONDS), warm=False)  # its memory is measured
     await operator.start()
     names = [f"r{number:03}" for number in range(RESOURCES)]
     applied: list[float] = []
     for name in names:
-        fleet.coordinator(name)
         taken = await create(api, namespace, name)
         applied.append(taken)
         await asyncio.sleep(max(0.0, 1.0 - taken))
@@ -99,10 +102,35 @@ async def test_many_resources_serve_and_cost_no_write_when_idle(
         "idle_lease_writes": sum(request.resource == "leases" for request in written),
         "idle_other_writes": sum(request.resource != "leases" for request in written),
     }
-    print(f"\n{json.dumps(figures)}")
-    assert [str(request) for request in written if request.resource != "leases"] == []
     assert await operator.writes() == before
+    restart = await restarted(operator)
+    print(f"\n{json.dumps(figures | restart)}")
+    assert await settled_writes(operator) == {}, "nothing differs after the restart"
+    assert [str(request) for request in written if request.resource != "leases"] == []
     assert figures["idle_lease_writes"] > 0
+
+
+async def restarted(operator: OperatorProcess) -> dict[str, float]:
+    """Kill the operator and start it again. Return the time and memory until it has decided about all resources."""
+    operator.kill()
+    began = time.monotonic()
+    operator.spawn()
+    seconds: dict[str, float] = {}
+
+    async def decided(count: int) -> bool:
+        with contextlib.suppress(OSError):
+            return await operator.decided() >= count
+        return False
+
+    for name, count in (("first_pass", 1), ("last_pass", RESOURCES)):
+        await eventually(lambda count=count: decided(count), seconds=300, what=name, look_seconds=LOOK_SECONDS)
+        seconds[f"restart_{name}_seconds"] = round(time.monotonic() - began, 1)
+    await settled_writes(operator)
+    return {
+        **seconds,
+        "restart_cpu_seconds": operator.cpu_seconds(),
+        "restart_peak_mib": round(operator.rss_mib(peak=True)),
+    }
 
 
 async def restored(api: KubeApi, namespace: str, name: str) -> float:

@@ -30,11 +30,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_kubectl.dashboard.watching import Observers, ResourceObserver, stream, summary, watch
+from megatron_kubectl.dashboard.watching import Observers, ResourceObserver
+from megatron_kubectl.resource_view import summary
 from megatron_kubectl.samples import INTERVAL_SECONDS
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import POD, RESOURCE
+from megatron_operator.cluster.watching import stream, watch
 from megatron_operator.manifest_file import ResourceFileError, resource_of
 from megatron_operator.render.compare import RenderError, preview
 from megatron_operator.resource.names import ANNOTATION_RESTARTED

@@ -1,4 +1,4 @@
-"""Reads of the dashboard: watches of collections, and everything about one resource that the page shows.
+"""Reads of the dashboard: everything about one resource that the page shows, kept current by watches.
 
 A `ResourceObserver` exists while a page shows its resource, and for 15 minutes after, so that its charts continue.
 """
@@ -6,14 +6,10 @@ A `ResourceObserver` exists while a page shows its resource, and for 15 minutes 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
-
-import aiohttp
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any
 
 from megatron_kubectl.resource_view import is_settled, label, summary
 from megatron_kubectl.samples import (
@@ -27,103 +23,21 @@ from megatron_kubectl.samples import (
     parse_page,
     sample_pods,
 )
-from megatron_operator.cluster.api import KubeApi, KubeApiError, Object, rejection
+from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import POD, RESOURCE, ObjectKind
-from megatron_operator.cluster.nesting import decode
 from megatron_operator.cluster.read import problem_of_operators
+from megatron_operator.cluster.watching import stream, watch
 from megatron_operator.explain import causes
 from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTANCE, PORT_HEALTH
 from megatron_operator.terminal import as_yaml
 
 CORE_EVENT = ObjectKind("Event", "", "v1", "events")
 """The ClusterRoles view, edit and admin of Kubernetes allow to read Events by this API only."""
-WATCH_SECONDS = 50
-"""Duration of a watch before it is renewed at the same resource version."""
-SILENCE_SECONDS = 65.0
-RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0)
 EXPLAIN_SECONDS = 0.3
 """Least time between two explanations."""
 METRICS_TIMEOUT_SECONDS = 5.0
 MAX_PAGE_BYTES = 4 << 20
 """Longest metrics page that is read."""
-_GONE = 410
-
-
-@dataclass(frozen=True, slots=True)
-class CollectionChange:
-    """Change of a collection. `set` has all its objects; `put` and `delete` one; `error` none."""
-
-    kind: Literal["set", "put", "delete", "error"]
-    objects: list[Object]
-    error: KubeApiError | None = None
-
-
-@contextlib.asynccontextmanager
-async def stream(
-    api: KubeApi, path: str, *, query: Mapping[str, Any], silence_seconds: float
-) -> AsyncIterator[aiohttp.ClientResponse]:
-    """GET an answer that is read as it arrives, such as a watch or a log. Its errors are KubeApiError.
-
-    silence_seconds: time without a byte after which the connection counts as broken.
-    """
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=api.timeout, sock_read=silence_seconds)
-    try:
-        response = await api.open("GET", path, None, query, "application/json", limits)
-        async with response:
-            if response.status != 200:
-                raise rejection(response.status, await response.read(), response.headers)
-            yield response
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        # The timeouts of aiohttp are OSErrors, too.
-        raise KubeApiError(0, "Unreachable", f"GET {path}: {error or type(error).__name__}") from error
-
-
-async def watch(api: KubeApi, path: str, query: Mapping[str, Any]) -> AsyncIterator[CollectionChange]:
-    """Yield all objects of a collection, then each change, for ever.
-
-    A watch that ends is continued at its resource version. After a failure the collection is read again, with backoff.
-    """
-    failures = 0
-    while True:
-        try:
-            page = await api.request("GET", path, query=query)
-            yield CollectionChange("set", page.get("items") or [])
-            version = page["metadata"]["resourceVersion"]
-            while version:
-                options = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": WATCH_SECONDS}
-                begun = version
-                async with stream(
-                    api, path, query={**query, **options, "resourceVersion": version}, silence_seconds=SILENCE_SECONDS
-                ) as answer:
-                    failures = 0
-                    async for event in _events(answer):
-                        found = event.get("object") or {}
-                        if event.get("type") == "ERROR":
-                            if found.get("code") == _GONE:
-                                version = ""
-                                break
-                            raise KubeApiError(
-                                found.get("code") or 0, found.get("reason", ""), found.get("message", "")
-                            )
-                        version = found["metadata"]["resourceVersion"]
-                        if event["type"] != "BOOKMARK":
-                            yield CollectionChange("delete" if event["type"] == "DELETED" else "put", [found])
-                if version == begun:
-                    # An API server that closes watches at once must not be asked in a loop.
-                    await asyncio.sleep(RETRY_SECONDS[0])
-        except KubeApiError as error:
-            yield CollectionChange("error", [], error)
-            await asyncio.sleep(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
-            failures += 1
-
-
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[Object]:
-    rest = b""
-    async for chunk in answer.content.iter_any():
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            if line.strip():
-                yield decode(line)
 
 
 def detail(resource: Mapping[str, Any]) -> Object:

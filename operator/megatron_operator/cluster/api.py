@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 from urllib.parse import urlencode
 
@@ -25,8 +25,15 @@ Object = dict[str, Any]
 
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Timeout of every request. The margin of the Lease depends on it."""
+REQUESTS_AT_ONCE = 16
+"""Limit of concurrent requests without watches: each TLS connection takes 0.4 MiB, and a start has hundreds of them."""
 MAX_RETRY_AFTER_SECONDS = 60.0
-LIST_CHUNK = 500
+PAGE_OBJECTS = 100
+"""Objects of one page of a list. A page of StatefulSets takes about 10 MiB while it is decoded."""
+JSON = "application/json"
+METADATA_LIST = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+METADATA_OBJECT = f"{JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+"""Accepted answers of lists and watches of which only the metadata is read."""
 NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 
@@ -73,9 +80,11 @@ class KubeApi:
 
     def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
         own = copy.copy(configuration)
+        own.connection_pool_maxsize = 0  # no limit: watches keep their connections
         own.trace_configs = [*(own.trace_configs or ()), rejects_redirects()]
         self._client = ApiClient(own)
         self.timeout = timeout
+        self._slots = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,16 +107,23 @@ class KubeApi:
     async def list(
         self, kind: ObjectKind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[Object]:
-        """Return all objects, read from etcd (not the watch cache) in chunks. `fields` is a field selector."""
+        """Return all objects, in pages. `fields` is a field selector."""
         items: list[Object] = []
+        async for page in self.pages(kind.path(namespace), {"labelSelector": selector, "fieldSelector": fields}):
+            items += page.get("items", [])
+        return items
+
+    async def pages(self, path: str, query: Mapping[str, Any], *, accept: str = JSON) -> AsyncIterator[Object]:
+        """Yield a collection as lists of PAGE_OBJECTS, all of one resource version."""
         token: str | None = None
         while True:
-            query = {"labelSelector": selector, "fieldSelector": fields, "limit": LIST_CHUNK, "continue": token}
-            page = await self.request("GET", kind.path(namespace), query=query)
-            items += page.get("items", [])
+            page = await self.request(
+                "GET", path, query={**query, "limit": PAGE_OBJECTS, "continue": token}, accept=accept
+            )
+            yield page
             token = page.get("metadata", {}).get("continue")
             if not token:
-                return items
+                return
 
     async def create(self, kind: ObjectKind, body: Object, *, manager: str) -> Object:
         path = kind.path(body["metadata"]["namespace"])
@@ -177,12 +193,13 @@ class KubeApi:
         *,
         body: Object | None = None,
         query: Mapping[str, Any] | None = None,
-        content_type: str = "application/json",
+        content_type: str = JSON,
+        accept: str = JSON,
     ) -> Object:
         """Send one request. Raises KubeApiError for every failure, including the timeout."""
         try:
-            async with asyncio.timeout(self.timeout):
-                response = await self.open(method, path, body, query or {}, content_type)
+            async with self._slots, asyncio.timeout(self.timeout):
+                response = await self.open(method, path, body, query or {}, content_type, accept=accept)
                 text = await response.read()
         except ApiException as error:
             raise KubeApiError(error.status or 0, "Error", str(error.reason)) from error
@@ -206,9 +223,11 @@ class KubeApi:
         query: Mapping[str, Any],
         content_type: str,
         limits: aiohttp.ClientTimeout | None = None,
+        *,
+        accept: str = JSON,
     ) -> aiohttp.ClientResponse:
         """Send one request. Return the response before its body is read."""
-        headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content_type}
+        headers = {**self._client.default_headers, "Accept": accept, "Content-Type": content_type}
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         given = {key: value for key, value in query.items() if value is not None}
         url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(given)}" if given else "")

@@ -1,4 +1,4 @@
-"""Cache of one resource's objects: the watch's index, overlaid with the answers to this process's own writes.
+"""Cache of one resource's objects: what the watches show, overlaid with the answers to this process's own writes.
 
 Invariant: the cache is never older than the last write. The answer to a write is used until the watch shows that
 version or a newer one. An object that is known to be deleted stays hidden even if the watch missed its deletion.
@@ -25,7 +25,7 @@ WATCH_LAG_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Objects that the watch has seen: live views of kopf's indexes."""
+    """Objects that the watches have shown: live views of the stores."""
 
     children: Mapping[Key, Iterable[SeenChild]]
     pods: Mapping[Key, Iterable[PodView]]
@@ -43,7 +43,7 @@ FIGHT_SECONDS = 60.0
 @dataclass(slots=True)
 class _Applied:
     uid: str
-    fingerprint: str
+    owned_fields: str
     manifest: tuple[str, int]
     """Its hash, and the replicas of a StatefulSet."""
     at: float
@@ -99,7 +99,7 @@ class ResourceCache:
         return {
             ref: replace(
                 seen.view,
-                owned=seen.owner_uid == self._uid,
+                owned=seen.may_be_of(self._uid),
                 deleting=seen.view.deleting or seen.uid in self._deleted,
                 verified=self._is_verified(ref, seen),
             )
@@ -108,7 +108,7 @@ class ResourceCache:
 
     def _is_verified(self, ref: ChildRef, seen: SeenChild) -> bool:
         applied = self._applied.get(ref)
-        return applied is not None and (applied.uid, applied.fingerprint) == (seen.uid, seen.fingerprint)
+        return applied is not None and (applied.uid, applied.owned_fields) == (seen.uid, seen.view.owned_fields)
 
     def contests(self) -> dict[ChildRef, Contest]:
         """Return the children whose manifests another program changes as often as they are applied."""
@@ -190,7 +190,7 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """Record the answer to an apply: it is current, and verified while its fingerprint is unchanged."""
+        """Record the answer to an apply: it is current, and verified while the operator owns the same fields."""
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
         again = last is not None and (last.uid, last.manifest) == (child.uid, manifest)
@@ -201,7 +201,7 @@ class ResourceCache:
             self._remember(child)
         self._applied[child.ref] = _Applied(
             uid=child.uid,
-            fingerprint=child.fingerprint,
+            owned_fields=child.view.owned_fields,
             manifest=manifest,
             at=now,
             count=last.count + 1 if last is not None and again and recent else 1,

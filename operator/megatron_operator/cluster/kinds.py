@@ -68,6 +68,13 @@ CHILD_KINDS: tuple[ObjectKind, ...] = (
 """Kinds that the operator applies, watches (by label) and deletes. Secrets and OPTIONAL_KINDS are only read by
 name."""
 
+METADATA_KINDS = frozenset(
+    kind
+    for kind in CHILD_KINDS
+    if kind.plural in ("configmaps", "serviceaccounts", "poddisruptionbudgets", "networkpolicies", "ingresses")
+)
+"""Kinds of which decisions read only the metadata. The operator watches nothing else of them."""
+
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
 """A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another

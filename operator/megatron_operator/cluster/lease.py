@@ -12,13 +12,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import LEASE
-from megatron_operator.resource.names import FIELD_MANAGER, NAMESPACES_ANNOTATION, TERM_ANNOTATION
+from megatron_operator.resource.names import (
+    FIELD_MANAGER,
+    NAMESPACES_ANNOTATION,
+    SUCCESSOR_ANNOTATION,
+    TERM_ANNOTATION,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +50,12 @@ class LeaseSettings:
     namespaces: tuple[str, ...] = ()
     """Namespaces that the holder serves; empty means all. Only for readers of the Lease."""
 
+    former: str = ""
+    """Lease of earlier releases, which is held too while it exists, unless the operator of another release does; so an
+    operator of an earlier release does not lead at the same time."""
+    successor: str = ""
+    """Of a former Lease: the one that it is held with."""
+
     @property
     def renew_interval(self) -> float:
         return self.duration / 5
@@ -70,16 +81,23 @@ class Elector:
         self._trusted_until = float("-inf")
         self._seen: tuple[object, float] | None = None
         self._swap = asyncio.Lock()
+        self._former: Elector | None = None
+        if settings.former not in ("", settings.name):
+            former = replace(settings, name=settings.former, former="", successor=settings.name)
+            self._former = Elector(api, former, clock=clock)
         self.term = 0
+        self.waits_for: tuple[str, str] | None = None
+        """While another process leads: the Lease that it holds, and its identity."""
 
     @property
     def leading(self) -> bool:
-        return self._clock() < self._trusted_until
+        return self.seconds_left > 0
 
     @property
     def seconds_left(self) -> float:
         """Remaining validity of the last renewal; negative if it has expired."""
-        return self._trusted_until - self._clock()
+        left = self._trusted_until - self._clock()
+        return left if self._former is None or not self._former.term else min(left, self._former.seconds_left)
 
     def require_leadership(self) -> None:
         """Check leadership. Call before every write and signal.
@@ -105,10 +123,11 @@ class Elector:
         """Wait until this process leads. Return its term."""
         while True:
             try:
-                if await self._try_acquire():
+                if await self._holds_former() and await self._try_acquire():
+                    self.waits_for = None
                     logger.info("leading", extra={"term": self.term, "identity": self._settings.identity})
                     return self.term
-            except KubeApiError as error:
+            except (KubeApiError, LeadershipLostError) as error:
                 logger.warning("lease not acquired", extra={"error": str(error)})
             await asyncio.sleep(self._settings.renew_interval)
 
@@ -118,6 +137,8 @@ class Elector:
             await asyncio.sleep(self._settings.renew_interval)
             try:
                 await self._renew()
+                if self._former is not None and self._former.term:
+                    await self._former._renew()
             except KubeApiError as error:
                 logger.warning("lease not renewed", extra={"error": str(error), "seconds_left": self.seconds_left})
             self.require_leadership()
@@ -126,6 +147,8 @@ class Elector:
         """Release the lease, so that a successor need not wait for it to expire. Best effort."""
         if not self.leading or self._lease is None:
             return
+        if self._former is not None:
+            await self._former.release()
         self._trusted_until = float("-inf")
         body = self._body(self._lease, holder="", term=self.term, renewed=_now(), acquired=_now())
         try:
@@ -141,17 +164,37 @@ class Elector:
         except TimeoutError:
             raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
 
+    async def _holds_former(self) -> bool:
+        """Hold the former Lease, if it exists. Return whether this process may lead: it holds that Lease, or an
+        operator of another release does that has a Lease of its own, too."""
+        former = self._former
+        if former is None:
+            return True
+        if former.leading:
+            await former._renew()
+            return True
+        lease = await former._get()
+        if lease is None:
+            return True
+        successor = (lease["metadata"].get("annotations") or {}).get(SUCCESSOR_ANNOTATION)
+        if not former._is_free(lease) and successor not in (None, self._settings.name):
+            return True
+        acquired = await former._try_acquire()
+        self.waits_for = former.waits_for
+        return acquired
+
     async def _try_acquire(self) -> bool:
         lease = await self._get()
+        before = self._former.term if self._former is not None else 0
         if lease is None:
             self._lease = None
-            await self._write(term=1)
+            await self._write(term=before + 1)
             return True
         if not self._is_free(lease):
             return False
         self._lease = lease
         try:
-            await self._write(term=_term(lease) + 1)
+            await self._write(term=max(_term(lease), before) + 1)
         except KubeApiError as error:
             if error.conflict:
                 return False
@@ -163,6 +206,7 @@ class Elector:
         holder = spec.get("holderIdentity") or ""
         if holder in ("", self._settings.identity):
             return True
+        self.waits_for = f"{self._settings.namespace}/{self._settings.name}", holder
         mark = (holder, spec.get("renewTime"), lease["metadata"]["resourceVersion"])
         now = self._clock()
         if self._seen is None or self._seen[0] != mark:
@@ -212,7 +256,8 @@ class Elector:
         kept = (lease or {}).get("metadata", {}).get("annotations") or {}
         served = {NAMESPACES_ANNOTATION: ",".join(self._settings.namespaces)} if self._settings.namespaces else {}
         others = {key: value for key, value in kept.items() if key != NAMESPACES_ANNOTATION}
-        metadata["annotations"] = {**others, TERM_ANNOTATION: str(term), **served}
+        successor = {SUCCESSOR_ANNOTATION: self._settings.successor} if self._settings.successor else {}
+        metadata["annotations"] = {**others, TERM_ANNOTATION: str(term), **served, **successor}
         spec = {
             "holderIdentity": holder,
             "leaseDurationSeconds": max(1, round(self._settings.duration)),

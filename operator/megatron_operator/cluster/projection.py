@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.cluster.kinds import ObjectKind
+from megatron_operator.cluster.kinds import SECRET, ObjectKind
 from megatron_operator.decision.reduce import owner_uid, reduce_child
 from megatron_operator.decision.world import ChildRef, ChildView
 from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, FIELD_MANAGER, LABEL_INSTANCE
-from megatron_runtime.protocol import strict_json as json
 
 Object = Mapping[str, Any]
-
-_VOLATILE_METADATA = frozenset({"resourceVersion", "managedFields", "generation", "selfLink", "deletionTimestamp"})
-_VOLATILE_ANNOTATIONS = frozenset({"deployment.kubernetes.io/revision"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +24,6 @@ class SeenChild:
     """UID of the resource that owns it; empty without one."""
     view: ChildView
     """`owned` and `verified` are set when a World is created."""
-    fingerprint: str
-    """Hash of the fields that a user could change: everything but status and bookkeeping."""
     cluster_ip: str = ""
     """Services: the virtual address; empty for headless ones."""
     changed_by: str = ""
@@ -41,6 +34,11 @@ class SeenChild:
     @property
     def uid(self) -> str:
         return self.view.uid
+
+    def may_be_of(self, owner_uid: str) -> bool:
+        """Return whether a resource owns the child, or may adopt it. Keys are never adopted: who made them could pose
+        as a coordinator."""
+        return self.owner_uid == owner_uid or (self.view.orphan and self.ref.kind != SECRET.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +68,6 @@ def instance_of(obj: Object) -> str:
     return str((obj["metadata"].get("labels") or {}).get(LABEL_INSTANCE, ""))
 
 
-def fingerprint(obj: Object) -> str:
-    metadata = {key: value for key, value in obj["metadata"].items() if key not in _VOLATILE_METADATA}
-    annotations = metadata.get("annotations")
-    if annotations:
-        kept = {key: value for key, value in annotations.items() if key not in _VOLATILE_ANNOTATIONS}
-        metadata["annotations"] = kept
-    content = {key: value for key, value in obj.items() if key not in ("status", "metadata", "apiVersion", "kind")}
-    canonical = json.dumps([metadata, content], sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b(canonical.encode(), digest_size=12).hexdigest()
-
-
 def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
     """Project a child. kind: for an object of a list, which has neither `apiVersion` nor `kind`."""
     if kind is not None:
@@ -93,7 +80,6 @@ def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
         version=version_of(obj),
         owner_uid=owner,
         view=view,
-        fingerprint=fingerprint(obj),
         cluster_ip="" if cluster_ip == "None" else cluster_ip,
         changed_by=_other_manager(obj["metadata"]),
         owns_replicas=any(entry.get("manager") == FIELD_MANAGER for entry in _owners(obj["metadata"], "f:replicas")),

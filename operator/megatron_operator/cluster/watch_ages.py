@@ -1,59 +1,115 @@
-"""Age of each watch: time since the API server last accepted it.
+"""Whether each watch works: when the API server last accepted it, and why it rejects it.
 
-The server ends every watch after `watch_seconds`, and kopf renews it from the last seen version. So a watch that is not
-renewed in time is dead, whatever the reason: a proxy dropped its connection, the server rejects it, or kopf stopped
-watching.
+The server ends every watch after `watch_seconds`, and its client renews it from the last seen version. So a watch that
+is not renewed in time is dead, whatever the reason: a proxy dropped its connection, or the client stopped watching. One
+that the server rejects is denied: a permission, the namespace or the kind is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import aiohttp
 from yarl import URL
 
+from megatron_operator.resource.names import PLURAL
+
+logger = logging.getLogger(__name__)
+
 GRACE_SECONDS = 5.0
 """Margin that lets the server end a watch before the client does."""
+DENIED_SECONDS = 4.0
+"""A watch that the server has rejected for so long is denied. An API server that starts rejects some for a moment."""
+RETRY_SECONDS = (0.5, 1.0, 3.0, 5.0)
+"""Pauses between attempts of a rejected watch."""
 
-NOT_FOUND = 404
+FORBIDDEN, NOT_FOUND = 403, 404
+
+Watched = tuple[str, str]
+"""Name of the API resource, such as `pods`, and namespace, which is empty for all."""
 
 
 class WatchAges:
-    """Watches of all sessions that use trace(), by path."""
+    """Watches by the path of their collection."""
 
     def __init__(self, *, watch_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due = watch_seconds + GRACE_SECONDS
         self._clock = clock
         self._taken: dict[str, float] = {}
+        self._rejected: dict[str, tuple[float, str]] = {}
+        """Time of the first rejection of each path that is rejected now, and the last answer."""
         self.vanished = asyncio.Event()
-        """Set when the API server no longer serves a watched kind. Then kopf must be stopped."""
+        """Set when the API server no longer serves a kind that kopf watches. Then kopf must be stopped."""
 
     @property
     def silent_seconds(self) -> float:
-        """How long the oldest watch is overdue, in seconds; 0 if none is."""
-        oldest = min(self._taken.values(), default=None)
+        """How long the oldest watch is overdue, in seconds; 0 if none is. Denied ones are none."""
+        oldest = min((at for path, at in self._taken.items() if path not in self._rejected), default=None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest - self._due)
 
+    @property
+    def denied(self) -> Mapping[Watched, str]:
+        """The watches that the server rejects, and why."""
+        before = self._clock() - DENIED_SECONDS
+        rejected = list(self._rejected.items())  # metrics read it on another thread
+        return {watched(path): error for path, (since, error) in rejected if since <= before}
+
+    def asked(self, path: str) -> None:
+        """Record the request of a watch. One that was never accepted counts from its first request."""
+        self._taken.setdefault(path, self._clock())
+
+    def accepted(self, path: str) -> None:
+        self._taken[path] = self._clock()
+        if self._rejected.pop(path, None) is not None:
+            logger.info("watched again", extra={"path": path})
+
+    def rejected(self, path: str, error: str) -> None:
+        """Record the server's answer to a list or watch."""
+        if path not in self._rejected:
+            logger.warning("cannot be watched", extra={"path": path, "error": error})
+        since, _ = self._rejected.get(path, (self._clock(), ""))
+        self._rejected[path] = (since, error)
+
     def trace(self) -> aiohttp.TraceConfig:
-        """Return a trace configuration that reports the requests of a session to this object."""
+        """Return a trace configuration that reports the requests of kopf's session to this object.
+
+        kopf ends if it may not list the resources of one namespace. So that rejection becomes a broken connection,
+        after which kopf tries again for ever.
+        """
         config = aiohttp.TraceConfig()
         config.on_request_start.append(self._asked)
         config.on_request_end.append(self._answered)
         return config
 
-    async def _asked(self, _: aiohttp.ClientSession, __: object, request: aiohttp.TraceRequestStartParams) -> None:
-        if _is_watch(request.url):
-            # A watch that was never accepted counts from its first request.
-            self._taken.setdefault(request.url.path, self._clock())
-
     async def _answered(self, _: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestEndParams) -> None:
-        if _is_watch(answer.url) and answer.response.ok:
-            self._taken[answer.url.path] = self._clock()
-        elif answer.url.path in self._taken and answer.response.status == NOT_FOUND:
+        path, response = answer.url.path, answer.response
+        if response.ok and (_is_watch(answer.url) or path in self._rejected):
+            self.accepted(path)
+        elif response.status == NOT_FOUND and path in self._taken:
             self.vanished.set()
             await asyncio.Event().wait()
+        elif response.status == FORBIDDEN and path.endswith(f"/{PLURAL}"):
+            self.rejected(path, f"{response.status} {response.reason}")
+            response.close()
+            await asyncio.sleep(RETRY_SECONDS[1])
+            raise DeniedError(f"GET {path}: {response.status} {response.reason}")
+
+    async def _asked(self, _: aiohttp.ClientSession, __: object, request: aiohttp.TraceRequestStartParams) -> None:
+        if _is_watch(request.url):
+            self.asked(request.url.path)
+
+
+class DeniedError(aiohttp.ClientConnectionError):
+    """The server does not allow to list or watch a collection."""
+
+
+def watched(path: str) -> Watched:
+    """Return what the path of a collection watches."""
+    *_, scope, namespace, plural = ["", *path.split("/")]
+    return (plural, namespace) if scope == "namespaces" else (plural, "")
 
 
 def _is_watch(url: URL) -> bool:

@@ -62,8 +62,8 @@ class Writer:
             self._count(verb, kind)
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
-        """Server-side apply, forced only on the object `known`, which the resource must own. Without a known object the
-        child is created, if no object has its name.
+        """Server-side apply, forced only on the object `known`, which the resource must own or may adopt. Without a
+        known object the child is created, if no object has its name.
 
         Raises:
             NotOwnedError: an object with another owner has the name.
@@ -81,7 +81,7 @@ class Writer:
                 if existing is None:
                     raise
                 known = project_child(existing)
-        if known.owner_uid != owner_uid:
+        if not known.may_be_of(owner_uid):
             raise NotOwnedError(known.ref, namespace=manifest["metadata"]["namespace"])
         if known.owns_replicas and "replicas" not in manifest.get("spec", {}):
             await self._hand_over_replicas(kind, manifest, known)

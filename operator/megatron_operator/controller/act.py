@@ -182,7 +182,7 @@ class Actor:
 
     async def _vet(self, action: VetChild, resource: SeenResource) -> bool:
         known = self.cache.child(action.ref)
-        if known is None or known.owner_uid != resource.uid:
+        if known is None or not known.may_be_of(resource.uid):
             return False
         try:
             await self.writer.vet_child(action.manifest, known=known)

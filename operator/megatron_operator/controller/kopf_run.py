@@ -1,9 +1,9 @@
-"""One run of kopf: its handlers, its settings, and a bounded shutdown.
+"""One run of kopf, which watches the resources: its handlers, its settings, and a bounded shutdown.
 
-The handlers watch, keep projections in indexes and wake tasks, nothing else. There are no create, update or delete
-handlers, daemons or timers, so kopf adds no finalizers and annotations and writes nothing. kopf runs an object's event
-handlers after its indexes hold that object's new version, and the first handler after all kinds are listed. So a woken
-task always sees the change that woke it.
+The handler keeps the projection of a resource and wakes its task, nothing else. There are no create, update or delete
+handlers, daemons, timers or indexes, so kopf adds no finalizers and annotations and writes nothing. An index of kopf
+would make every start wait for every object in turn, and for namespaces that cannot be read; so children are watched by
+`cluster.informers`, and the resources are listed before kopf starts.
 
 kopf fails when a watched kind is deleted, and its shutdown may then hang: a watch that is renewing its login at that
 moment treats its cancellation as the end of a pause and continues. So this module stops kopf in an orderly way as soon
@@ -21,37 +21,21 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster.auth import kopf_session
-from megatron_operator.cluster.cache import Index, Key
-from megatron_operator.cluster.kinds import CHILD_KINDS, CHILD_SELECTOR, POD, POD_SELECTOR, RESOURCE, ObjectKind
-from megatron_operator.cluster.projection import (
-    SeenChild,
-    SeenResource,
-    instance_of,
-    project_child,
-    project_resource,
-)
+from megatron_operator.cluster.kinds import RESOURCE
+from megatron_operator.cluster.projection import SeenResource, project_resource
 from megatron_operator.cluster.watch_ages import GRACE_SECONDS, WatchAges
 from megatron_operator.controller.task import TaskSupervisor
-from megatron_operator.decision.reduce import reduce_pod
-from megatron_operator.decision.world import PodView
-from megatron_operator.resource.names import APP_NAME, FIELD_MANAGER, LABEL_MANAGED_BY, LABEL_NAME
 
 END_SECONDS = 10.0
 """Timeout of the shutdown. kopf itself waits 5 s before it cancels its remaining tasks."""
 
 
 def build_registry(
-    *,
-    login: Callable[[], kopf.AiohttpSession],
-    started: Callable[[Index], None],
-    wake_resource: Callable[[str, Key], None],
-    wake_instance: Callable[[Key], None],
+    *, login: Callable[[], kopf.AiohttpSession], show: Callable[[SeenResource, bool], None]
 ) -> kopf.OperatorRegistry:
     """Return the registry with all handlers.
 
-    started: called once, before any event, with the live indexes.
-    wake_resource: called when the resource with this UID was created, changed or deleted.
-    wake_instance: called when an object of the resource with this namespace and name was.
+    show: called with a resource that was listed, created, changed or deleted, and whether it exists.
     """
     registry = kopf.OperatorRegistry()
 
@@ -59,52 +43,11 @@ def build_registry(
     async def authenticate(**_: Any) -> kopf.AiohttpSession:
         return login()
 
-    @kopf.on.startup(registry=registry)
-    async def start(**indexes: Any) -> None:
-        started(Index(resources=indexes["resources"], children=indexes["children"], pods=indexes["pods"]))
+    @kopf.on.event(RESOURCE.group, RESOURCE.version, RESOURCE.plural, registry=registry)
+    async def event(body: kopf.Body, type: str | None, **_: Any) -> None:
+        show(project_resource(dict(body)), type != "DELETED")
 
-    _watch_resources(registry, wake_resource)
-    _watch_children(registry, wake_instance)
     return registry
-
-
-def _watch_resources(registry: kopf.OperatorRegistry, wake: Callable[[str, Key], None]) -> None:
-    where = (RESOURCE.group, RESOURCE.version, RESOURCE.plural)
-
-    @kopf.index(*where, registry=registry, id="resources")
-    async def index(body: kopf.Body, **_: Any) -> dict[str, SeenResource]:
-        seen = project_resource(dict(body))
-        return {seen.uid: seen}
-
-    @kopf.on.event(*where, registry=registry, id="wake-resource")
-    async def event(uid: str, namespace: str | None, name: str, **_: Any) -> None:
-        wake(uid, (namespace or "", name))
-
-
-def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]) -> None:
-    async def event(body: kopf.Body, namespace: str | None, **_: Any) -> None:
-        wake((namespace or "", instance_of(dict(body))))
-
-    def index_of(kind: ObjectKind) -> Callable[..., Any]:
-        async def index(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, SeenChild]:
-            obj = dict(body)
-            return {(namespace or "", instance_of(obj)): project_child(obj, kind)}
-
-        return index
-
-    async def index_pod(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, PodView]:
-        obj = dict(body)
-        return {(namespace or "", instance_of(obj)): reduce_pod(obj)}
-
-    labels = {LABEL_MANAGED_BY: FIELD_MANAGER}
-    for kind in CHILD_KINDS:
-        where = (kind.group, kind.version, kind.plural)
-        kopf.index(*where, registry=registry, id="children", labels=labels)(index_of(kind))
-        kopf.on.event(*where, registry=registry, id=f"wake-{kind.plural}", labels=labels)(event)
-    where = (POD.group, POD.version, POD.plural)
-    labels = {LABEL_NAME: APP_NAME}
-    kopf.index(*where, registry=registry, id="pods", labels=labels)(index_pod)
-    kopf.on.event(*where, registry=registry, id="wake-pods", labels=labels)(event)
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
@@ -143,9 +86,6 @@ def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     # It would kill a process whose kopf has ended and was restarted.
     settings.process.ultimate_exiting_timeout = None
     settings.persistence.diffbase_storage = _NoDifferences()
-    for kind in CHILD_KINDS:
-        settings.watching.label_selectors[kind.group, kind.version, kind.plural] = CHILD_SELECTOR
-    settings.watching.label_selectors[POD.group, POD.version, POD.plural] = POD_SELECTOR
     return settings
 
 
@@ -154,7 +94,7 @@ class WatchesEndedError(Exception):
 
 
 class KopfRun:
-    """started: called once, before any event, with the live indexes."""
+    """show: see build_registry()."""
 
     def __init__(
         self,
@@ -163,13 +103,15 @@ class KopfRun:
         *,
         namespaces: tuple[str, ...],
         watch_seconds: float,
-        started: Callable[[Index], None],
+        show: Callable[[SeenResource, bool], None],
+        started: Callable[[], None],
     ) -> None:
         self.watches = WatchAges(watch_seconds=watch_seconds)
         self._configuration = configuration
         self._supervisor = supervisor
         self._namespaces = namespaces
         self._watch_seconds = watch_seconds
+        self._show = show
         self._started = started
         self._told = asyncio.Event()
         """Set when kopf should stop or is stopping."""
@@ -203,11 +145,12 @@ class KopfRun:
 
     async def _operate(self) -> None:
         registry = build_registry(
-            login=lambda: kopf_session(self._configuration, watches=self.watches),
-            started=self._started,
-            wake_resource=self._supervisor.wake_resource,
-            wake_instance=self._supervisor.wake_instance,
+            login=lambda: kopf_session(self._configuration, watches=self.watches), show=self._show
         )
+
+        @kopf.on.startup(registry=registry)
+        async def start(**_: Any) -> None:
+            self._started()
 
         @kopf.on.cleanup(registry=registry)
         async def cleanup(**_: Any) -> None:

@@ -21,10 +21,14 @@ from prometheus_client import CollectorRegistry
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import LoginError, load_configuration
-from megatron_operator.cluster.cache import Index, Key, ResourceCache
+from megatron_operator.cluster.cache import Key, ResourceCache
+from megatron_operator.cluster.claims import Claims
+from megatron_operator.cluster.informers import Informers
 from megatron_operator.cluster.keys import KeyFormatError, ensure_admin_keys
 from megatron_operator.cluster.kinds import RESOURCE
 from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
+from megatron_operator.cluster.projection import SeenResource, project_resource
+from megatron_operator.cluster.watch_ages import FORBIDDEN, WatchAges, Watched
 from megatron_operator.cluster.writer import Recorder, Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
@@ -34,6 +38,7 @@ from megatron_operator.controller.task import Parts, ResourceTask, TaskSuperviso
 from megatron_operator.decision.decide import decide
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
+from megatron_operator.resource.names import FORMER_LEASE
 from megatron_operator.resource.settings import Settings
 from megatron_runtime.process.health import HealthServer
 from megatron_runtime.process.listening import EVERY_ADDRESS
@@ -57,7 +62,7 @@ class RunOptions:
     kubeconfig: Path | None = None
     """None: the service account in a pod, else $KUBECONFIG or ~/.kube/config."""
     context: str | None = None
-    lease_name: str = "megatron-operator"
+    lease_name: str = FORMER_LEASE
     lease_seconds: float = 10.0
     """Time after the death of a leader until its successor starts, plus at most a fifth of it."""
     identity: str = field(default_factory=default_identity)
@@ -113,7 +118,8 @@ async def serve_probes(
     """Start to answer on one listening socket. Raises OperatorStartError if its address is in use.
 
     GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
-    GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing
+    GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing, such as
+                          a kind or namespace that it may not watch
     GET /metrics          Prometheus
 
     heartbeat: fields of /livez; `oldest_pass_seconds` is the age of the longest running pass.
@@ -144,12 +150,17 @@ class OperatorProcess:
         self._stop = asyncio.Event()
         self._phase = "logging in"
         self._supervisor: TaskSupervisor | None = None
-        self._metrics.show(lambda: self._supervisor.readings() if self._supervisor else [])
-        self._index: Index | None = None
+        self._metrics.show(
+            lambda: self._supervisor.readings() if self._supervisor else [],
+            denied=lambda: self._denied,
+            standby=lambda: self._elector.waits_for if self._elector else None,
+        )
+        self._informers: Informers | None = None
+        self._elector: Elector | None = None
         self._run: KopfRun | None = None
         self._audits = asyncio.Semaphore(AUDITS_AT_ONCE)
         self._updates = UpdateLimit(
-            options.max_concurrent_updates, lambda: self._index.resources if self._index is not None else {}
+            options.max_concurrent_updates, lambda: self._informers.resources if self._informers is not None else {}
         )
         self._resolve: Resolver = (
             template_resolver(options.coordinator_address_template)
@@ -189,8 +200,9 @@ class OperatorProcess:
             identity=options.identity,
             duration=options.lease_seconds,
             namespaces=options.namespaces,
+            former=FORMER_LEASE,
         )
-        elector = Elector(lease_api, lease)
+        elector = self._elector = Elector(lease_api, lease)
         self._phase = "standing by"
         if not await self._unless_stopped(elector.acquire()):
             return 0
@@ -213,56 +225,126 @@ class OperatorProcess:
         options = self._options
         if not await self._unless_stopped(self._await_crd(api)):
             return 0
+        own = f"{options.settings.operator_namespace}/{options.lease_name}"
+        self._claims = Claims(api, own=own)
         writer = Writer(api, guard=elector.write_seconds, count=self._metrics.count_write)
         admin: KeyPair | None = None
         if options.settings.security:
             admin = await ensure_admin_keys(api, writer, namespace=options.settings.operator_namespace)
-        while True:
-            supervisor = self._supervisor = TaskSupervisor(
-                lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, admin)
-            )
-            try:
-                await self._serve(configuration, supervisor, hold)
-                return 0
-            except WatchesEndedError as error:
-                logger.warning("watches ended; restarting them", extra={"error": str(error)})
-            self._handle_signals()
-            await asyncio.sleep(RESTART_SECONDS)
-            if not await self._unless_stopped(self._await_crd(api)):
-                return 0
+        informers = self._informers = Informers(
+            api,
+            namespaces=options.namespaces,
+            watch_seconds=options.watch_seconds,
+            wake=self._wake,
+        )
+        informing = asyncio.create_task(informers.run(), name="informers")
+        try:
+            while True:
+                supervisor = self._supervisor = TaskSupervisor(
+                    lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, admin)
+                )
+                try:
+                    listing = self._list(api, informers, supervisor)
+                    await self._serve(configuration, informers, supervisor, listing, others={hold, informing})
+                    return 0
+                except WatchesEndedError as error:
+                    logger.warning("watches ended; restarting them", extra={"error": str(error)})
+                finally:
+                    await supervisor.stop()
+                self._handle_signals()
+                await asyncio.sleep(RESTART_SECONDS)
+                if not await self._unless_stopped(self._await_crd(api)):
+                    return 0
+        finally:
+            informing.cancel()
+            await asyncio.gather(informing, return_exceptions=True)
 
-    async def _serve(self, configuration: Configuration, supervisor: TaskSupervisor, hold: asyncio.Task[None]) -> None:
-        """Watch and run tasks until the process is stopped.
+    def _wake(self, key: Key | None) -> None:
+        if self._supervisor is not None and key is None:
+            self._supervisor.wake_all()
+        elif self._supervisor is not None and key is not None:
+            self._supervisor.wake_instance(key)
+
+    async def _list(self, api: KubeApi, informers: Informers, supervisor: TaskSupervisor) -> None:
+        """Read all children and resources, and start the tasks of the resources: no task decides before the others are
+        known."""
+        self._phase = "listing"
+        await informers.listed()
+        found: list[SeenResource] = []
+        for namespace in self._options.namespaces or (None,):
+            found += await self._list_resources(api, namespace)
+        informers.resources.clear()
+        for seen in found:
+            informers.resources[seen.uid] = (seen,)
+        for seen in found:
+            supervisor.wake_resource(seen.uid, (seen.namespace, seen.name))
+
+    async def _list_resources(self, api: KubeApi, namespace: str | None) -> list[SeenResource]:
+        """Return the resources; none of a namespace that may not be read, which kopf goes on trying."""
+        while True:
+            try:
+                pages = api.pages(RESOURCE.path(namespace), {})
+                return [project_resource(item) async for page in pages for item in page.get("items", ())]
+            except KubeApiError as error:
+                if error.code == FORBIDDEN:
+                    return []
+                logger.warning("resources cannot be listed", extra={"namespace": namespace, "error": str(error)})
+            await asyncio.sleep(CRD_RETRY_SECONDS)
+
+    async def _serve(
+        self,
+        configuration: Configuration,
+        informers: Informers,
+        supervisor: TaskSupervisor,
+        listing: Coroutine[Any, Any, None],
+        *,
+        others: set[asyncio.Task[None]],
+    ) -> None:
+        """List and then watch the resources, and run their tasks, until the process is stopped.
+
+        others: tasks whose end ends this process.
 
         Raises:
-            WatchesEndedError: the watches may be restarted.
+            WatchesEndedError: kopf may be restarted.
             LeadershipLostError: this process must end.
         """
-        self._phase = "listing"
-        options = self._options
+
+        def show(seen: SeenResource, exists: bool) -> None:
+            if exists:
+                informers.resources[seen.uid] = (seen,)
+            else:
+                informers.resources.pop(seen.uid, None)
+            supervisor.wake_resource(seen.uid, (seen.namespace, seen.name), exists=exists)
+
         run = self._run = KopfRun(
             configuration,
             supervisor,
-            namespaces=options.namespaces,
-            watch_seconds=options.watch_seconds,
+            namespaces=self._options.namespaces,
+            watch_seconds=self._options.watch_seconds,
+            show=show,
             started=self._started,
         )
-        watching = asyncio.create_task(run.run(), name="watching")
+        listed = asyncio.create_task(listing, name="listing")
+
+        async def watch() -> None:
+            await listed
+            await run.run()
+
+        watching = asyncio.create_task(watch(), name="watching")
         stopping = asyncio.create_task(self._stop.wait())
         try:
-            anything: set[asyncio.Future[Any]] = {watching, hold, supervisor.failed, stopping}
-            await asyncio.wait(anything, return_when=asyncio.FIRST_COMPLETED)
-            for ended in (supervisor.failed, hold, watching):
+            waited: set[asyncio.Future[Any]] = {watching, supervisor.failed, stopping, *others}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (supervisor.failed, *others, watching):
                 if ended.done():
                     await ended
         finally:
+            listed.cancel()
             run.end()
             stopping.cancel()
             await asyncio.gather(watching, stopping, return_exceptions=True)
-            await supervisor.stop()
 
-    def _started(self, index: Index) -> None:
-        self._index = index
+    def _started(self) -> None:
         self._phase = ""
         self._handle_signals()
 
@@ -276,9 +358,10 @@ class OperatorProcess:
         elector: Elector,
         admin: KeyPair | None,
     ) -> ResourceTask:
-        assert self._index is not None, "kopf runs no handler before its startup"
+        informers = self._informers
+        assert informers is not None, "informers run before tasks"
         options = self._options
-        cache = ResourceCache(uid=uid, key=key, index=self._index)
+        cache = ResourceCache(uid=uid, key=key, index=informers.index)
         link = CoordinatorLink(on_change=woken.set, timings=options.link)
         observing = ObserverSettings(
             settings=options.settings,
@@ -286,6 +369,8 @@ class OperatorProcess:
             resolve=self._resolve,
             resync_seconds=options.resync_seconds,
             audits=self._audits,
+            denied=lambda: informers.denied(key[0]),
+            manager=self._claims.own,
         )
         observer = Observer(api, cache, link, options=observing)
         actor = Actor(
@@ -307,6 +392,7 @@ class OperatorProcess:
             link=link,
             elector=elector,
             metrics=self._metrics,
+            claims=self._claims,
             updates=self._updates,
             decide=decide,
             isolated=lambda: self._supervisor is not None and self._supervisor.isolated,
@@ -317,19 +403,21 @@ class OperatorProcess:
     async def _await_crd(self, api: KubeApi) -> None:
         """Wait until the kind is served: kopf only watches kinds that exist at its start, unless it may watch CRDs."""
         self._phase = "waiting for the CRD"
-        namespace = self._options.namespaces[0] if self._options.namespaces else None
         said = False
         while True:
             try:
-                await api.request("GET", RESOURCE.path(namespace), query={"limit": 1})
-                return
+                served = await api.request("GET", f"/apis/{RESOURCE.api_version}")
+                if any(entry.get("name") == RESOURCE.plural for entry in served.get("resources") or ()):
+                    return
+                why = f"{RESOURCE.api_version} has no {RESOURCE.plural}"
             except KubeApiError as error:
-                if not said:
-                    logger.warning(
-                        "resource kind not served yet; install the CRD (megatron-operator crd | kubectl apply -f -)",
-                        extra={"kind": RESOURCE.kind, "error": str(error)},
-                    )
-                    said = True
+                why = str(error)
+            if not said:
+                logger.warning(
+                    "resource kind not served yet; install the CRD (megatron-operator crd | kubectl apply -f -)",
+                    extra={"kind": RESOURCE.kind, "error": why},
+                )
+                said = True
             await asyncio.sleep(CRD_RETRY_SECONDS)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> bool:
@@ -350,13 +438,27 @@ class OperatorProcess:
     def _heartbeat(self) -> dict[str, Any]:
         supervisor = self._supervisor
         self._metrics.resources.set(len(supervisor) if supervisor else 0)
+        self._metrics.isolated.set(supervisor is not None and supervisor.isolated)
         return {
             "phase": self._phase or "leading",
             "resources": len(supervisor) if supervisor else 0,
             "oldest_pass_seconds": round(supervisor.oldest_pass_seconds, 3) if supervisor else 0.0,
             "watch_behind_seconds": round(supervisor.behind_seconds, 3) if supervisor else 0.0,
-            "watch_silent_seconds": round(self._run.watches.silent_seconds, 3) if self._run else 0.0,
+            "watch_silent_seconds": round(max((each.silent_seconds for each in self._watches()), default=0.0), 3),
         }
 
+    def _watches(self) -> list[WatchAges]:
+        return [each.watches for each in (self._informers, self._run) if each is not None]
+
+    @property
+    def _denied(self) -> dict[Watched, str]:
+        """What may not be watched, and why."""
+        return {name: why for watches in self._watches() for name, why in watches.denied.items()}
+
     def _missing(self) -> list[str]:
-        return [] if self._phase in ("", "standing by") else [self._phase]
+        if self._phase not in ("", "standing by"):
+            return [self._phase]
+        return [
+            f"cannot watch {plural} in {f'namespace {namespace}' if namespace else 'any namespace'}: {why}"
+            for (plural, namespace), why in sorted(self._denied.items())
+        ]

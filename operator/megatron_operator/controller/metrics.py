@@ -24,6 +24,10 @@ class Reading:
     name: str
     status: Mapping[str, Any]
     coordinator: CoordinatorSnapshot
+    manager: str = ""
+    """Lease of another operator that manages it; empty if this one does."""
+    contested: int = 0
+    """Children that another program changes as often as they are applied."""
 
 
 class Metrics:
@@ -54,6 +58,11 @@ class Metrics:
             registry=self.registry,
         )
         self.resources = Gauge("megatron_operator_resources", "Managed resources.", registry=self.registry)
+        self.isolated = Gauge(
+            "megatron_operator_isolated",
+            "1 while this process suspects its own network, because many coordinators are silent at once.",
+            registry=self.registry,
+        )
         self.leading = Gauge("megatron_operator_leading", "1 while this process leads.", registry=self.registry)
         self.term = Gauge("megatron_operator_term", "Term of this leader.", registry=self.registry)
 
@@ -63,9 +72,20 @@ class Metrics:
     def count_signal(self, kind: SignalKind) -> None:
         self.signals.labels(signal=kind.value).inc()
 
-    def show(self, readings: Callable[[], Iterable[Reading]]) -> None:
-        """Register the metrics of each resource, which are read at each scrape."""
+    def show(
+        self,
+        readings: Callable[[], Iterable[Reading]],
+        *,
+        denied: Callable[[], Mapping[tuple[str, str], str]] = dict,
+        standby: Callable[[], tuple[str, str] | None] = lambda: None,
+    ) -> None:
+        """Register the metrics that are read at each scrape.
+
+        readings: of the resources. denied: API resource and namespace of each watch that the server rejects. standby:
+        the Lease that this process waits for, and its holder; None if it leads.
+        """
         self.registry.register(_Resources(readings))
+        self.registry.register(_Process(denied, standby))
 
 
 class VerbClock:
@@ -91,6 +111,31 @@ class VerbClock:
         self._seen = (operation, phase)
 
 
+class _Process(Collector):
+    def __init__(
+        self, denied: Callable[[], Mapping[tuple[str, str], str]], standby: Callable[[], tuple[str, str] | None]
+    ) -> None:
+        self._denied, self._standby = denied, standby
+
+    def collect(self) -> Iterator[Metric]:
+        denied = GaugeMetricFamily(
+            "megatron_operator_watch_denied",
+            "1 for a kind that the operator cannot watch in a namespace; empty for all namespaces.",
+            labels=["resource", "namespace"],
+        )
+        for resource, namespace in self._denied():
+            denied.add_metric([resource, namespace], 1)
+        standby = GaugeMetricFamily(
+            "megatron_operator_standby",
+            "1 while this process waits for the Lease that another one holds.",
+            labels=["lease", "holder"],
+        )
+        waits_for = self._standby()
+        if waits_for is not None:
+            standby.add_metric(waits_for, 1)
+        yield from (denied, standby)
+
+
 class _Resources(Collector):
     def __init__(self, readings: Callable[[], Iterable[Reading]]) -> None:
         self._readings = readings
@@ -111,8 +156,21 @@ class _Resources(Collector):
         in_flight = GaugeMetricFamily(
             "megatron_operator_in_flight_requests", "Requests in flight in an engine.", labels=[*labels, "engine"]
         )
+        elsewhere = GaugeMetricFamily(
+            "megatron_operator_managed_elsewhere",
+            "1 for a resource that another operator manages, with its Lease.",
+            labels=[*labels, "lease"],
+        )
+        contested = GaugeMetricFamily(
+            "megatron_operator_contested_children",
+            "Children that another program changes as often as the operator applies them.",
+            labels=labels,
+        )
         for reading in self._readings():
             key = [reading.namespace, reading.name]
+            contested.add_metric(key, reading.contested)
+            if reading.manager:
+                elsewhere.add_metric([*key, reading.manager], 1)
             if reading.status.get("state"):
                 state.add_metric([*key, reading.status["state"]], 1)
             for entry in reading.status.get("conditions") or ():
@@ -124,4 +182,4 @@ class _Resources(Collector):
                 for engine in reading.coordinator.engines:
                     if engine.name in known:
                         in_flight.add_metric([*key, engine.name], engine.in_flight)
-        yield from (state, conditions, queued, in_flight)
+        yield from (state, conditions, queued, in_flight, elsewhere, contested)

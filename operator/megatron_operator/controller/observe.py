@@ -9,10 +9,12 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from http.client import HTTPConnection, HTTPException
+from typing import Generic, TypeVar
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.cache import ResourceCache
@@ -37,11 +39,13 @@ from megatron_operator.cluster.projection import (
     project_child,
     project_resource,
 )
+from megatron_operator.cluster.watch_ages import FORBIDDEN
 from megatron_operator.decision.losses import NODE_SECONDS
 from megatron_operator.decision.reduce import lost_since, reduce_pod
 from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
     EVENT_SECONDS,
+    OPTIONAL_SECONDS,
     POD_EVENTS,
     ApplyRejection,
     ChildRef,
@@ -51,6 +55,7 @@ from megatron_operator.decision.world import (
     PodView,
     ResourceSnapshot,
     World,
+    has_optional_children,
 )
 from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
@@ -63,7 +68,11 @@ from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
+T = TypeVar("T")
 
+MISSING_SECRET = ("FailedMount", "CreateContainerConfigError")
+"""Reasons of pods whose Secret may be missing."""
 _SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MOST_DOWNLOADS = 4
 """Limit of the pods that are asked at a time."""
@@ -83,6 +92,41 @@ class ObserverSettings:
     resync_seconds: float
     audits: asyncio.Semaphore
     """Limit of concurrent listings over all resources, to protect the API server."""
+    denied: Callable[[], Mapping[str, str]] = dict
+    """The API resources that cannot be watched in the namespace, and why."""
+    manager: str = ""
+    """Namespace and name of this operator's Lease."""
+
+
+class Cached(Generic[K, T]):
+    """The last value of one topic that is read, by key. empty: the value of a key that was not read yet."""
+
+    def __init__(self, empty: T) -> None:
+        self._empty = empty
+        self._read: dict[K, tuple[float, T]] = {}
+
+    def get(self, key: K) -> T:
+        return self._read[key][1] if key in self._read else self._empty
+
+    def age(self, key: K) -> float:
+        """Return the seconds since a key was read."""
+        return time.monotonic() - self._read[key][0] if key in self._read else math.inf
+
+    def put(self, key: K, value: T) -> None:
+        self._read[key] = (time.monotonic(), value)
+
+    def keep(self, keys: Collection[K], *, wait: bool = False) -> None:
+        """Forget all other keys. wait: the age of new keys begins now, with the empty value."""
+        self._read = {key: entry for key, entry in self._read.items() if key in keys}
+        for key in keys if wait else ():
+            if key not in self._read:
+                self.put(key, self._empty)
+
+    async def read(self, key: K, read: Callable[[], Awaitable[T]], *, seconds: float) -> T:
+        """Return the value, which is read if it is older."""
+        if self.age(key) >= seconds:
+            self.put(key, await read())
+        return self.get(key)
 
 
 class Registrations:
@@ -138,25 +182,23 @@ class Observer:
         self._cache = cache
         self._link = link
         self._options = options
-        self._audit_due = time.monotonic() + self._resync_in()
-        self._keys: tuple[str, Object] | None = None
-        self._optional_known = False
-        self._creations: dict[str, str] = {}
-        self._creations_due = 0.0
+        self._resync = options.resync_seconds * random.uniform(0.9, 1.1)
         self._registrations = Registrations()
-        self._nodes_due: dict[str, float] = {}
-        self._downloaded: Download | None = None
-        self._download_due = 0.0
-        self._pod_events: dict[str, tuple[str, str]] = {}
-        self._pod_events_due: dict[str, float] = {}
+        self._audits: Cached[str, None] = Cached(None)
+        self._keys: Cached[str, Object | None] = Cached(None)
+        self._optional: Cached[ObjectKind, None] = Cached(None)
+        self._creations: Cached[str, str] = Cached("")
+        self._nodes: Cached[str, None] = Cached(None)
+        self._downloads: Cached[str, Download | None] = Cached(None)
+        self._pod_events: Cached[str, tuple[str, str]] = Cached(("", ""))
+        self._audits.put("", None)
 
     async def resource(self) -> SeenResource | None:
         """Return the resource, after reading objects that the watch may have missed. None if it is deleted."""
         resource = self._cache.resource()
         if resource is None:
             return None
-        if time.monotonic() >= self._audit_due:
-            await self._audit()
+        await self._audits.read("", self._audit, seconds=self._resync)
         for ref in self._cache.lagging():
             await self.reread_child(ref, namespace=resource.namespace)
         return self._cache.resource()
@@ -175,7 +217,7 @@ class Observer:
     async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
         """Read a child after a rejected write."""
         if ref.kind in {kind.kind for kind in OPTIONAL_KINDS}:
-            self._optional_known = False
+            self._optional.keep(())
             return
         before = self._cache.child(ref)
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
@@ -200,9 +242,16 @@ class Observer:
             pydantic.ValidationError: this version cannot parse the stored spec.
         """
         spec, unknown_fields = parse_stored_spec(resource.spec)
-        secret = await self._read_keys(resource) if self._options.admin is not None else None
+        unwatched = self._unwatched()
+        secret: Object | None = None
+        try:
+            secret = await self._read_keys(resource) if self._options.admin is not None else None
+        except KubeApiError as error:
+            if error.code != FORBIDDEN:
+                raise
+            unwatched[SECRET.kind] = str(error)
         coordinator = await self._coordinator(resource, secret)
-        await self._read_optional(resource)
+        await self._read_optional(resource, seconds=OPTIONAL_SECONDS if has_optional_children(spec) else self._resync)
         return World(
             resource=ResourceSnapshot(
                 **{
@@ -228,11 +277,17 @@ class Observer:
             unregistered_seconds=self._registrations.missing(coordinator, self._cache.pods(), now=time.monotonic()),
             lost_nodes=await self._lost_nodes(spec.lifecycle.lost_node_seconds),
             download=await self._download(),
+            unwatched=unwatched,
+            manager=self._options.manager,
         )
+
+    def _unwatched(self) -> dict[str, str]:
+        denied = self._options.denied()
+        return {kind.kind: denied[kind.plural] for kind in (*CHILD_KINDS, POD) if kind.plural in denied}
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
         """Read the keys Secret, if this resource owns it."""
-        self._keys = None
+        self._keys.keep(())
         return await self._read_keys(resource)
 
     def _keys_view(self, secret: Object | None) -> KeysView | None:
@@ -246,7 +301,7 @@ class Observer:
 
     def remember_keys(self, obj: Object) -> None:
         """Record the keys Secret after a write."""
-        self._keys = (obj["metadata"]["uid"], obj)
+        self._keys.put("", obj)
         seen = project_child(obj, SECRET)
         self._cache.read_unwatched(seen.ref, seen)
 
@@ -260,10 +315,10 @@ class Observer:
             except KeyFormatError as error:
                 return self._disconnected(str(error))
         service = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-coordinator", SERVICE.api_version))
-        if service is None or service.owner_uid != resource.uid:
+        if service is None or not service.may_be_of(resource.uid):
             return self._disconnected("its Service does not exist yet")
         standby = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-standby", SERVICE.api_version))
-        ips = [each.cluster_ip for each in (service, standby) if each is not None and each.owner_uid == resource.uid]
+        ips = [each.cluster_ip for each in (service, standby) if each is not None and each.may_be_of(resource.uid)]
         addresses = (self._options.resolve(resource.name, resource.namespace, ip) for ip in ips)
         self._link.point_to(tuple(dict.fromkeys(address for address in addresses if address is not None)), keys)
         coordinators = [pod for pod in self._cache.pods() if pod.component in (COORDINATOR, STANDBY)]
@@ -280,16 +335,18 @@ class Observer:
         pods = sorted(
             (pod for pod in self._cache.pods() if pod.fetching_at and not pod.deleting), key=lambda pod: pod.name
         )
-        last, now = self._downloaded, time.monotonic()
         if not pods:
-            self._downloaded = None
-        elif now >= self._download_due:
-            self._download_due = now + DOWNLOAD_SECONDS
-            # All but one wait for the lock of the cache, and that one is most likely the last one that had progress.
-            pods.sort(key=lambda pod: last is None or pod.name != last.pod)
+            self._downloads.keep(())
+            return None
+        last = self._downloads.get("")
+        # All but one wait for the lock of the cache, and that one is most likely the last one that had progress.
+        pods.sort(key=lambda pod: last is None or pod.name != last.pod)
+
+        async def read() -> Download | None:
             found = await asyncio.gather(*(asyncio.to_thread(read_progress, pod) for pod in pods[:MOST_DOWNLOADS]))
-            self._downloaded = next((progress for progress in found if progress is not None), None)
-        return self._downloaded
+            return next((progress for progress in found if progress is not None), None)
+
+        return await self._downloads.read("", read, seconds=DOWNLOAD_SECONDS)
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
         """Return why StatefulSets cannot create all their pods. Events are read at most every few seconds."""
@@ -299,101 +356,109 @@ class Observer:
             for ref, view in self._cache.views().items()
             if ref.kind == "StatefulSet" and view.owned and created[ref.name] < view.replicas
         )
-        if not incomplete:
-            self._creations = {}
-            self._creations_due = time.monotonic() + EVENT_SECONDS
-        elif time.monotonic() >= self._creations_due:
-            self._creations_due = time.monotonic() + EVENT_SECONDS
-            selector = "reason=FailedCreate,regarding.kind=StatefulSet,regarding.name="
-            name = incomplete[0]
-            events = await self._api.list(EVENT, resource.namespace, fields=f"{selector}{name}")
-            latest = max(events, key=_seen_at, default=None)
-            self._creations = {} if latest is None else {name: str(latest.get("note") or "")}
-        return self._creations
+        self._creations.keep(incomplete[:1], wait=True)
+        for name in incomplete[:1]:
+            await self._creations.read(name, partial(self._failed_creation, name, resource), seconds=EVENT_SECONDS)
+        return {name: note for name in incomplete[:1] if (note := self._creations.get(name))}
+
+    async def _failed_creation(self, name: str, resource: SeenResource) -> str:
+        """Return the last Event that says why a StatefulSet cannot create a pod; empty without one."""
+        selector = f"reason=FailedCreate,regarding.kind=StatefulSet,regarding.name={name}"
+        latest = max(await self._events(resource, selector), key=_seen_at, default=None)
+        return "" if latest is None else str(latest.get("note") or "")
+
+    async def _events(self, resource: SeenResource, selector: str) -> list[Object]:
+        """Return Events. They only explain: without permission there are none."""
+        try:
+            return await self._api.list(EVENT, resource.namespace, fields=selector)
+        except KubeApiError as error:
+            if error.code != FORBIDDEN:
+                raise
+            logger.warning("events cannot be read", extra={"namespace": resource.namespace, "error": error.message})
+            return []
 
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
         """Add the reasons of Events to pods that have none. At most one pod of each component is read at a time, the
         one that has waited longest."""
-        now = time.monotonic()
         waiting = {pod.uid: pod for pod in pods if pod.unexplained}
-        self._pod_events = {uid: found for uid, found in self._pod_events.items() if uid in waiting}
-        self._pod_events_due = {uid: self._pod_events_due.get(uid, now + EVENT_SECONDS) for uid in waiting}
+        self._pod_events.keep(waiting, wait=True)
         for component in sorted({pod.component for pod in waiting.values()}):
-            due, uid = min(
-                (self._pod_events_due[uid], uid) for uid, pod in waiting.items() if pod.component == component
+            pod = max(
+                (pod for pod in waiting.values() if pod.component == component),
+                key=lambda pod: (self._pod_events.age(pod.uid), pod.uid),
             )
-            if due > now:
-                continue
-            self._pod_events_due[uid] = now + EVENT_SECONDS
-            found = await self._pod_event(waiting[uid], resource)
-            if found is not None:
-                self._pod_events[uid] = found
+            await self._pod_events.read(pod.uid, partial(self._pod_event, pod, resource), seconds=EVENT_SECONDS)
+        events = {uid: event for uid in waiting if (event := self._pod_events.get(uid)) != ("", "")}
         return tuple(
-            replace(pod, reason=self._pod_events[pod.uid][0], message=self._pod_events[pod.uid][1])
-            if pod.uid in self._pod_events
-            else pod
+            replace(pod, reason=events[pod.uid][0], message=events[pod.uid][1]) if pod.uid in events else pod
             for pod in pods
         )
 
-    async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str] | None:
-        """Return reason and message of the last Event that says why a pod's containers are not created."""
+    async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str]:
+        """Return reason and message of the last Event that says why a pod's containers are not created. Without one,
+        the last that was found."""
         fields = f"type=Warning,regarding.kind=Pod,regarding.name={pod.name}"
         events = [
             event
-            for event in await self._api.list(EVENT, resource.namespace, fields=fields)
+            for event in await self._events(resource, fields)
             if event.get("reason") in POD_EVENTS and (event.get("regarding") or {}).get("uid") == pod.uid
         ]
         causes = [event for event in events if not str(event.get("note") or "").startswith(_MOUNT_SUMMARY)]
         latest = max(causes or events, key=_seen_at, default=None)
-        return None if latest is None else (str(latest["reason"]), str(latest.get("note") or ""))
+        if latest is None:
+            return self._pod_events.get(pod.uid)
+        return str(latest["reason"]), str(latest.get("note") or "")
 
     async def _lost_nodes(self, limit: int) -> Mapping[str, datetime | None]:
         """Return the lost nodes of engines' pods whose deletion has been overdue for `limit` seconds (see
         `World.lost_nodes`). A node counts as lost only if that was just read. One that is ready, or that the operator
         may not read, is read again after some seconds."""
-        now, before = time.monotonic(), datetime.now(UTC) - timedelta(seconds=limit)
+        before = datetime.now(UTC) - timedelta(seconds=limit)
         pods = (pod for pod in self._cache.pods() if pod.component == ENGINE and pod.node)
         names = {pod.node for pod in pods if pod.ends_at is not None and pod.ends_at <= before}
-        self._nodes_due = {name: due for name, due in self._nodes_due.items() if name in names and due > now}
+        self._nodes.keep({name for name in names if self._nodes.age(name) < NODE_SECONDS})
         found: dict[str, datetime | None] = {}
-        for name in sorted(names - self._nodes_due.keys()):
+        for name in sorted(name for name in names if self._nodes.age(name) >= NODE_SECONDS):
             try:
                 node = await self._api.get(NODE, None, name)
             except KubeApiError as error:
-                if error.code != 403:
+                if error.code != FORBIDDEN:
                     raise
                 logger.warning("node cannot be read", extra={"node": name, "error": error.message})
-                self._nodes_due[name] = now + NODE_SECONDS
+                self._nodes.put(name, None)
                 continue
             since = None if node is None else lost_since(node)
             if node is None or since is not None:
                 found[name] = since
             else:
-                self._nodes_due[name] = now + NODE_SECONDS
+                self._nodes.put(name, None)
         return found
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
-        """Return the keys Secret: read by name until it exists and is ours, then only at every resync."""
-        ref = ChildRef(SECRET.kind, f"{resource.name}-keys", SECRET.api_version)
-        if self._keys is None:
-            obj = await self._api.get(SECRET, resource.namespace, ref.name)
-            if obj is None:
-                self._cache.read_unwatched(ref, None)
-                return None
-            seen = project_child(obj, SECRET)
-            self._cache.read_unwatched(ref, seen)
-            if seen.owner_uid != resource.uid:
-                return None
-            self._keys = (seen.uid, obj)
-        return self._keys[1]
+        """Return the keys Secret: read by name until it exists and is ours, then at every resync, and every few seconds
+        while it may be missing: a pod cannot mount it, or a ready coordinator does not answer."""
+        pods = self._cache.pods()
+        unmounted = any(pod.unexplained or pod.reason in MISSING_SECRET for pod in pods if not pod.deleting)
+        suspect = unmounted or not self._link.snapshot.reachable
+        known = self._keys.get("")
+        seconds = 0.0 if known is None else EVENT_SECONDS if suspect else self._resync
+        return await self._keys.read("", partial(self._read_secret, resource), seconds=seconds)
 
-    async def _read_optional(self, resource: SeenResource) -> None:
+    async def _read_secret(self, resource: SeenResource) -> Object | None:
+        ref = ChildRef(SECRET.kind, f"{resource.name}-keys", SECRET.api_version)
+        obj = await self._api.get(SECRET, resource.namespace, ref.name)
+        seen = None if obj is None else project_child(obj, SECRET)
+        self._cache.read_unwatched(ref, seen)
+        return obj if seen is not None and seen.owner_uid == resource.uid else None
+
+    async def _read_optional(self, resource: SeenResource, *, seconds: float) -> None:
         """Read the children of kinds that a cluster may lack, also without their field of the spec, because an earlier
-        spec may have had it: at first, at every resync and after a rejected write."""
-        if self._optional_known:
-            return
-        await asyncio.gather(*(self._read_optional_child(kind, resource) for kind in OPTIONAL_KINDS))
-        self._optional_known = True
+        spec may have had it: at first, after a rejected write, and when they were last read that long ago."""
+        reads = (
+            self._optional.read(kind, partial(self._read_optional_child, kind, resource), seconds=seconds)
+            for kind in OPTIONAL_KINDS
+        )
+        await asyncio.gather(*reads)
 
     async def _read_optional_child(self, kind: ObjectKind, resource: SeenResource) -> None:
         """Read one of them. One that the resource does not own, or that the operator may not read, counts as absent:
@@ -402,7 +467,7 @@ class Observer:
         try:
             obj = await self._api.get(kind, resource.namespace, ref.name)
         except KubeApiError as error:
-            if error.code != 403:
+            if error.code != FORBIDDEN:
                 raise
             obj = None
         seen = None if obj is None else project_child(obj, kind)
@@ -411,11 +476,10 @@ class Observer:
     async def _audit(self) -> None:
         """List all objects of this resource, because an interrupted watch may have missed deletions."""
         resource = self._cache.resource()
-        if resource is None:
+        if resource is None or self._options.denied():
             return
-        self._audit_due = time.monotonic() + self._resync_in()
-        self._keys = None
-        self._optional_known = False
+        self._keys.keep(())
+        self._optional.keep(())
         instance = f"{LABEL_INSTANCE}={resource.name}"
         kinds = (*CHILD_KINDS, POD)
         async with self._options.audits:
@@ -432,9 +496,6 @@ class Observer:
                 children += [project_child(item, kind) for item in items]
         self._cache.audited(children, pods, before=before)
         await self.reread_resource()
-
-    def _resync_in(self) -> float:
-        return self._options.resync_seconds * random.uniform(0.9, 1.1)
 
 
 def _seen_at(event: Object) -> str:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Key, ResourceCache
+from megatron_operator.cluster.claims import READ_SECONDS, Claims
 from megatron_operator.cluster.lease import Elector, LeadershipLostError
 from megatron_operator.cluster.projection import SeenResource
 from megatron_operator.cluster.writer import Writer
@@ -106,6 +107,7 @@ class Parts:
     link: CoordinatorLink
     elector: Elector
     metrics: Metrics
+    claims: Claims
     updates: UpdateLimit
     decide: Callable[[World], Decision]
     isolated: Callable[[], bool]
@@ -129,6 +131,11 @@ class ResourceTask:
         self._persisted: tuple[str, str] | None = None
         self._verbs = VerbClock(parts.metrics, time.monotonic)
         self._status: dict[str, Any] = {}
+        self._manager = ""
+        """Lease of another operator that manages the resource."""
+        self._contested = 0
+        self._waiting, self._waiting_since = ("", ""), time.monotonic()
+        """What the last decision waits for, and since when."""
 
     def wake(self) -> None:
         self._woken.set()
@@ -136,7 +143,13 @@ class ResourceTask:
     @property
     def reading(self) -> Reading:
         """The resource as exported by metrics."""
-        return Reading(*self.key, status=self._status, coordinator=self._parts.link.snapshot)
+        return Reading(
+            *self.key,
+            status=self._status,
+            coordinator=self._parts.link.snapshot,
+            manager=self._manager,
+            contested=self._contested,
+        )
 
     @property
     def coordinator(self) -> tuple[bool | None, frozenset[str]]:
@@ -192,10 +205,12 @@ class ResourceTask:
         resource = await parts.observer.resource()
         if resource is None:
             return None
+        if await self._is_managed_elsewhere(resource):
+            return READ_SECONDS
         decision = await self._decide(resource)
         parts.link.expect_change(decision.attentive)
         self._log_decision(decision)
-        self._status = decision.status
+        self._status, self._contested = decision.status, len(parts.cache.contests())
         self._verbs.look(decision.status.get("lifecycle") or {})
         if not await self._persisted_or_healed(resource, decision):
             return self._again()
@@ -205,6 +220,19 @@ class ResourceTask:
         # Then objects that were written and are missing in the watch are read.
         shown = parts.resync_seconds if parts.cache.behind_seconds == 0.0 else WATCH_LAG_SECONDS
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
+
+    async def _is_managed_elsewhere(self, resource: SeenResource) -> bool:
+        """Return whether another operator manages the resource, or may do so. Then this one changes nothing."""
+        manager = str(resource.status.get("manager") or "")
+        other = await self._parts.claims.other(manager)
+        if bool(other) is not bool(self._manager):
+            message = "resource left to another operator" if other else "resource taken over"
+            logger.warning(message, extra={"resource": "/".join(self.key), "lease": manager, "detail": other})
+        self._manager = manager if other else ""
+        if other:
+            self._status = {}
+            self._parts.link.point_to((), None)
+        return bool(other)
 
     async def _decide(self, resource: SeenResource) -> Decision:
         parts = self._parts
@@ -218,7 +246,19 @@ class ResourceTask:
                 status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)
             )
         isolated = world.coordinator.lost_seconds is not None and parts.isolated()
-        decision = parts.decide(replace(world, isolated=isolated, may_update=parts.updates.may_begin(self.uid)))
+        decision = parts.decide(
+            replace(
+                world,
+                isolated=isolated,
+                may_update=parts.updates.may_begin(self.uid),
+                waiting=self._waiting,
+                waiting_seconds=time.monotonic() - self._waiting_since,
+            )
+        )
+        plan = decision.status.get("plan") or {}
+        waiting = (str(plan.get("step", "")), str(plan.get("waitingOn", "")))
+        if waiting != self._waiting:
+            self._waiting, self._waiting_since = waiting, time.monotonic()
         parts.updates.decided(self.uid, decision.status, wake=self.wake)
         return decision
 
@@ -343,8 +383,10 @@ class TaskSupervisor:
         """Callable on any thread."""
         return [task.reading for task, _ in list(self._tasks.values())]
 
-    def wake_resource(self, uid: str, key: Key) -> None:
+    def wake_resource(self, uid: str, key: Key, *, exists: bool = True) -> None:
         """Wake the task: its resource was created, changed or deleted. A task of a deleted resource ends itself."""
+        if uid not in self._tasks and not exists:
+            return
         if uid not in self._tasks:
             task = self._make_task(uid, key, asyncio.Event())
             runner = asyncio.create_task(task.run(), name=f"resource {key[0]}/{key[1]}")
@@ -358,6 +400,10 @@ class TaskSupervisor:
         uid = self._by_key.get(key)
         if uid is not None:
             self._tasks[uid][0].wake()
+
+    def wake_all(self) -> None:
+        for task, _ in self._tasks.values():
+            task.wake()
 
     async def stop(self) -> None:
         """Cancel all tasks. The next start continues from the persisted state."""

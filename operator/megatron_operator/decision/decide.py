@@ -7,16 +7,17 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
-from megatron_operator.decision.losses import forced_deletions, forced_in, replacement, replacement_in
+from megatron_operator.decision.losses import crashed_servers, forced_deletions, forced_in, replacement, replacement_in
 from megatron_operator.decision.policies import POLICIES
 from megatron_operator.decision.policies.verdict import Recorded
 from megatron_operator.decision.restarts import crash_events
 from megatron_operator.decision.scene import Scene
-from megatron_operator.decision.status import compose, condition, step_status
+from megatron_operator.decision.status import compose, condition, step_status, unwatched
 from megatron_operator.decision.update import BEGUN
 from megatron_operator.decision.upkeep import upkeep
 from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
+    OPTIONAL_SECONDS,
     Action,
     ApplyChild,
     CanaryReport,
@@ -28,8 +29,9 @@ from megatron_operator.decision.world import (
     OperationReport,
     PodView,
     World,
+    has_optional_children,
 )
-from megatron_operator.resource.conditions import ConditionType, Reason
+from megatron_operator.resource.conditions import ConditionType, Finding, Reason
 from megatron_operator.resource.names import COORDINATOR
 from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_operator.resource.text import printable, printable_data, stamp_seconds
@@ -37,6 +39,8 @@ from megatron_operator.resource.text import printable, printable_data, stamp_sec
 CONNECT_SECONDS = 10.0
 """After the creation of a coordinator's pod, the time until the operator has connected to it."""
 Report = TypeVar("Report", OperationReport, CanaryReport)
+OBSERVED_KINDS = ("Deployment", "Pod", "Secret", "Service", "StatefulSet")
+"""Without their objects nothing is decided. Those of other kinds are only applied, and left unchanged if unknown."""
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MOST_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
@@ -44,6 +48,8 @@ MOST_TEXT = 2048
 
 def decide(world: World) -> Decision:
     """Return the decision for a world. Pure: equal worlds give equal decisions."""
+    if any(kind in world.unwatched for kind in OBSERVED_KINDS) and not world.resource.deleting:
+        return _unobserved(world)
     scene = Scene(quotable(world))
     verdicts = ((policy, scene.read_by(policy)) for policy in POLICIES)
     policy, verdict = next((policy, verdict) for policy, verdict in verdicts if verdict is not None)
@@ -53,7 +59,11 @@ def decide(world: World) -> Decision:
     status = printable_data(compose(scene, verdict, operation), limit=MOST_TEXT)
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     actions: list[Action] = upkeep(scene) if verdict.upkeep else []
-    losses = (*replacement(scene.world, scene.ctx), *forced_deletions(scene.world))
+    losses = (
+        *replacement(scene.world, scene.ctx),
+        *crashed_servers(scene.world, scene.ctx),
+        *forced_deletions(scene.world),
+    )
     reports = [restarts.report_in(world.now) for restarts in scene.restarts]
     coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
@@ -63,6 +73,7 @@ def decide(world: World) -> Decision:
         scene.rendered.rejection_retry_in,
         scene.engines.events_due_in,
         DOWNLOAD_SECONDS if scene.world.downloads else None,
+        OPTIONAL_SECONDS if has_optional_children(scene.world.resource.spec) else None,
         scene.losses.lost_in,
         scene.losses.unknown_in,
         scene.engines.retry_in,
@@ -79,7 +90,7 @@ def decide(world: World) -> Decision:
         message=printable(verdict.message),
         status=status,
         actions=tuple(action for action in every if not _is_held(action, world)),
-        healing=(*(action for action in actions if _heals(action, world)), *losses),
+        healing=(*(action for action in actions if _heals(action, world) and not _is_held(action, world)), *losses),
         attentive=bool(verdict.step) or scene.desired.may_wake,
         requeue_after=min((max(0.0, time) for time in times if time is not None), default=None),
     )
@@ -96,7 +107,9 @@ def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _is_held(action: Action, world: World) -> bool:
-    """Return whether an action is the next apply in a fight, and must wait."""
+    """Return whether an action must wait: its child is unknown, or it is the next apply in a fight."""
+    if isinstance(action, ApplyChild | DeleteChild) and action.ref.kind in world.unwatched:
+        return True
     if not isinstance(action, ApplyChild) or action.ref not in world.contests:
         return False
     return world.contests[action.ref].holds(action.manifest, world.children.get(action.ref))
@@ -149,28 +162,68 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
 
 def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
     """Return the decision for a spec that this version cannot parse: report it, change nothing."""
-    error = printable(error)
-    before = {entry["type"]: entry for entry in status.get("conditions") or ()}
     values = {ConditionType.READY: "False", ConditionType.PROGRESSING: "False", ConditionType.DEGRADED: "True"}
+    return _unchanged(
+        {"state": "Pending", **status, "observedGeneration": generation},
+        values,
+        (Reason.INVALID_SPEC, error),
+        step=("reading the spec", f"a corrected spec: {error}"),
+        before=status,
+        now=now,
+    )
+
+
+def _unobserved(world: World) -> Decision:
+    """Return the decision without the objects of a kind that decisions read: report it, change nothing."""
+    unknown = (
+        ConditionType.READY,
+        ConditionType.COORDINATOR_READY,
+        ConditionType.ENGINES_READY,
+        ConditionType.LIFECYCLE_SETTLED,
+        ConditionType.PROGRESSING,
+    )
+    status, finding = world.resource.status, unwatched(world)
+    claim = {"manager": world.manager} if world.manager else {}
+    return _unchanged(
+        {"observedGeneration": world.resource.generation, **status, "state": "Unknown", **claim},
+        {**dict.fromkeys(unknown, "Unknown"), ConditionType.DEGRADED: "True"},
+        finding,
+        step=("reading the objects of the resource", f"a permission of the operator: {finding[1]}"),
+        before=status,
+        now=world.now,
+    )
+
+
+def _unchanged(
+    status: Mapping[str, Any],
+    values: Mapping[ConditionType, str],
+    finding: Finding,
+    *,
+    step: tuple[str, str],
+    before: Mapping[str, Any],
+    now: datetime,
+) -> Decision:
+    """Return the decision to change nothing but the status: these conditions have this finding. before: the stored
+    status."""
+    reason, message = finding[0], printable(finding[1])
+    conditions = {entry["type"]: entry for entry in before.get("conditions") or ()}
     rewritten = {
         kind.value: condition(
             kind,
-            (value, Reason.INVALID_SPEC, error),
-            generation=generation,
-            before=before.get(kind.value),
+            (value, reason, message),
+            generation=status["observedGeneration"],
+            before=conditions.get(kind.value),
             now=stamp_seconds(now),
         )
         for kind, value in values.items()
     }
     composed = {
-        "state": "Pending",
         **status,
-        "observedGeneration": generation,
-        "conditions": list({**before, **rewritten}.values()),
-        "plan": step_status(status, "reading the spec", f"a corrected spec: {error}"[:1024], now=now),
+        "conditions": list({**conditions, **rewritten}.values()),
+        "plan": step_status(before, step[0], printable(step[1])[:1024], now=now),
     }
-    events = _events(status, composed)
-    return Decision("invalid_spec", Reason.INVALID_SPEC.value, error, status=composed, actions=tuple(events))
+    events = _events(before, composed)
+    return Decision(reason.value, reason.value, message, status=composed, actions=tuple(events))
 
 
 def quotable(world: World) -> World:

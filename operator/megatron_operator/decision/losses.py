@@ -30,7 +30,7 @@ from megatron_operator.decision.world import (
 )
 from megatron_operator.render.context import RenderContext
 from megatron_operator.resource.conditions import ConditionType, Finding, Reason
-from megatron_operator.resource.names import COORDINATOR, ENGINE, STANDBY
+from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDBY
 from megatron_operator.resource.states import DesiredState
 
 REPLACE_SECONDS = 4.0
@@ -39,6 +39,9 @@ ISOLATED_SECONDS = 5.0
 """Interval at which an operator that suspects its own network looks again."""
 MANY_SILENT = 3
 """Number of coordinators that must be silent before the operator suspects its own network."""
+BACK_OFF = "CrashLoopBackOff"
+SERVED_SECONDS = 20.0
+"""A server that has run for so long had served."""
 NODE_SECONDS = 5.0
 """Interval at which the node of a pod is read whose deletion is overdue."""
 
@@ -151,6 +154,21 @@ def _lost_pods(world: World) -> list[PodView]:
     lost_at = world.now - timedelta(seconds=lost)
     pods = [pod for pod in world.component_pods(COORDINATOR, STANDBY) if pod.ready and not pod.deleting]
     return [pod for pod in pods if pod.created_at is not None and pod.created_at < lost_at]
+
+
+def crashed_servers(world: World, ctx: RenderContext) -> list[Action]:
+    """Return the deletions of server pods that wait in the kubelet's back-off although they had served, and Events.
+
+    The Deployment starts another pod at once. One that crashes while it starts stays: the next pod would, too.
+    """
+    actions: list[Action] = []
+    for pod in world.component_pods(SERVER):
+        if pod.reason == BACK_OFF and pod.ran_seconds >= SERVED_SECONDS and not pod.deleting:
+            ended = f"crashed after {pod.ran_seconds:.0f} s (exit code {pod.exit_code}, {pod.exit_reason or 'Error'})"
+            reason = f"pod {pod.name} {ended} and waits to be restarted: replacing it"
+            actions.append(DeletePods(ctx.server_name, ((pod.name, pod.uid),), reason))
+            actions.append(EmitEvent("Warning", Reason.CRASH_LOOPING.value, reason))
+    return actions
 
 
 def overdue_in(pod: PodView, world: World) -> float | None:

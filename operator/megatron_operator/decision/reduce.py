@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -15,16 +16,19 @@ from megatron_operator.resource.names import (
     CHECK,
     CONTAINERS,
     FETCH,
+    FIELD_MANAGER,
     GROUP,
     KIND,
     LABEL_COMPONENT,
     LABEL_ENGINE,
+    LABEL_MANAGED_BY,
     LABEL_POD_INDEX,
     LABEL_REVISION,
     LABEL_WEIGHTS,
     REVISION_KIND,
 )
 from megatron_operator.resource.text import parse
+from megatron_runtime.protocol import strict_json as json
 
 Object = Mapping[str, Any]
 
@@ -38,6 +42,7 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         ref=ChildRef.of(obj),
         uid=metadata.get("uid", ""),
         owned=any(ref.get("uid") == owner_uid for ref in metadata.get("ownerReferences") or ()),
+        orphan=_is_orphan(metadata),
         deleting=metadata.get("deletionTimestamp") is not None,
         hash=annotations.get(ANNOTATION_HASH, ""),
         revision=((template.get("metadata") or {}).get("labels") or {}).get(LABEL_REVISION, ""),
@@ -50,8 +55,23 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         stuck=_stuck(status),
         creation_error=_creation_error(status),
         data=_revision_data(obj),
+        owned_fields=_owned_fields(metadata),
         verified=verified,
     )
+
+
+def _is_orphan(metadata: Object) -> bool:
+    labels = metadata.get("labels") or {}
+    return not metadata.get("ownerReferences") and labels.get(LABEL_MANAGED_BY) == FIELD_MANAGER
+
+
+def _owned_fields(metadata: Object) -> str:
+    """Return the fields that this operator owns by its applies. Children of one kind share the text."""
+    for entry in metadata.get("managedFields") or ():
+        applied = entry.get("operation") == "Apply" and not entry.get("subresource")
+        if applied and entry.get("manager") == FIELD_MANAGER:
+            return sys.intern(json.dumps(entry.get("fieldsV1") or {}, separators=(",", ":")))
+    return ""
 
 
 def _rolled_out(deployment: Object) -> bool:
@@ -185,6 +205,10 @@ def _time(value: object) -> datetime | None:
         return None
 
 
+def _seconds(begin: datetime | None, end: datetime | None) -> float:
+    return (end - begin).total_seconds() if begin is not None and end is not None else 0.0
+
+
 def _image_of(obj: Object, container: str) -> str:
     """Return the image of a container in the pod's spec."""
     spec = obj.get("spec") or {}
@@ -227,6 +251,7 @@ def reduce_pod(obj: Object) -> PodView:
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),
         ended_at=_time(ended.get("finishedAt")),
+        ran_seconds=_seconds(_time(ended.get("startedAt")), _time(ended.get("finishedAt"))),
         created_at=parse(created) if isinstance(created, str) else created,
         owner=owner_uid(obj),
         controller=_controller(obj),

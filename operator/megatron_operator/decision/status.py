@@ -14,9 +14,10 @@ from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import LOST, UNKNOWN, UNRESPONSIVE
 from megatron_operator.decision.operation import Operation
 from megatron_operator.decision.policies.verdict import Verdict
+from megatron_operator.decision.rendered import APPS
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.scene import Scene
-from megatron_operator.decision.world import ChildRef, manifest_hash
+from megatron_operator.decision.world import ChildRef, World, manifest_hash
 from megatron_operator.render.context import scale_selector
 from megatron_operator.resource.conditions import ConditionType, Finding, Reason
 from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
@@ -31,6 +32,8 @@ STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
 NAMED_FIELDS = 8
 NO_FORMAT = "none"
+WAIT_SECONDS = 1800.0
+"""Deadline of every wait: large models load for many minutes. A download has none while it is in progress."""
 FULL_TEXTS = 64
 """Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
 ENGINE_TEXT, SHORT_TEXT = 1024, 80
@@ -67,6 +70,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
     unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
     progress = _progress(scene, verdict)
     optional = {
+        "manager": world.manager,
         "verifiedRevisions": list(scene.rollout.verified),
         "weights": _weights(scene, serving=[*serving, *unknown]),
         "adapters": scene.adapters.entries,
@@ -282,6 +286,7 @@ def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[di
         T.PROGRESSING: _progressing(scene, verdict),
         T.DEGRADED: _degraded(scene, verdict),
         T.UPDATE_AVAILABLE: scene.update.finding,
+        T.SINGLE_SERVER: _single_server(scene),
         T.UNKNOWN_FIELDS: _unknown_fields(scene),
     }
     before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
@@ -311,6 +316,15 @@ def condition(
         "observedGeneration": generation,
         "lastTransitionTime": kept,
     }
+
+
+def _single_server(scene: Scene) -> ConditionFinding:
+    view = scene.world.children.get(ChildRef("Deployment", scene.ctx.server_name, APPS))
+    replicas = scene.ctx.spec.server.replicas
+    count = replicas if replicas is not None else view.replicas if view is not None else 1
+    if count > 1:
+        return "False", Reason.ALL_WELL, f"{count} OpenAI servers share the requests"
+    return "True", Reason.ONE_SERVER, "spec.server.replicas: 2 or more keeps requests answered while a server is lost"
 
 
 def _unknown_fields(scene: Scene) -> ConditionFinding:
@@ -391,7 +405,7 @@ def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
 
 
 def _degraded(scene: Scene, verdict: Verdict) -> ConditionFinding:
-    found = _degradation(scene) or scene.losses.finding
+    found = _degradation(scene) or scene.losses.finding or _overdue(scene, verdict)
     if found is not None:
         return "True", found[0], found[1]
     if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED, Reason.STALE_FENCE):
@@ -418,8 +432,29 @@ def _degradation(scene: Scene) -> Finding | None:
         or blockers.component(SERVER)
         or scene.check.finding
         or scene.adapters.finding
+        or (unwatched(scene.world) if scene.world.unwatched else None)
         or _contested(scene)
     )
+
+
+def unwatched(world: World) -> Finding:
+    """Return that the operator cannot watch some kinds."""
+    kinds, why = sorted(world.unwatched), next(iter(world.unwatched.values()))
+    return Reason.WATCH_DENIED, (
+        f"the operator does not see the {', '.join(kinds)} objects of namespace {world.resource.namespace} and leaves "
+        f"what needs them unchanged: {why}"
+    )
+
+
+def _overdue(scene: Scene, verdict: Verdict) -> Finding | None:
+    """Return that the operator has waited for the same thing for too long; None while it has not."""
+    progress, world = _progress(scene, verdict), scene.world
+    if progress is None or world.downloads or world.waiting_seconds < WAIT_SECONDS:
+        return None
+    step, on = progress[1:]
+    if (printable(step), printable(on)) != world.waiting:
+        return None
+    return Reason.DEADLINE_EXCEEDED, f"{step}: waiting for {on}, for more than {WAIT_SECONDS // 60:.0f} min"
 
 
 def _contested(scene: Scene) -> Finding | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.ownership import covers
 from megatron_operator.decision.rendered import APPS
 from megatron_operator.decision.rollout import keeps_revision
 from megatron_operator.decision.scene import Scene
@@ -43,7 +44,10 @@ def _due(scene: Scene, manifest: Manifest) -> bool:
         return False
     if view is None:
         return True
-    return view.owned and not view.deleting and (view.hash != manifest_hash(manifest) or not view.verified)
+    if not view.owned or view.deleting:
+        return False
+    current = view.hash == manifest_hash(manifest) and (view.verified or covers(view.owned_fields, manifest))
+    return not current
 
 
 def upkeep(scene: Scene) -> list[Action]:
@@ -94,7 +98,8 @@ def _record_revision(scene: Scene) -> list[Action]:
         manifest = revision_child(scene.ctx)
     except RenderError:
         return []
-    missing = scene.engines.wanted and ChildRef.of(manifest) not in scene.world.children
+    view = scene.world.children.get(ChildRef.of(manifest))
+    missing = scene.engines.wanted and (view is None or view.orphan)
     return [ApplyChild(manifest)] if missing and scene.rendered.may_offer(manifest) else []
 
 

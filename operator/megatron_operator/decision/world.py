@@ -40,11 +40,19 @@ UNKNOWN_SECONDS = 4.0
 restarted knows them earlier. Shorter than a takeover by a standby: 3 s of silence and 1.5 s of recovery."""
 POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
 """Reasons of Events that say why the containers of a pod are not created."""
+OPTIONAL_SECONDS = 10.0
+"""Interval at which the HTTPRoute and InferencePool of a spec are read: a cluster may not have their kinds, so they are
+not watched."""
 EVENT_SECONDS = 5.0
 """Interval at which Events of pods and StatefulSets are read, while only an Event can explain why a pod is missing."""
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
+
+
+def has_optional_children(spec: MegatronInferenceSpec) -> bool:
+    """Return whether a spec has children of kinds that are not watched."""
+    return spec.server.http_route is not None or spec.server.inference_pool is not None
 
 
 def manifest_hash(manifest: Manifest) -> str:
@@ -108,7 +116,10 @@ class ChildView:
     ref: ChildRef
     uid: str
     owned: bool = True
-    """It has an owner reference with the UID of this resource. Other objects are never written or deleted."""
+    """It has an owner reference with the UID of this resource, or is an orphan that the operator adopts. Other objects
+    are never written or deleted."""
+    orphan: bool = False
+    """It has no owner, and the operator's label: its resource was deleted without it, or it is from a backup."""
     deleting: bool = False
     hash: str = ""
     """Annotation `inference.megatron.dev/hash`: of the last applied manifest, without `spec.replicas` of engines."""
@@ -131,9 +142,12 @@ class ChildView:
     """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     data: Mapping[str, Any] | None = None
     """`data` of a ControllerRevision: the inputs of the engines of that revision."""
+    owned_fields: str = ""
+    """The fields that this operator's last apply owns, as JSON (`fieldsV1`). Another program that changes one of them
+    becomes its owner."""
     verified: bool = True
-    """This process has applied this object since its start, and it has not changed since. Otherwise the child is
-    applied again even if its hash is current."""
+    """This process has applied this object since its start, and owns the same fields as then. Otherwise the child is
+    applied again even if its hash is current, unless `owned_fields` has every field of the manifest."""
 
 
 DOWNLOAD_SECONDS = 10.0
@@ -190,6 +204,8 @@ class PodView:
     """Its termination message."""
     ended_at: datetime | None = None
     """Time of its termination, by the clock of its node."""
+    ran_seconds: float = 0.0
+    """For how long it had run."""
     created_at: datetime | None = None
     owner: str = ""
     """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
@@ -432,8 +448,16 @@ class World:
     """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
     contests: Mapping[ChildRef, Contest] = field(default_factory=dict)
     """Children that another program changes as often as this operator applies them."""
+    manager: str = ""
+    """Namespace and name of this operator's Lease, which the status names."""
+    unwatched: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of which the operator cannot watch the objects in the namespace, or read the keys, and why."""
     isolated: bool = False
     """Whether this operator has lost so many coordinators at once that its own network is the likely cause."""
+    waiting: tuple[str, str] = ("", "")
+    """Step of the last decision of this process, and what it waits for."""
+    waiting_seconds: float = 0.0
+    """For how long that has been the same, by the monotonic clock of this process."""
     may_update: bool = True
     """Whether the operator's limit of concurrent updates allows that this resource begins one."""
 

@@ -179,6 +179,18 @@ def scale_selector(ctx: RenderContext) -> str:
     return ",".join(f"{key}={value}" for key, value in sorted(wanted.items()))
 
 
+def owner_reference(ctx: RenderContext) -> dict[str, Any]:
+    """Return the reference of a child to its resource."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": ctx.name,
+        "uid": ctx.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
+
+
 def child(
     ctx: RenderContext, kind: str, name: str, *, api_version: str = "v1", component: str | None = None, **body: Any
 ) -> Manifest:
@@ -190,16 +202,7 @@ def child(
             "name": name,
             "namespace": ctx.namespace,
             "labels": labels(ctx, component),
-            "ownerReferences": [
-                {
-                    "apiVersion": API_VERSION,
-                    "kind": KIND,
-                    "name": ctx.name,
-                    "uid": ctx.uid,
-                    "controller": True,
-                    "blockOwnerDeletion": False,
-                }
-            ],
+            "ownerReferences": [owner_reference(ctx)],
         },
         **body,
     }

@@ -29,6 +29,10 @@ class ConditionType(Documented):
     PROGRESSING = "Progressing", "The operator or a pod is making progress towards the spec."
     DEGRADED = "Degraded", "An error that waiting alone may not resolve; the message names it."
     UPDATE_AVAILABLE = "UpdateAvailable", "The operator has another release than the resource."
+    SINGLE_SERVER = (
+        "SingleServer",
+        "There is one OpenAI server: while it is lost, no request is answered.",
+    )
     UNKNOWN_FIELDS = (
         "UnknownFields",
         "The spec has fields that this version of the operator does not know and ignores; the message names them.",
@@ -149,10 +153,19 @@ class Reason(Documented):
         "ChildContested",
         "Another program changes a child as often as the operator applies it; the message names its field manager.",
     )
+    WATCH_DENIED = (
+        "WatchDenied",
+        "The operator may not read a kind of objects in the namespace, which the message names; what needs it is kept.",
+    )
     OPERATOR_ISOLATED = (
         "OperatorIsolated",
         "The operator has lost many coordinators at once and suspects its own network; it replaces none of them.",
     )
+    DEADLINE_EXCEEDED = (
+        "DeadlineExceeded",
+        "The operator has waited for the same thing for too long; status.plan names it.",
+    )
+    ONE_SERVER = "OneServer", "The servers have one replica."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."
     AVAILABLE = "Available", "The component of the condition works."

@@ -28,7 +28,11 @@ ANNOTATION_INPUTS = f"{GROUP}/inputs"
 ANNOTATION_SERVER_KEY = f"{GROUP}/server-key"
 TERM_ANNOTATION = f"{GROUP}/term"
 NAMESPACES_ANNOTATION = f"{GROUP}/namespaces"
-"""Of the Lease of an operator: its term, and the namespaces that it serves."""
+SUCCESSOR_ANNOTATION = f"{GROUP}/lease"
+"""Of the Lease of an operator: its term, and the namespaces that it serves; of FORMER_LEASE, the Lease of the release
+that holds it."""
+FORMER_LEASE = "megatron-operator"
+"""Lease of all releases before each had its own."""
 REVISION_KIND = "ControllerRevision"
 
 COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"

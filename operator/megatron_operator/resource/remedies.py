@@ -102,6 +102,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "accepts its value. What runs is not touched.",
         Reason.FIELDS_IGNORED: "Upgrade the operator to the release that knows the fields, or remove them. After a "
         "rollback of the operator there is nothing to do: everything else in the spec is carried out.",
+        Reason.WATCH_DENIED: "Restore the operator's Role and RoleBinding in the namespace, for example by `helm "
+        "upgrade`. The message has the API server's answer. The operator continues within seconds.",
         Reason.CHILD_CONTESTED: "Configure the program with the field manager that the message names so that it leaves "
         "the object alone. Until then the operator applies the object once per minute.",
         Reason.INVALID_POD_TEMPLATE: "Correct the podTemplate according to the message. What runs keeps serving, and "
@@ -116,9 +118,12 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.INFERENCE_EXTENSION_MISSING: "Install the CRDs of the Gateway API Inference Extension "
         "(`inference.networking.k8s.io/v1`), or remove spec.server.inferencePool. The operator tries again every 15 s.",
         Reason.CHILD_NOT_OWNED: "Delete the object that the message names, or give the resource another name. The "
-        "operator never touches an object that it does not own.",
+        "operator never touches an object that it does not own. Keys of an earlier resource of this name, or of a "
+        "backup, are adopted by the command in the message.",
     },
     Symptom.CHANGE_STOPPED: {
+        Reason.DEADLINE_EXCEEDED: "Read status.plan.waitingOn: it names what does not arrive. Check that pod or "
+        "object, its node and its controller. The operator continues by itself when it arrives.",
         Reason.WRONG_WEIGHTS: "Wait: the operator lets every engine load the weights again. If "
         "status.weights.differentDigests remains, the files differ between nodes or were changed in place: make them "
         "equal, and use another spec.weights.revision.",
@@ -159,6 +164,7 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.DELETING: _NONE,
     },
     Symptom.SETTLED: {
+        Reason.ONE_SERVER: "Set spec.server.replicas to 2 or more, except for a trial.",
         Reason.SERVING: _NONE,
         Reason.PAUSED: "Set spec.desiredState to Running to continue.",
         Reason.SUSPENDED: "Set spec.desiredState to Running to continue; with replicas: 0, raise spec.replicas.",

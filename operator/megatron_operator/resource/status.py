@@ -23,7 +23,7 @@ VERIFIED_REVISIONS = 10
 class Condition(ApiModel):
     type: str = Field(
         description="One of Ready, CoordinatorReady, EnginesReady, LifecycleSettled, Progressing, Degraded, "
-        "UpdateAvailable."
+        "UpdateAvailable, SingleServer, UnknownFields."
     )
     status: str = Field(description="True, False or Unknown.")
     reason: str = Field(description="Reason in CamelCase, for programs.")
@@ -178,6 +178,11 @@ class FailedRequestEntry(ApiModel):
 
 
 class MegatronInferenceStatus(ApiModel):
+    manager: str | None = Field(
+        default=None,
+        description="Namespace and name of the Lease of the operator that manages the resource. Other operators leave "
+        "the resource alone while it is renewed.",
+    )
     observed_generation: int | None = Field(default=None, description="Last processed generation of the spec.")
     state: ResourceState | None = Field(default=None, description="State of the resource.")
     ready: str | None = Field(default=None, description="Serving engines / desired engines, such as 2/2.")

@@ -15,6 +15,7 @@ from in_memory_cluster import OWNER_UID, Cluster
 
 from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import Index, ResourceCache
+from megatron_operator.cluster.claims import Claims
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, NODE, POD, RESOURCE, ObjectKind
 from megatron_operator.cluster.projection import project_child, project_resource
 from megatron_operator.cluster.writer import Recorder, Writer
@@ -265,6 +266,7 @@ def new_operator(
     resync_seconds: float = 1e9,
     address: str = "tcp://127.0.0.1:9",
     leader: Any = None,
+    claims: Any = None,
 ) -> ResourceTask:
     """A process that has just become the leader: nothing is remembered.
 
@@ -281,6 +283,7 @@ def new_operator(
         resolve=lambda *_: address,
         resync_seconds=1e9,
         audits=asyncio.Semaphore(2),
+        manager=claims.own if claims else "",
     )
     observer = Observer(played, cache, link, options=observing)
     actor = Actor(
@@ -302,6 +305,7 @@ def new_operator(
         link=link,
         elector=leader,
         metrics=Metrics(),
+        claims=claims or Claims(played, own=""),
         updates=UpdateLimit(1, dict),
         decide=decide,
         isolated=lambda: False,

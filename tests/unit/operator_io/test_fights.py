@@ -39,7 +39,9 @@ class Clock:
         return self.now
 
 
-def _server(version: int, manager: str, **spec: Any) -> dict[str, Any]:
+def _server(version: int, manager: str, *, ours: bool = True, **spec: Any) -> dict[str, Any]:
+    """ours: whether the operator owns `spec.paused`."""
+    fields = {"f:spec": {"f:paused": {}}} if ours else {}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -50,7 +52,12 @@ def _server(version: int, manager: str, **spec: Any) -> dict[str, Any]:
             "resourceVersion": str(version),
             "annotations": {"inference.megatron.dev/hash": "h"},
             "managedFields": [
-                {"manager": "megatron-operator", "time": "2026-01-01T00:00:00Z"},
+                {
+                    "manager": "megatron-operator",
+                    "operation": "Apply",
+                    "time": "2026-01-01T00:00:00Z",
+                    "fieldsV1": fields,
+                },
                 {"manager": "kube-controller-manager", "subresource": "status", "time": "2026-01-01T00:00:09Z"},
                 {"manager": manager, "time": "2026-01-01T00:00:01Z"},
             ],
@@ -70,7 +77,7 @@ def _fight(cache: ResourceCache, index: Any, clock: Clock, *, seconds: float, wr
             applies += 1
         clock.now += 0.1
         version += 1
-        index.children["prod", "demo"] = [project_child(_server(version, "other", paused=True))]
+        index.children["prod", "demo"] = [project_child(_server(version, "other", ours=False, paused=True))]
         assert not cache.views()[SERVER].verified
     return applies
 

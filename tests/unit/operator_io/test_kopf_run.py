@@ -26,7 +26,12 @@ async def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KopfRun]:
     def make(operator: Callable[..., Any]) -> KopfRun:
         monkeypatch.setattr(kopf_run.kopf, "operator", operator)
         return KopfRun(
-            Configuration(), TaskSupervisor(no_task), namespaces=("a",), watch_seconds=40, started=lambda index: None
+            Configuration(),
+            TaskSupervisor(no_task),
+            namespaces=("a",),
+            watch_seconds=40,
+            show=no_task,
+            started=lambda: None,
         )
 
     return make

@@ -20,10 +20,10 @@ import httpx
 import pytest
 from kubernetes.aio.client import Configuration
 
-from megatron_kubectl.dashboard.watching import stream
 from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.auth import kopf_session
 from megatron_operator.cluster.watch_ages import WatchAges
+from megatron_operator.cluster.watching import stream
 from megatron_operator.verify import VerificationError, _answers, _session
 from megatron_runtime.cli.api_client import ApiClient
 from megatron_runtime.cli.bench.serve import measure

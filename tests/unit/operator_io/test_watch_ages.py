@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from eventually import LONG_SECONDS
 from prometheus_client import CollectorRegistry
 
-from megatron_operator.cluster.watch_ages import GRACE_SECONDS, WatchAges
+from megatron_operator.cluster import watch_ages
+from megatron_operator.cluster.kinds import RESOURCE
+from megatron_operator.cluster.watch_ages import DENIED_SECONDS, GRACE_SECONDS, WatchAges
 from megatron_operator.controller.main import STALLED_SECONDS, serve_probes
 
 WATCH_SECONDS = 40.0
@@ -103,6 +106,27 @@ async def test_a_deleted_crd_is_reported_and_its_watchers_get_no_answer() -> Non
         assert not listing.done()
         listing.cancel()
         await asyncio.gather(listing, return_exceptions=True)
+
+
+async def test_a_namespace_that_may_not_be_read_becomes_a_broken_connection_and_is_named_until_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """kopf would end with the rejection, and try again after a broken connection."""
+    monkeypatch.setattr(watch_ages, "RETRY_SECONDS", (0.0, 0.0))
+    clock, server = Clock(), ApiServer()
+    ages = WatchAges(watch_seconds=WATCH_SECONDS, clock=clock)
+    path = RESOURCE.path("a")
+    async with server.serving() as url, aiohttp.ClientSession(trace_configs=[ages.trace()]) as session:
+        server.status = 403
+        for _ in range(2):
+            with pytest.raises(aiohttp.ClientConnectionError, match="403 Forbidden"):
+                await session.get(f"{url}/prefix{path}")
+            clock.now += DENIED_SECONDS
+        assert ages.denied == {(RESOURCE.plural, "a"): "403 Forbidden"}
+        assert ages.silent_seconds == 0
+        server.status = 200
+        async with session.get(f"{url}/prefix{path}"):
+            assert ages.denied == {}
 
 
 async def test_liveness_fails_once_a_watch_is_overdue_for_too_long(unused_tcp_port: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from eventually import LONG_SECONDS
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import KeyPair, PeerKeys
 from megatron_runtime.transport.zmtp import frames
-from megatron_runtime.transport.zmtp.dealer import AddressError, Dealer, parse_address
+from megatron_runtime.transport.zmtp.dealer import AddressError, Dealer, addresses_of, parse_address
 from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 
 LIMIT = 1 << 16
@@ -181,3 +182,48 @@ def test_parts_of_addresses() -> None:
     assert parse_address("tcp://[::1]:5557") == ("::1", 5557)
     assert parse_address("tcp://demo-coordinator.default.svc:5557") == ("demo-coordinator.default.svc", 5557)
     assert parse_address("ipc:///run/demo.sock") == Path("/run/demo.sock")
+
+
+class Dns:
+    """Resolves every name to the loopback address, or does not answer."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self.asked = 0
+
+    async def getaddrinfo(self, host: str, port: object, **options: object) -> list[tuple]:
+        self.asked += 1
+        if not self.answers:
+            await asyncio.Event().wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+
+
+async def test_a_name_keeps_its_last_address_while_dns_does_not_answer(dealer, monkeypatch) -> None:
+    dns, accepted = Dns(), Heard()
+    # Addresses are not looked up, and the listener below is bound to one.
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", dns.getaddrinfo, raising=False)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = await asyncio.start_server(lambda _, writer: accepted.put_nowait(writer), sock=listener)
+        async with server:
+            dealer(f"tcp://coordinator.test:{listener.getsockname()[1]}")
+            first = await accepted.next()
+            dns.answers = False
+            for _ in range(3):
+                first.close()
+                first = await accepted.next()
+            assert dns.asked == 2, "one lookup is in progress"
+            first.close()
+
+
+async def test_a_name_that_does_not_exist_has_no_address(monkeypatch) -> None:
+    async def unknown(*_: object, **__: object) -> list[tuple]:
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+    dns = Dns()
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", dns.getaddrinfo, raising=False)
+    assert await addresses_of("deleted.test") == ["127.0.0.1"]
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown, raising=False)
+    with pytest.raises(socket.gaierror):
+        await addresses_of("deleted.test")
+    assert await addresses_of("::1") == ["::1"]

@@ -6,12 +6,16 @@ from megatron_operator.decision.blockers import Blockers
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.verdict import Verdict, waiting
-from megatron_operator.decision.world import MAX_FENCE_JUMP, World
-from megatron_operator.render.context import RenderContext
+from megatron_operator.decision.world import MAX_FENCE_JUMP, ChildRef, World
+from megatron_operator.render.context import RenderContext, owner_reference
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.states import ResourceState
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.limits import MAX_FENCE
 
+SECRET = "Secret"
+KEYS_SECONDS = 10.0
+"""Interval at which keys of another owner are read again: Secrets are not watched."""
 QUIET = {
     ResourceState.PAUSED: (Reason.PAUSED, "paused: requests in flight are kept, new ones wait"),
     ResourceState.SUSPENDED: (Reason.SUSPENDED, "suspended: the engines have released their memory"),
@@ -42,11 +46,19 @@ def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdi
     if not foreign:
         return None
     message = f"{', '.join(foreign)} exists and is not owned by this resource; delete it or rename the resource"
+    keys = world.children.get(ChildRef(SECRET, ctx.keys_name))
+    if keys is not None and keys.orphan and foreign == [str(keys.ref)]:
+        owner = json.dumps({"metadata": {"ownerReferences": [owner_reference(ctx)]}}, separators=(",", ":"))
+        message = (
+            f"{keys.ref} has no owner. If it is from an earlier resource of this name or a backup, adopt it and all "
+            f"other children: kubectl patch secret {ctx.keys_name} -n {ctx.namespace} --type merge -p '{owner}'"
+        )
     return Verdict(
         Reason.CHILD_NOT_OWNED,
         message,
         step="creating children",
         waiting_on=message,
+        requeue_after=KEYS_SECONDS,
         upkeep=False,
     )
 

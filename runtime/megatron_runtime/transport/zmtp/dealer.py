@@ -7,10 +7,13 @@ process that reads it.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
+import socket
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_runtime.protocol.codec import Frames
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 1.0
 """Timeout of a TCP connection. A SYN to a pod on a lost node is not answered, and all repetitions of it go to the same
 pod. The next attempt has another source port, so that kube-proxy chooses again."""
+RESOLVE_SECONDS = 0.3
+"""Time after which the last known addresses of a name are used. A resolver without an answer takes 30 s to fail."""
 HANDSHAKE_SECONDS = 3.0
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 1.0
 _PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")])
@@ -45,6 +50,38 @@ def parse_address(address: str) -> tuple[str, int] | Path:
     except ValueError:
         pass
     raise AddressError(f"address {address!r}: want tcp://HOST:PORT or ipc:///PATH")
+
+
+async def addresses_of(host: str) -> list[str]:
+    """Return the IP addresses of a host; the last known ones while DNS does not answer.
+
+    Raises:
+        OSError: the name does not exist, or has never been resolved.
+    """
+    try:
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        pass
+    loop, known, lookup = asyncio.get_running_loop(), _known.get(host), _lookups.get(host)
+    if lookup is None or lookup.done() or lookup.get_loop() is not loop:
+        # One at a time: each occupies a thread until the resolver gives up.
+        lookup = _lookups[host] = asyncio.ensure_future(loop.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        lookup.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        async with asyncio.timeout(RESOLVE_SECONDS if known else None):
+            found = await asyncio.shield(lookup)
+    except (TimeoutError, socket.gaierror) as error:
+        if known is None or (isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN):
+            raise
+        return known
+    _known[host] = [*dict.fromkeys(str(entry[4][0]) for entry in found)]
+    return _known[host]
+
+
+_known: dict[str, list[str]] = {}
+"""Addresses of each name that was resolved by this process."""
+_lookups: dict[str, asyncio.Future[Any]] = {}
+"""The lookup of each name that is in progress, or the last one."""
 
 
 @dataclass(eq=False, repr=False)
@@ -105,7 +142,7 @@ class Dealer:
                     if isinstance(self._target, Path):
                         _, connection = await loop.create_unix_connection(self._make_connection, str(self._target))
                     else:
-                        _, connection = await loop.create_connection(self._make_connection, *self._target)
+                        connection = await self._open(*self._target)
             except (OSError, TimeoutError):
                 pass
             else:
@@ -114,6 +151,17 @@ class Dealer:
                     pause = RETRY_SECONDS
             await asyncio.sleep(pause)
             pause = min(2 * pause, RETRY_SECONDS_MAX)
+
+    async def _open(self, host: str, port: int) -> Connection:
+        loop, failure = asyncio.get_running_loop(), OSError(f"{host} has no address")
+        for address in await addresses_of(host):
+            try:
+                _, connection = await loop.create_connection(self._make_connection, address, port)
+            except OSError as error:
+                failure = error
+            else:
+                return connection
+        raise failure
 
     def _make_connection(self) -> Connection:
         return Connection(

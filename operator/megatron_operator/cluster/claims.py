@@ -1,0 +1,99 @@
+"""Which operator manages a resource: its status names the Lease of its manager.
+
+An operator leaves a resource alone while another operator renews the Lease that the resource names, or may renew it. It
+takes the resource over when it has observed, on its own monotonic clock, that the Lease is not renewed. Two operators
+that meet an unclaimed resource write its status on the same version of it: one of them fails, and then sees the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_operator.cluster.api import KubeApi, KubeApiError
+from megatron_operator.cluster.kinds import LEASE
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_DURATIONS = 3
+"""A Lease that was not renewed for this many of its durations is abandoned. Its own standby leads after one."""
+READ_SECONDS = 3.0
+"""Interval at which the Lease of another operator is read, for all its resources together."""
+DEFAULT_DURATION = 10.0
+
+
+@dataclass(slots=True)
+class _Lease:
+    """What this process has observed of a Lease."""
+
+    mark: object
+    """Changes with each renewal."""
+    since: float
+    """When the mark was first seen."""
+    read: float
+    duration: float = DEFAULT_DURATION
+    error: str = ""
+    """Why it cannot be read."""
+    holder: str = ""
+
+
+class Claims:
+    """The Leases of the managers of resources.
+
+    own: namespace and name of this operator's Lease, as in `status.manager`.
+    """
+
+    def __init__(self, api: KubeApi, *, own: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.own = own
+        self._api = api
+        self._clock = clock
+        self._leases: dict[str, _Lease] = {}
+        self._reading = asyncio.Lock()
+
+    async def other(self, manager: str) -> str:
+        """Return who manages a resource whose status names this Lease, if that is another operator or may be; empty if
+        this operator may manage it.
+
+        Raises:
+            KubeApiError: the Lease cannot be read now.
+        """
+        if manager in ("", self.own):
+            return ""
+        async with self._reading:
+            lease = await self._read(manager)
+        if lease is None:
+            return ""
+        if lease.error:
+            return (
+                f"Lease {manager} of its manager cannot be read ({lease.error}); let this operator get it, or remove "
+                "status.manager from the resource"
+            )
+        if self._clock() - lease.since > ABANDONED_DURATIONS * lease.duration:
+            return ""
+        return f"it is managed by {lease.holder or 'an operator'} with Lease {manager}"
+
+    async def _read(self, manager: str) -> _Lease | None:
+        """Return what is known of a Lease; None if there is none."""
+        now, known = self._clock(), self._leases.get(manager)
+        if known is not None and now - known.read < READ_SECONDS:
+            return known
+        namespace, _, name = manager.partition("/")
+        try:
+            found = await self._api.get(LEASE, namespace, name)
+        except KubeApiError as error:
+            if not error.permanent:
+                raise
+            self._leases[manager] = _Lease(None, now, now, error=error.message or str(error))
+            return self._leases[manager]
+        if found is None:
+            self._leases.pop(manager, None)
+            return None
+        spec = found.get("spec") or {}
+        mark = (spec.get("holderIdentity"), spec.get("renewTime"), found["metadata"]["resourceVersion"])
+        since = known.since if known is not None and known.mark == mark else now
+        duration = float(spec.get("leaseDurationSeconds") or DEFAULT_DURATION)
+        self._leases[manager] = _Lease(mark, since, now, duration=duration, holder=str(mark[0] or ""))
+        return self._leases[manager]

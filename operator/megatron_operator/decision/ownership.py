@@ -1,0 +1,51 @@
+"""Whether server-side apply would change a child, from the fields that the operator owns of it. Pure.
+
+A field that another program changes or removes leaves the entry of this operator in `managedFields`. So a child whose
+hash is current and whose owned fields have all those of the manifest is as it was applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_operator.decision.world import Manifest
+from megatron_runtime.protocol import strict_json as json
+
+Fields = Mapping[str, Any]
+
+
+def covers(owned_fields: str, manifest: Manifest) -> bool:
+    """Return whether every field of a manifest is owned. owned_fields: see ChildView."""
+    if not owned_fields:
+        return False
+    metadata = {key: value for key, value in manifest["metadata"].items() if key not in ("name", "namespace")}
+    content = {key: value for key, value in manifest.items() if key not in ("apiVersion", "kind", "metadata")}
+    return _covers(json.loads(owned_fields), {"metadata": metadata, **content})
+
+
+def _covers(owned: Fields, value: Any) -> bool:
+    """Compare one level of `fieldsV1`. Scalars, and maps and lists that are owned as a whole, have no fields."""
+    if not owned:
+        return True
+    if isinstance(value, Mapping):
+        fields = ((owned.get(f"f:{key}"), each) for key, each in value.items())
+        # The server records no owner of an empty list, and may record one of an empty map.
+        return all(_covers(below, each) if below is not None else each in ([], {}) for below, each in fields)
+    if isinstance(value, list):
+        return all(_has_item(owned, item) for item in value)
+    return True
+
+
+def _has_item(owned: Fields, item: Any) -> bool:
+    """Return whether an item of a list is owned. Maps are named by their keys, which may have defaults."""
+    if not isinstance(item, Mapping):
+        return f"v:{json.dumps(item)}" in owned
+    for name, fields in owned.items():
+        if name.startswith("k:") and all(item.get(key, key_value) == key_value for key, key_value in _key(name)):
+            return _covers(fields, item)
+    return False
+
+
+def _key(name: str) -> list[tuple[str, Any]]:
+    return list(json.loads(name.removeprefix("k:")).items())
