@@ -59,8 +59,9 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 HEALTH_SECONDS = 1.0
 """How often an idle vLLM is checked."""
-ABORT_SECONDS, HEALTH_STEP_SECONDS = 5.0, 0.1
-"""After vLLM ended a request by itself: how long the loss of a rank may take to show, and how often it is checked."""
+ABORT_SECONDS, HEALTH_STEP_SECONDS = 30.0, 0.1
+"""After vLLM ended a request by itself: how long the loss of a rank may take to show, and how often it is checked. vLLM
+waits 5 s for the other ranks before it reports the loss."""
 METRICS_SECONDS = 10.0
 """How often vLLM's metrics are sent to the engine."""
 GRACE_SECONDS = 5.0
