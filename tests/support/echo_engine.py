@@ -92,7 +92,7 @@ def main(
     **options: Any,
 ) -> None:
     """Run an echo engine until SIGTERM."""
-    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "device"):
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "data_parallel", "device"):
         del options[name]
     settings = EngineSettings(**options)
     make_backend = partial(

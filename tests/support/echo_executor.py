@@ -93,6 +93,7 @@ class EchoExecutor:
         self.max_sequence_length = max_sequence_length
         self.page_size = page_size
         self.num_pages = num_pages
+        self.kv_cache_bytes = num_pages * page_size * 4
         self.step_seconds = step_seconds
         self.fails_at: int | None = None
         self._crash_token = crash_token

@@ -521,8 +521,10 @@ class Cluster:
             status["containerStatuses"] = [{"restartCount": 3, "state": waiting, "lastState": {"terminated": ended}}]
             status["containerStatuses"][0]["name"] = template["spec"]["containers"][0]["name"]
         metadata = {"name": name, "uid": f"uid-{next(self.uids)}", "labels": labels}
-        metadata["server_key"] = (template["metadata"].get("annotations") or {}).get(ANNOTATION_SERVER_KEY)
-        spec = {key: template["spec"][key] for key in ("containers", "initContainers") if key in template["spec"]}
+        metadata["annotations"] = template["metadata"].get("annotations") or {}
+        metadata["server_key"] = metadata["annotations"].get(ANNOTATION_SERVER_KEY)
+        kept = ("affinity", "containers", "initContainers")
+        spec = {key: template["spec"][key] for key in kept if key in template["spec"]}
         return {"metadata": metadata, "spec": spec, "status": status}
 
     def restart_coordinator(self, pod: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.client import HTTPConnection, HTTPException
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.cache import ResourceCache
@@ -52,6 +52,7 @@ from megatron_operator.decision.world import (
     CoordinatorSnapshot,
     Download,
     KeysView,
+    Loading,
     PodView,
     ResourceSnapshot,
     World,
@@ -79,6 +80,8 @@ MOST_DOWNLOADS = 4
 _PROGRESS_SECONDS = 2.0
 _PROGRESS_MOST_BYTES = 4096
 _PROGRESS_LARGEST = 1 << 60
+STAGES = ("Download", "Verify", "Load", "Compile", "Capture")
+"""Parts of the start of an engine that it reports."""
 _MOUNT_SUMMARY = "Unable to attach or mount volumes"
 """Begin of an Event that names only volumes; others of the pod name the cause."""
 
@@ -190,6 +193,9 @@ class Observer:
         self._creations: Cached[str, str] = Cached("")
         self._nodes: Cached[str, None] = Cached(None)
         self._downloads: Cached[str, Download | None] = Cached(None)
+        self._loading: Loading | None = None
+        self._loading_due: float | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._pod_events: Cached[str, tuple[str, str]] = Cached(("", ""))
         self._audits.put("", None)
 
@@ -279,6 +285,7 @@ class Observer:
             download=await self._download(),
             unwatched=unwatched,
             manager=self._options.manager,
+            loading=self._load(),
         )
 
     def _unwatched(self) -> dict[str, str]:
@@ -347,6 +354,26 @@ class Observer:
             return next((progress for progress in found if progress is not None), None)
 
         return await self._downloads.read("", read, seconds=DOWNLOAD_SECONDS)
+
+    def _load(self) -> Loading | None:
+        """Return the progress of the first engine that loads, as it was last read, while no engine is ready. It is read
+        beside the passes, so that a pod that does not answer delays none, and not before a short load has ended."""
+        engines = [pod for pod in self._cache.pods() if pod.component == ENGINE and not pod.deleting]
+        pods = sorted((pod for pod in engines if pod.loading_at), key=lambda pod: pod.name)
+        if not pods or any(pod.ready for pod in engines):
+            self._loading = self._loading_due = None
+            return None
+        now = time.monotonic()
+        if self._loading_due is None:
+            self._loading_due = now + DOWNLOAD_SECONDS
+        elif now >= self._loading_due and (self._reading is None or self._reading.done()):
+            self._loading_due = now + DOWNLOAD_SECONDS
+            self._reading = asyncio.create_task(self._read_loading(pods[:MOST_DOWNLOADS]))
+        return self._loading
+
+    async def _read_loading(self, pods: Sequence[PodView]) -> None:
+        found = await asyncio.gather(*(asyncio.to_thread(read_loading, pod) for pod in pods))
+        self._loading = next((loading for loading in found if loading is not None), None)
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
         """Return why StatefulSets cannot create all their pods. Events are read at most every few seconds."""
@@ -508,18 +535,38 @@ def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
     """Return the progress that the init container `fetch` of a pod reports.
 
     None if it cannot be read, or if the pod waits for another one.
-
-    The pods of an operator outside of the cluster cannot be reached. The download does not depend on it.
     """
-    connection = HTTPConnection(pod.fetching_at, port, timeout=_PROGRESS_SECONDS)
+    values = _progress_of(pod.fetching_at, port)
+    numbers = [_count(values.get(name)) for name in ("bytes", "totalBytes", "bytesPerSecond")]
+    known = [number for number in numbers if number is not None]
+    return Download(pod.name, *known) if len(known) == len(numbers) else None
+
+
+def read_loading(pod: PodView, *, port: int = PORT_HEALTH) -> Loading | None:
+    """Return the stage that the engine of a pod reports, and how far it is; None if it cannot be read."""
+    values = _progress_of(pod.loading_at, port)
+    if values.get("stage") not in STAGES:
+        return None
+    return Loading(
+        pod.name, values["stage"], *(_count(values.get(name)) for name in ("bytes", "totalBytes", "secondsLeft"))
+    )
+
+
+def _progress_of(address: str, port: int) -> dict[str, Any]:
+    """Return the page /progress of a pod; empty if it cannot be read.
+
+    The pods of an operator outside of the cluster cannot be reached. Nothing depends on it.
+    """
+    connection = HTTPConnection(address, port, timeout=_PROGRESS_SECONDS)
     try:
         connection.request("GET", "/progress")
         values = json.loads(connection.getresponse().read(_PROGRESS_MOST_BYTES))
-        numbers = [values[name] for name in ("bytes", "totalBytes", "bytesPerSecond")]
-    except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    except (OSError, HTTPException, ValueError, RecursionError):
+        return {}
     finally:
         connection.close()
-    if not all(type(number) is int and 0 <= number <= _PROGRESS_LARGEST for number in numbers):
-        return None
-    return Download(pod.name, *numbers)
+    return values if isinstance(values, dict) else {}
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and type(value) is int and 0 <= value <= _PROGRESS_LARGEST else None

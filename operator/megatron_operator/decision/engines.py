@@ -134,6 +134,12 @@ class Engines:
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
 
     @cached_property
+    def avoided_in(self) -> float | None:
+        """Seconds until the next engine may use the node of a failed device again; None if none avoids one."""
+        times = [engine.budget.avoided_until for engine in self.wanted]
+        return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
+
+    @cached_property
     def events_due_in(self) -> float | None:
         """Seconds until Events are read again; None unless only an Event can explain why a pod is missing."""
         incomplete = any(engine.incomplete for engine in self.all)

@@ -9,12 +9,14 @@ from typing import Any
 
 from megatron_operator.decision.world import ChildRef, ChildView, PodView
 from megatron_operator.resource.names import (
+    ANNOTATION_AVOIDED,
     ANNOTATION_HASH,
     ANNOTATION_INPUTS,
     ANNOTATION_MODEL,
     ANNOTATION_RELEASE,
     CHECK,
     CONTAINERS,
+    ENGINE,
     FETCH,
     FIELD_MANAGER,
     GROUP,
@@ -171,11 +173,11 @@ def _started(status: Object) -> bool:
     return bool(containers) and all(container.get("started") or container.get("ready") for container in containers)
 
 
-def _runs(status: Object, init_container: str) -> bool:
-    """Return whether an init container of this name runs."""
+def _runs(status: Object, container: str) -> bool:
+    """Return whether a container or init container of this name runs."""
     return any(
-        entry.get("name") == init_container and (entry.get("state") or {}).get("running") is not None
-        for entry in status.get("initContainerStatuses") or ()
+        entry.get("name") == container and (entry.get("state") or {}).get("running") is not None
+        for entry in _containers(status)
     )
 
 
@@ -258,6 +260,8 @@ def reduce_pod(obj: Object) -> PodView:
         node=str((obj.get("spec") or {}).get("nodeName") or ""),
         ends_at=_time(metadata.get("deletionTimestamp")) if metadata.get("deletionGracePeriodSeconds") != 0 else None,
         fetching_at=str(status.get("podIP") or "") if _runs(status, FETCH) else "",
+        avoided=str((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or ""),
+        loading_at=str(status.get("podIP") or "") if _runs(status, ENGINE) and not _ready(status) else "",
     )
 
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from megatron_operator.decision.causes import MALFORMED_OBJECT
 from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.restarts import avoided_in
 from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest, World, manifest_hash
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import other_children, plain_children
@@ -88,6 +89,11 @@ class Rendered:
     def _engine_manifests(self) -> dict[tuple[int, int], Manifest | None]:
         return {}
 
+    def avoided(self, index: int) -> tuple[str, ...]:
+        """Return the nodes that pods of an engine avoid, because a device failed there."""
+        entry = self.world.resource.engine_status(self.ctx.engine_name(index))
+        return avoided_in(entry, self.world.now).get("avoided", ())
+
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
         """Return an engine rendered from the recorded inputs of its current revision, which is not the desired
         one: with no pods or with all pods of that revision. None if the inputs are unknown or are rendered
@@ -102,7 +108,8 @@ class Rendered:
         stored = self._stored_context(revision)
         if stored is None:
             return None
-        return engine_statefulset(stored, index, pods=stored.spec.pods_per_engine if pods else 0)
+        count = stored.spec.pods_per_engine if pods else 0
+        return engine_statefulset(stored, index, pods=count, avoided=self.avoided(index))
 
     def is_recorded(self, revision: str) -> bool:
         """Return whether the inputs of a revision are recorded, and are rendered as before."""
@@ -124,7 +131,7 @@ class Rendered:
 
     def _render_engine(self, index: int, count: int) -> Manifest | None:
         try:
-            manifest = engine_statefulset(self.ctx, index, pods=count)
+            manifest = engine_statefulset(self.ctx, index, pods=count, avoided=self.avoided(index))
         except RenderError:
             manifest = None
         if count == 0 and (manifest is None or self.rejected(manifest) is not None):

@@ -8,7 +8,8 @@ windowSeconds / restarts. The budget is exhausted while more than `restarts` are
 restart of an engine that has not served since: a kubelet's backoff can take longer. Restarts from before the
 budget do not count, nor do those of pods of another revision than the spec's, so that a reverted change is not charged.
 
-A failure of a device exhausts the budget at once: a container that restarts keeps its devices, a new pod gets others.
+A failure of a device exhausts the budget at once: a container that restarts keeps its devices. The new pods of the
+engine avoid the node of the device for AVOID_SECONDS, counted from their creation.
 
 An engine with an exhausted budget has no pods. If the cause was in the infrastructure, the operator starts it again
 after a backoff. Otherwise it waits for other inputs of the engines or `kubectl megatron restart`, which begin new
@@ -21,7 +22,7 @@ other ranks and engines that the same cause has ended are counted too. Later res
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -34,6 +35,9 @@ from megatron_operator.resource.states import DesiredState
 from megatron_operator.resource.text import parse, seconds_since, stamp
 
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 60, 1800
+AVOID_SECONDS = 1800
+MAX_AVOIDED = 3
+"""Limit of the nodes that an engine avoids; the last ones count."""
 
 INFRASTRUCTURE = frozenset(
     {
@@ -70,6 +74,9 @@ class EngineBudget:
     """The diagnosis when the budget was exhausted."""
     retry_at: str | None = None
     """When an exhausted engine is started again; None if not by itself."""
+    avoided: tuple[str, ...] = ()
+    """Nodes where a device failed."""
+    avoided_until: str | None = None
 
     def to_status(self) -> dict[str, Any]:
         fields = {
@@ -78,6 +85,8 @@ class EngineBudget:
             "retries": self.retries or None,
             "diagnosis": self.exhausted,
             "retryAt": self.retry_at,
+            "avoidedNodes": [*self.avoided] or None,
+            "avoidedUntil": self.avoided_until,
         }
         return {"restarts": self.restarts, **{key: value for key, value in fields.items() if value is not None}}
 
@@ -107,11 +116,20 @@ def engine_budget(
         forgiven_at=before.get("forgivenAt"),
         incidents=0 if served else before.get("incidents", 0),
         retries=before.get("retries", 0),
+        **avoided_in(before, world.now),
     )
     incidents = restarts - int(before.get("restarts", 0))
     if incidents > 0:
         return _charged(world, name, pods, budget, incidents)
     return budget
+
+
+def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """Return the fields of EngineBudget for the nodes that an engine still avoids, from its entry in the status."""
+    until = parse(entry.get("avoidedUntil"))
+    if until is None or until <= now:
+        return {}
+    return {"avoided": tuple(entry.get("avoidedNodes") or ()), "avoided_until": entry["avoidedUntil"]}
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
@@ -125,11 +143,16 @@ def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> Engine
             retries=retries,
             exhausted=before["diagnosis"],
             retry_at=before.get("retryAt"),
+            **avoided_in(before, world.now),
         )
     limit = world.resource.spec.lifecycle.restart_budget
     forgiven_at = stamp(world.now + timedelta(seconds=limit.window_seconds))
     return EngineBudget(
-        restarts=restarts, forgiven_at=forgiven_at, incidents=max(1, limit.restarts), retries=retries + 1
+        restarts=restarts,
+        forgiven_at=forgiven_at,
+        incidents=max(1, limit.restarts),
+        retries=retries + 1,
+        **avoided_in(before, world.now),
     )
 
 
@@ -145,12 +168,18 @@ def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineB
     failed = next((pod for pod in pods if is_device_failure(pod)), None)
     tolerated = forgiven_at - now <= limit.restarts * _forgiving(limit) and total <= limit.restarts
     if tolerated and failed is None:
-        return EngineBudget(restarts=budget.restarts, forgiven_at=stamp(forgiven_at), incidents=total, retries=retries)
+        return replace(budget, forgiven_at=stamp(forgiven_at), incidents=total, retries=retries)
     words, by_infrastructure = (termination(failed)[1], True) if failed is not None else _cause(pods)
-    why = f"more than {limit.restarts} restarts" if failed is None else "a GPU failed: the engine gets new pods"
+    why = (
+        f"more than {limit.restarts} restarts" if failed is None else "a GPU failed: the engine gets new pods elsewhere"
+    )
     backoff = timedelta(seconds=min(FIRST_BACKOFF_SECONDS << min(retries, 8), MAX_BACKOFF_SECONDS))
-    return EngineBudget(
-        restarts=budget.restarts,
+    if failed is not None and failed.node:
+        nodes = [*(node for node in budget.avoided if node != failed.node), failed.node]
+        until = stamp(now + backoff + timedelta(seconds=AVOID_SECONDS))
+        budget = replace(budget, avoided=tuple(nodes[-MAX_AVOIDED:]), avoided_until=until)
+    return replace(
+        budget,
         forgiven_at=stamp(forgiven_at),
         incidents=total,
         retries=retries,

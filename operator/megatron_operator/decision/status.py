@@ -6,7 +6,7 @@ nothing; and the status has no values that change with traffic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +34,13 @@ NAMED_FIELDS = 8
 NO_FORMAT = "none"
 WAIT_SECONDS = 1800.0
 """Deadline of every wait: large models load for many minutes. A download has none while it is in progress."""
+LIMITS = {
+    "maxSequenceLength": "max_sequence_length",
+    "kvCacheBytes": "kv_cache_bytes",
+    "maxRequests": "max_requests",
+    "maxTokens": "max_tokens",
+}
+"""Fields of EngineReport by those of `status.limits`."""
 FULL_TEXTS = 64
 """Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
 ENGINE_TEXT, SHORT_TEXT = 1024, 80
@@ -77,7 +84,9 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "formats": _formats(scene),
         "keys": _keys(scene),
         "failedRequests": _failed_requests(scene),
+        "limits": _limits(scene, serving),
         "download": _download(scene),
+        "loading": _loading(scene),
         "plan": progress and step_status(world.resource.status, *progress[1:], now=world.now),
     }
     present = {name: value for name, value in optional.items() if value}
@@ -102,6 +111,30 @@ def _download(scene: Scene) -> dict[str, Any] | None:
         left = max(0, found.total_bytes - found.bytes)
         progress |= {"bytesPerSecond": found.bytes_per_second, "secondsLeft": -(-left // found.bytes_per_second)}
     return progress
+
+
+def _loading(scene: Scene) -> dict[str, Any] | None:
+    """Return how far the first engine that loads is; absent as soon as one serves."""
+    loading = scene.world.loading
+    if loading is None or not scene.world.loads:
+        return None
+    counts = {"bytes": loading.bytes, "totalBytes": loading.total_bytes, "secondsLeft": loading.seconds_left}
+    return {
+        "pod": loading.pod,
+        "stage": loading.stage,
+        **{name: count for name, count in counts.items() if count is not None},
+    }
+
+
+def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
+    """Return the limits of the engines that serve, of each the lowest. They are kept while no engine reports any."""
+    reports = [engine.report for engine in serving if engine.report is not None]
+    found = {}
+    for field, name in LIMITS.items():
+        values = [value for report in reports if (value := getattr(report, name)) is not None]
+        if values:
+            found[field] = min(values)
+    return found or scene.world.resource.status.get("limits") or {}
 
 
 def _revision(scene: Scene) -> str:

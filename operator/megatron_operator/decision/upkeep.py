@@ -138,7 +138,19 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     if manifest is None or not scene.rendered.may_offer(manifest):
         return actions
     differs = found is None or found.replicas != manifest["spec"]["replicas"] or _due(scene, manifest)
-    return [*actions, ApplyChild(manifest)] if differs else actions
+    if differs:
+        return [*actions, ApplyChild(manifest)]
+    return [*actions, *_free_to_return(scene, engine)]
+
+
+def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
+    """Re-create pods that wait for a node other than those that the engine no longer avoids."""
+    avoided = {*scene.rendered.avoided(engine.index)}
+    pods = [pod for pod in engine.pods if not (pod.node or pod.deleting) and {*pod.avoided.split(",")} - avoided - {""}]
+    if not pods:
+        return []
+    names = tuple((pod.name, pod.uid) for pod in pods)
+    return [DeletePods(engine.name, names, "no other node had room, and the node of the failed GPU may be used again")]
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron_operator.resource.names import ANNOTATION_HASH
+from megatron_operator.resource.names import ANNOTATION_HASH, ENGINE
 from megatron_operator.resource.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
@@ -167,6 +167,18 @@ class Download:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """Progress of an engine that does not serve yet, as its probes report it. None: unknown."""
+
+    pod: str
+    stage: str
+    """Download, Verify, Load, Compile or Capture."""
+    bytes: int | None = None
+    total_bytes: int | None = None
+    seconds_left: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PodView:
     """A pod of the resource, reduced (see `decision.reduce.reduce_pod`)."""
 
@@ -217,6 +229,10 @@ class PodView:
     """End of the grace period of its deletion; None if it is not being deleted, or was deleted by force."""
     fetching_at: str = ""
     """Its IP address while its init container `fetch` runs, else empty."""
+    loading_at: str = ""
+    """Its IP address while its container `engine` runs and is not ready, else empty."""
+    avoided: str = ""
+    """Nodes that it must not use because a device failed there, separated by commas."""
 
     @property
     def unexplained(self) -> bool:
@@ -244,6 +260,11 @@ class EngineReport:
     suspect: bool = False
     """It sends no heartbeats: the coordinator gives its requests to other engines, and removes it soon."""
     draining: bool = False
+    max_requests: int | None = None
+    max_sequence_length: int | None = None
+    max_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    """Its limits; None: it does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +467,8 @@ class World:
     """Nodes of engines' pods whose deletion is overdue, which are not ready, and since when, or do not exist (None)."""
     download: Download | None = None
     """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
+    loading: Loading | None = None
+    """Progress of the first engine that loads, while none serves; None if it is unknown."""
     contests: Mapping[ChildRef, Contest] = field(default_factory=dict)
     """Children that another program changes as often as this operator applies them."""
     manager: str = ""
@@ -468,6 +491,12 @@ class World:
     def downloads(self) -> bool:
         """Whether an init container downloads the model, or waits for another pod that does."""
         return any(pod.fetching_at and not pod.deleting for pod in self.pods)
+
+    @property
+    def loads(self) -> bool:
+        """Whether no engine serves and one may load its model and report how far it is."""
+        engines = [pod for pod in self.component_pods(ENGINE) if not pod.deleting]
+        return any(pod.loading_at for pod in engines) and not any(pod.ready for pod in engines)
 
     @property
     def membership_known(self) -> bool:

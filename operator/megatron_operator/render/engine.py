@@ -9,6 +9,7 @@ engine. The revision is that of the template with the placeholders, because it i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_operator.render.context import (
@@ -39,6 +40,7 @@ from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, com
 from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template
 from megatron_operator.render.vllm import VLLM_OPTIONS, engine_image, vllm_env
 from megatron_operator.resource.names import (
+    ANNOTATION_AVOIDED,
     ANNOTATION_MODEL,
     ENGINE,
     LABEL_ENGINE,
@@ -59,6 +61,7 @@ _REVISION_FLAG = "--revision"
 KUEUE = "kueue.x-k8s.io/"
 LABEL_QUEUE = f"{KUEUE}queue-name"
 """Kueue groups the pods of a StatefulSet that has this label itself."""
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _EVICTION = {PrefixEviction.LRU: "lru", PrefixEviction.REF_ZERO: "ref_zero"}
 INDEX_PLACEHOLDER, NAME_PLACEHOLDER = "$(ENGINE_INDEX)", "$(ENGINE_NAME)"
 _PER_ENGINE_FIELDS = frozenset(
@@ -127,6 +130,8 @@ def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
         "PIPELINE_PARALLEL_SIZE": str(parallelism.pipeline),
         "EXPERT_PARALLEL_SIZE": str(parallelism.expert),
     }
+    if parallelism.is_data_parallel:
+        fixed["DATA_PARALLEL_SIZE"] = str(parallelism.data)
     if ctx.spec.engine.gpus_per_pod:
         fixed |= _NCCL_ENV
     env += [{"name": key, "value": value} for key, value in fixed.items()]
@@ -180,14 +185,13 @@ def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
     if topology is None or ctx.spec.pods_per_engine == 1:
         return affinity
     ours = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: ctx.engine_name(index)}}
-    key = "requiredDuringSchedulingIgnoredDuringExecution"
     near = (affinity.get("podAffinity") or {}) if isinstance(affinity, dict) else None
-    rules = (near.get(key) or []) if isinstance(near, dict) else None
+    rules = (near.get(_REQUIRED) or []) if isinstance(near, dict) else None
     if not isinstance(near, dict) or not isinstance(rules, list):
         field = "spec.engine.podTemplate.spec.affinity"
-        raise InvalidPodTemplate(f"{field}: is {affinity!r}; give an Affinity, whose podAffinity.{key} is a list")
+        raise InvalidPodTemplate(f"{field}: is {affinity!r}; give an Affinity, whose podAffinity.{_REQUIRED} is a list")
     rules = [*rules, {"topologyKey": topology.pack_by, "labelSelector": ours}]
-    return {**affinity, "podAffinity": {**near, key: rules}}
+    return {**affinity, "podAffinity": {**near, _REQUIRED: rules}}
 
 
 def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
@@ -273,9 +277,26 @@ def revision_of(ctx: RenderContext) -> str:
     return digest(_template(without_weights(ctx), 0, overlay=ctx.spec.engine.pod_template))
 
 
-def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
-    """Return engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
+def _without_nodes(affinity: Any, nodes: Sequence[str]) -> Any:
+    """Return the affinity of a pod, which then does not use these nodes."""
+    near = (affinity or {}).get("nodeAffinity") or {}
+    required = near.get(_REQUIRED) or {}
+    excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    alternatives: list[dict[str, Any]] = required.get("nodeSelectorTerms") or [{}]
+    terms = [{**term, "matchFields": [*(term.get("matchFields") or ()), *excluded]} for term in alternatives]
+    return {**(affinity or {}), "nodeAffinity": {**near, _REQUIRED: {**required, "nodeSelectorTerms": terms}}}
+
+
+def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Sequence[str] = ()) -> Manifest:
+    """Return engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`).
+
+    avoided: nodes that its pods do not use. They are not a part of its revision.
+    """
     template = _template(ctx, index, overlay=_of_engine(ctx, index))
+    if avoided:
+        template["spec"] = {**template["spec"], "affinity": _without_nodes(template["spec"].get("affinity"), avoided)}
+        annotations = template["metadata"].get("annotations") or {}
+        template["metadata"]["annotations"] = {**annotations, ANNOTATION_AVOIDED: ",".join(avoided)}
     revision = revision_of(ctx)
     template["metadata"]["labels"][LABEL_REVISION] = revision
     if weights_revision(ctx):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator.render.context import RenderContext, UnsupportedByBackend
-from megatron_operator.render.options import Option
+from megatron_operator.render.options import Option, of_field
 from megatron_operator.render.pod import quantity_bytes
-from megatron_operator.resource.spec import Backend, EngineSpec, SpeculativeMethod
+from megatron_operator.resource.spec import Backend, EngineSpec, SleepLevel, SpeculativeMethod
 from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments, problem_of
@@ -23,6 +23,7 @@ _METHODS = {
     SpeculativeMethod.EAGLE3: "eagle3",
     SpeculativeMethod.DRAFT_MODEL: "draft_model",
 }
+_SLEEP_LEVELS = {SleepLevel.HOST_MEMORY: "1", SleepLevel.DISCARD: "2"}
 _ENV = {
     "VLLM_CACHE_ROOT": "/cache/vllm",
     "FLASHINFER_WORKSPACE_BASE": "/cache/flashinfer",
@@ -49,8 +50,8 @@ def _arguments(ctx: RenderContext, _name: str) -> str | None:
     if ctx.spec.engine.backend is Backend.NATIVE:
         return None
     given = ctx.spec.engine.vllm.args if ctx.spec.engine.vllm else {}
-    for field, of_field in _of_fields(ctx.spec.engine).items():
-        for name in sorted(of_field.keys() & given.keys()):
+    for field, set_by_field in _of_fields(ctx.spec.engine).items():
+        for name in sorted(set_by_field.keys() & given.keys()):
             raise UnsupportedByBackend(f"spec.engine.vllm.args.{name} conflicts with spec.engine.{field}: remove one")
     arguments = vllm_arguments(ctx)
     canonical = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
@@ -73,6 +74,7 @@ VLLM_OPTIONS = (
     Option("--backend", lambda ctx, _: None if ctx.spec.engine.backend is Backend.NATIVE else "vllm"),
     Option("--vllm-arguments", _arguments),
     Option("--vllm-allow-code", _loads_code),
+    of_field("--vllm-sleep-level", "engine.vllm.sleep_level", write=_SLEEP_LEVELS.__getitem__),
 )
 """Options of `megatron engine` that choose vLLM."""
 

@@ -92,6 +92,16 @@ class PrefixEviction(StrEnum):
 
 
 class Parallelism(ApiModel):
+    RULES: ClassVar = (
+        SpecRule(
+            "!has(self.data) || self.data == 1 || self.expert == 1 || self.expert == self.tensor * self.data",
+            lambda sizes: not sizes.is_data_parallel or sizes.expert in (1, sizes.tensor * sizes.data),
+            "spec.parallelism.expert: with spec.parallelism.data above 1, the experts are shared by no ranks or by all "
+            "of a pipeline stage; set it to 1 or to tensor x data",
+            value=lambda sizes: sizes.expert,
+        ),
+    )
+
     tensor: int = Field(
         default=1,
         ge=1,
@@ -104,11 +114,23 @@ class Parallelism(ApiModel):
     expert: int = Field(
         default=1, ge=1, le=256, description="Expert-parallel ranks. The model's experts must be a multiple."
     )
+    data: int | None = Field(
+        default=None,
+        ge=1,
+        le=256,
+        description="Copies of the layers without experts in one engine, which must fit one pod. Above 1, an engine "
+        "has tensor x pipeline x data ranks, and expert is 1 or tensor x data. vLLM engines only; for other models "
+        "raise spec.replicas.",
+    )
+
+    @property
+    def is_data_parallel(self) -> bool:
+        return (self.data or 1) > 1
 
     @property
     def ranks(self) -> int:
         """Ranks of one engine."""
-        return self.tensor * self.pipeline * self.expert
+        return self.tensor * self.pipeline * (self.data if self.data and self.data > 1 else self.expert)
 
 
 class Batching(ApiModel):
@@ -148,6 +170,11 @@ class Batching(ApiModel):
     chunked_prefill: bool = Field(default=True, description="Split long prompts over several steps.")
 
 
+class SleepLevel(StrEnum):
+    HOST_MEMORY = "HostMemory"
+    DISCARD = "Discard"
+
+
 class VllmSpec(ApiModel):
     image: str | None = Field(
         default=None,
@@ -166,6 +193,12 @@ class VllmSpec(ApiModel):
         description="Accept that the pods of an engine exchange Python pickles without authentication. An engine over "
         "several pods needs it: a process that can connect to one of its pods can run code there. NetworkPolicies "
         "limit these connections to the pods of the same engine.",
+    )
+    sleep_level: SleepLevel | None = Field(
+        default=None,
+        description="What a suspend with Offload does on GPUs. HostMemory moves the weights to the memory of the host; "
+        "Discard drops them, and a resume reads their files again. Absent: Discard, or HostMemory with speculation by "
+        "MTP, Eagle, Eagle3 or DraftModel, whose weights vLLM cannot reload.",
     )
 
 
@@ -507,7 +540,11 @@ def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
 
 
 _POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
-_RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
+_IS_DATA_PARALLEL = "(has(self.parallelism.data) && self.parallelism.data > 1)"
+_RANKS = (
+    "(self.parallelism.tensor * self.parallelism.pipeline * "
+    f"({_IS_DATA_PARALLEL} ? self.parallelism.data : self.parallelism.expert))"
+)
 _NOT_VLLM_DTYPES = (Dtype.INT8, Dtype.INT4)
 
 
@@ -517,16 +554,27 @@ class MegatronInferenceSpec(ApiModel):
         SpecRule(
             f"{_RANKS} % {_POD_DIVISOR} == 0",
             lambda spec: spec.parallelism.ranks % spec.ranks_per_pod == 0,
-            "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
-            "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
+            "spec.parallelism: tensor x pipeline x expert (with data above 1: x data) must be divisible by "
+            "spec.engine.gpusPerPod, or by spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the "
+            "other",
             value=lambda spec: f"{spec.parallelism.ranks} ranks, {spec.ranks_per_pod} per pod",
         ),
         SpecRule(
             f"{_RANKS} <= {MAX_RANKS}",
             lambda spec: spec.parallelism.ranks <= MAX_RANKS,
-            f"spec.parallelism: tensor x pipeline x expert must be at most {MAX_RANKS}, the ranks of one "
-            "engine; lower one of them, and raise spec.replicas for more throughput",
+            f"spec.parallelism: tensor x pipeline x expert (with data above 1: x data) must be at most {MAX_RANKS}, "
+            "the ranks of one engine; lower one of them, and raise spec.replicas for more throughput",
             value=lambda spec: spec.parallelism.ranks,
+        ),
+        SpecRule(
+            f"!{_IS_DATA_PARALLEL} || (self.engine.backend == 'VLLM' && {_RANKS} == {_POD_DIVISOR})",
+            lambda spec: (
+                not spec.parallelism.is_data_parallel
+                or (spec.engine.backend is Backend.VLLM and spec.pods_per_engine == 1)
+            ),
+            "spec.parallelism.data: above 1 it needs spec.engine.backend VLLM, and an engine that fits one pod; set "
+            "spec.engine.gpusPerPod (ranksPerPod) to tensor x pipeline x data, or remove it and raise spec.replicas",
+            value=lambda spec: spec.parallelism.data,
         ),
         SpecRule(
             "!has(self.weights) || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",

@@ -83,6 +83,26 @@ class DownloadStatus(ApiModel):
     seconds_left: int | None = Field(default=None, description="Estimated time to the end at that rate.")
 
 
+class LoadingStatus(ApiModel):
+    pod: str = Field(description="Pod of the engine.")
+    stage: str = Field(
+        description="Download; Verify: the digest of the weights is computed; Load; Compile: kernels are compiled and "
+        "warmed up; Capture: CUDA graphs are captured."
+    )
+    bytes: int | None = Field(default=None, description="Bytes of this stage that are done.")
+    total_bytes: int | None = Field(default=None, description="Bytes of this stage.")
+    seconds_left: int | None = Field(
+        default=None, description="Estimated time to the end of this stage; absent while unknown."
+    )
+
+
+class LimitsStatus(ApiModel):
+    max_sequence_length: int | None = Field(default=None, description="Prompt and answer of a request, in tokens.")
+    kv_cache_bytes: int | None = Field(default=None, description="KV cache of each rank.")
+    max_requests: int | None = Field(default=None, description="Requests that an engine runs at once.")
+    max_tokens: int | None = Field(default=None, description="Tokens of a step.")
+
+
 class AdapterStatusEntry(ApiModel):
     name: str = Field(description="Name in /v1/models.")
     source: str = Field(description="Source, as the engines load it.")
@@ -153,6 +173,11 @@ class EngineStatusEntry(ApiModel):
         description="Time when it is started again after a cause in the infrastructure; not by itself if absent.",
     )
 
+    avoided_nodes: list[str] | None = Field(
+        default=None, description="Nodes where a GPU of the engine failed, which its new pods do not use."
+    )
+    avoided_until: Time | None = Field(default=None, description="Until when.")
+
 
 class ComponentRestarts(ApiModel):
     component: str = Field(description="coordinator, engine or server.")
@@ -213,6 +238,15 @@ class MegatronInferenceStatus(ApiModel):
     )
     formats: FormatsStatus | None = Field(
         default=None, description="Formats of answers that the servers read, as auto has recognised them or as set."
+    )
+    limits: LimitsStatus | None = Field(
+        default=None,
+        description="Limits that the engines report, those that they chose themselves included; of each the lowest.",
+    )
+    loading: LoadingStatus | None = Field(
+        default=None,
+        description="Progress of the first engine that loads, every 10 s; absent as soon as an engine is ready, or if "
+        "the operator cannot connect to the pod.",
     )
     adapters: list[AdapterStatusEntry] | None = Field(
         default=None,

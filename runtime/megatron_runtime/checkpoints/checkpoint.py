@@ -25,6 +25,7 @@ from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
+from megatron_runtime.process.progress import PROGRESS, Stage
 
 Kinds = Mapping[str, TensorKind]
 
@@ -140,10 +141,22 @@ class VerifiedCheckpoint(Checkpoint):
 
 @contextmanager
 def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[VerifiedCheckpoint]:
-    """Show a progress bar on standard error while `checkpoint` is read, if standard error is a terminal.
+    """Report to the probes of this process how far the reading of `checkpoint` is, and show a progress bar on standard
+    error if that is a terminal.
 
     what: the label of the bar, such as "loading".
     """
+    total = sum(prod(kind.shape) for kind in checkpoint.kinds.values())
+    size = sum(prod(kind.shape) * kind.dtype.itemsize for kind in checkpoint.kinds.values())
+    done = 0
+
+    def report(values: int) -> None:
+        nonlocal done
+        done += values
+        PROGRESS.report(Stage.LOAD, done * size // total, size)
+
+    PROGRESS.report(Stage.LOAD, 0, size)
+    checkpoint.on_read = report
     if not sys.stderr.isatty():
         yield checkpoint
         return
@@ -151,10 +164,14 @@ def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[Veri
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    total = sum(prod(kind.shape) for kind in checkpoint.kinds.values())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
         task = bar.add_task(what, total=total)
-        checkpoint.on_read = lambda values: bar.advance(task, values)
+
+        def advance(values: int) -> None:
+            report(values)
+            bar.advance(task, values)
+
+        checkpoint.on_read = advance
         yield checkpoint
 
 

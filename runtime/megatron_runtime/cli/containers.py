@@ -115,6 +115,21 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     envvar="EXPERT_PARALLEL_SIZE",
     help="Ranks that share the experts of each layer.",
 )
+@environment_option(
+    "--data-parallel",
+    type=PARALLEL,
+    default=1,
+    envvar="DATA_PARALLEL_SIZE",
+    help="Copies of the dense layers in one engine, with --backend vllm only. --expert-parallel is then 1, or "
+    "tensor x data.",
+)
+@click.option(
+    "--vllm-sleep-level",
+    type=click.Choice(["1", "2"]),
+    callback=lambda _context, _option, value: None if value is None else int(value),
+    help="What a suspend of vLLM does on a GPU. 1 moves the weights to the memory of the host; 2 drops them, and the "
+    "resume reads their files again. Absent: 2, or 1 with layers or a model for drafts.",
+)
 @click.option(
     "--rendezvous-seconds",
     type=_AT_LEAST_A_SECOND,
@@ -141,6 +156,7 @@ def engine(
     tensor_parallel: int,
     pipeline_parallel: int,
     expert_parallel: int,
+    data_parallel: int,
     device: Device,
     is_check: bool,
     **options: Any,
@@ -160,8 +176,15 @@ def engine(
     from megatron_runtime.engine import worker
     from megatron_runtime.engine.settings import EngineSettings
 
-    sizes = ParallelSizes(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
+    sizes = ParallelSizes(
+        tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel, data=data_parallel
+    )
     settings = EngineSettings(parallel=sizes, device=device.kind, **options)
+    if sizes.data > 1 and settings.backend != "vllm":
+        raise click.UsageError(
+            f"--data-parallel {sizes.data} is not supported by --backend {settings.backend}: use --backend vllm, or "
+            "start several engines"
+        )
     if is_check:
         _check(settings)
         return

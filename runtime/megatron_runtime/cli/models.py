@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +25,6 @@ from megatron_runtime.protocol import strict_json as json
 
 if TYPE_CHECKING:
     from megatron_runtime.checkpoints.remote.files import Progress
-
-_RATE_SECONDS = 30.0
 
 
 @click.command()
@@ -212,23 +209,6 @@ def _shown_progress(what: str) -> Iterator[Progress]:
         yield lambda done, size, files: bar.update(task, completed=done, total=size)
 
 
-class _Rate:
-    """Bytes per second over the last half minute."""
-
-    def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()
-
-    def add(self, now: float, done: int) -> None:
-        self._samples.append((now, done))
-        while now - self._samples[0][0] > _RATE_SECONDS:
-            self._samples.popleft()
-
-    @property
-    def value(self) -> int:
-        (since, first), (until, last) = self._samples[0], self._samples[-1]
-        return max(0, round((last - first) / (until - since))) if until > since else 0
-
-
 @contextmanager
 def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
     """Yield a Progress that calls `report`, and serve the last counts over HTTP. port: None serves nothing.
@@ -239,17 +219,15 @@ def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
         yield report
         return
     from megatron_runtime.process.health import HealthServer, serve_on_thread
+    from megatron_runtime.process.progress import Stage, StartProgress
 
-    rate = _Rate()
-    counts: dict[str, object] | None = None
+    start = StartProgress()
 
     def progress(done: int, size: int, files: int) -> None:
-        nonlocal counts
-        rate.add(time.monotonic(), done)
-        counts = {"bytes": done, "totalBytes": size, "bytesPerSecond": rate.value}
+        start.report(Stage.DOWNLOAD, done, size)
         report(done, size, files)
 
-    stop = serve_on_thread(HealthServer(missing=list, pages={"/progress": lambda: counts}, port=port))
+    stop = serve_on_thread(HealthServer(missing=list, pages={"/progress": start.page}, port=port))
     try:
         yield progress
     finally:

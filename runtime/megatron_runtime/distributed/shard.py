@@ -25,20 +25,37 @@ class IndivisibleError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """The number of ranks in each dimension of an engine."""
+    """The number of ranks in each dimension of an engine.
+
+    With `data` above 1, which only vLLM has, `data` copies of the dense layers run side by side, and the experts are
+    shared by no ranks (`expert` 1) or by all ranks of a stage (`expert` = tensor x data).
+    """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    data: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "expert"):
+        for name in ("tensor", "pipeline", "expert", "data"):
             if getattr(self, name) < 1:
                 raise IndivisibleError(f"{name}_parallel_size={getattr(self, name)}: want at least 1")
+        if self.data > 1 and self.expert not in (1, self.tensor * self.data):
+            raise IndivisibleError(
+                f"expert_parallel_size={self.expert}: with data_parallel_size={self.data} want 1 or tensor x data = "
+                f"{self.tensor * self.data}"
+            )
+
+    @property
+    def product(self) -> str:
+        """The dimensions whose product is the number of ranks, for errors."""
+        if self.data > 1:
+            return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
+        return f"tensor {self.tensor} x pipeline {self.pipeline} x expert {self.expert}"
 
     @property
     def world(self) -> int:
-        return self.tensor * self.expert * self.pipeline
+        return self.tensor * self.pipeline * (self.data if self.data > 1 else self.expert)
 
     def shard(self, rank: int) -> Shard:
         """Return the part of the model that `rank` of the engine holds."""
@@ -224,6 +241,6 @@ def node_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.envi
 def _check_world(sizes: ParallelSizes, world: int) -> None:
     if world != sizes.world:
         raise IndivisibleError(
-            f"{world} ranks were started, tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} "
-            f"is {sizes.world}: make NNODES x NPROC_PER_NODE (torchrun: --nnodes x --nproc-per-node) equal to it"
+            f"{world} ranks were started, {sizes.product} is {sizes.world}: make NNODES x NPROC_PER_NODE (torchrun: "
+            "--nnodes x --nproc-per-node) equal to it"
         )

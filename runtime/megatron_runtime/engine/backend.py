@@ -46,6 +46,8 @@ class BackendInfo:
     vocab_size, eos_ids: of the model.
     max_sequence_length: limit of prompt and answer of one request, in tokens. The first load can lower it.
     max_requests:        limit of concurrent requests.
+    max_tokens:          limit of tokens of one step; 0: unknown.
+    kv_cache_bytes:      KV cache of each rank; 0: unknown, as before the first load of a backend that measures it.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
     ranks:               number of ranks that confirm each verb.
     loads_under_pause:   new weights are loaded in the place of those in use, by load_staged_weights().
@@ -57,6 +59,8 @@ class BackendInfo:
     eos_ids: tuple[int, ...]
     max_sequence_length: int
     max_requests: int
+    max_tokens: int = 0
+    kv_cache_bytes: int = 0
     block_size_tokens: int = 0
     ranks: int = 1
     capabilities: frozenset[Capability] = frozenset()

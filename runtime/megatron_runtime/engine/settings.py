@@ -49,6 +49,8 @@ class EngineSettings:
     step_timeout_seconds: watchdog of an engine of several ranks: it fails if no rank makes progress for so long.
     vllm_arguments:    engine arguments of vLLM by name; see protocol/vllm_arguments.py.
     vllm_allow_code:   accept arguments with which vLLM loads code.
+    vllm_sleep_level:  effect of SUSPEND with vLLM on a GPU: 1 moves the weights to host memory, 2 drops them and reads
+                       their files again at RESUME; None means 2, and 1 if a draft model would be lost.
     registration_seconds: the engine ends if no coordinator has answered in this time after its start; None: it tries
                        without end.
     drain_seconds:     time after SIGTERM to finish the requests in flight; the rest is handed over.
@@ -81,6 +83,7 @@ class EngineSettings:
     step_timeout_seconds: float = 60.0
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     vllm_allow_code: bool = False
+    vllm_sleep_level: Literal[1, 2] | None = None
     registration_seconds: float | None = None
     drain_seconds: float = 60.0
 

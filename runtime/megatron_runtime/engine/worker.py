@@ -26,8 +26,9 @@ from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.engine.output_stage import OutputStage
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import end_signals
-from megatron_runtime.process.health import HealthServer
+from megatron_runtime.process.health import HealthServer, serve_on_thread
 from megatron_runtime.process.logs import of_request, write_termination_message
+from megatron_runtime.process.progress import PROGRESS
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
@@ -143,7 +144,12 @@ class EngineWorker:
         await self._backend.start(self)
         health = None
         if self._settings.health_port is not None:
-            health = HealthServer(missing=self._missing, registry=self._registry, port=self._settings.health_port)
+            health = HealthServer(
+                missing=self._missing,
+                registry=self._registry,
+                pages={"/progress": lambda: None if self._serving else PROGRESS.page()},
+                port=self._settings.health_port,
+            )
             await health.start()
         controller = asyncio.create_task(self._control_loop())
         registration = asyncio.create_task(self._report_until_registered())
@@ -202,6 +208,8 @@ class EngineWorker:
             revision=settings.revision,
             max_requests=info.max_requests,
             max_sequence_length=info.max_sequence_length,
+            max_tokens=info.max_tokens or None,
+            kv_cache_bytes=info.kv_cache_bytes or None,
             block_size_tokens=info.block_size_tokens,
             started_ms=self._started_ms,
             backend=info.name,
@@ -446,7 +454,8 @@ class EngineWorker:
 
 
 async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseException | None:
-    backend = make_backend(settings)
+    with _probes_of_start(settings):
+        backend = make_backend(settings)
     tracer = tracer_from_environment("megatron-engine")
     gc.freeze()  # a collection takes 90 ms with the objects of all imports, and 0.1 ms without
     worker = EngineWorker(settings, backend, tracer=tracer)
@@ -458,6 +467,21 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseExc
         if tracer is not None:
             tracer.close()
     return worker.failure
+
+
+@contextlib.contextmanager
+def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
+    """Answer probes on a thread while a backend is made, which downloads the model if it is not there."""
+    if not settings.health_port:
+        yield
+        return
+    missing = f"model {settings.model}"
+    server = HealthServer(missing=lambda: [missing], pages={"/progress": PROGRESS.page}, port=settings.health_port)
+    stop = serve_on_thread(server)
+    try:
+        yield
+    finally:
+        stop()
 
 
 def run(settings: EngineSettings, make_backend: MakeBackend) -> None:

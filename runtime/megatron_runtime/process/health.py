@@ -249,9 +249,11 @@ class MetricsPage:
 
 
 def serve_on_thread(server: HealthServer) -> Callable[[], None]:
-    """Start a server on a thread of its own, and return the function that ends both. Raises OSError as start() does."""
+    """Start a server on a thread of its own, and return the function that ends both. Raises OSError as start() does.
+
+    May be called on an event loop, which it blocks until the server listens.
+    """
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(server.start())
     thread = threading.Thread(target=loop.run_forever, name="probes", daemon=True)
     thread.start()
 
@@ -261,6 +263,11 @@ def serve_on_thread(server: HealthServer) -> Callable[[], None]:
         thread.join()
         loop.close()
 
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result()
+    except BaseException:
+        stop()
+        raise
     return stop
 
 

@@ -119,6 +119,10 @@ class Hello(ControlMessage):
     """Hash of the model that an engine runs or a client makes its requests for. Empty: compatible with every model."""
     max_requests: Count = 0
     max_sequence_length: Count = 0
+    max_tokens: Count | None = None
+    """Engines: limit of tokens of one step. None: unknown."""
+    kv_cache_bytes: U64 | None = None
+    """Engines: KV cache of each rank. None: unknown."""
     block_size_tokens: Count = 0
     source: Text | None = None
     """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
@@ -295,6 +299,11 @@ class EngineStatus(_Map):
     """Digest of its weights, from its last heartbeat. Empty: unknown, as between an update and the next heartbeat."""
     source: Text | None = None
     """Source of its weights, if an UPDATE_WEIGHTS or HELLO_ACK set it; "" if none did. None: unknown."""
+    max_requests: Count | None = None
+    max_sequence_length: Count | None = None
+    max_tokens: Count | None = None
+    kv_cache_bytes: U64 | None = None
+    """The limits of its HELLO. None: unknown."""
 
 
 class AdapterStatus(_Map):

@@ -228,7 +228,7 @@ CLASSES: Mapping[str, Class] = {
             "spec.parallelism.expert": "enable_expert_parallel",
             "spec.parallelism.pipeline": "pipeline_parallel_size",
             "spec.parallelism.tensor": "tensor_parallel_size",
-            "spec.replicas": "data_parallel_address data_parallel_backend data_parallel_external_lb "
+            "spec.parallelism.data": "data_parallel_address data_parallel_backend data_parallel_external_lb "
             "data_parallel_hybrid_lb data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port "
             "data_parallel_size data_parallel_size_local data_parallel_start_rank",
             "spec.weights": "weight_transfer_config",
@@ -237,6 +237,8 @@ CLASSES: Mapping[str, Class] = {
     },
 }
 """The class of each argument, and of each member of the arguments that are objects. An absent one counts as CODE."""
+WITHOUT_DRAFT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Methods of speculation that take the drafts from the tokens of the request."""
 OBJECTS = frozenset(name.rpartition(".")[0] for name in CLASSES if "." in name)
 """Arguments and members that are classed by their members."""
 _REQUIRED = {"speculative_config": "method"}

@@ -107,6 +107,14 @@ async def served() -> AsyncIterator[Served]:
     await served.stop()
 
 
+async def test_the_limits_of_an_engine_are_in_the_status_of_the_coordinator(served: Served) -> None:
+    [engine] = served.coordinator.core.engines
+    status = engine.describe(0.0)
+    info = served.backend.info
+    assert (status.max_requests, status.max_sequence_length) == (info.max_requests, info.max_sequence_length)
+    assert (status.max_tokens, status.kv_cache_bytes) == (info.max_tokens, served.executor.kv_cache_bytes)
+
+
 async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) -> None:
     """39 pages hold nine prompts of four pages at most: the older ones are evicted."""
     for number in range(14):

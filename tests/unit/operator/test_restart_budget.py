@@ -225,12 +225,78 @@ def test_an_engine_whose_gpu_failed_gets_new_pods_at_its_first_incident(make_clu
     cluster.settle()
     assert not [name for name in cluster.engine_pods() if name.startswith(ENGINE)]
     engine = cluster.status["engines"][0]
-    assert engine["diagnosis"].startswith("a GPU failed: the engine gets new pods; ")
+    assert engine["diagnosis"].startswith("a GPU failed: the engine gets new pods elsewhere; ")
     assert "uncorrectable ECC error" in engine["diagnosis"]
     assert parse(engine["retryAt"]) - cluster.now <= timedelta(seconds=60)
     cluster.now += timedelta(seconds=61)
     cluster.settle()
     assert cluster.state == "Running"
+
+
+def excluded(cluster: Any) -> list[str]:
+    """Return the nodes that the pod of the first engine must not use, by each term of its affinity."""
+    spec = cluster.pods[f"{ENGINE}-0"]["spec"]
+    required = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution", {}
+    )
+    return [
+        name
+        for term in required.get("nodeSelectorTerms", ())
+        for field in term.get("matchFields", ())
+        for name in field["values"]
+    ]
+
+
+def fail_device(cluster: Any, node: str) -> None:
+    cluster.pods[f"{ENGINE}-0"]["spec"]["nodeName"] = node
+    crash(cluster, 1, message="CUDA error: uncorrectable ECC error encountered")
+    cluster.settle()
+    cluster.now = parse(cluster.status["engines"][0]["retryAt"])
+    cluster.settle()
+
+
+def test_new_pods_avoid_the_nodes_of_failed_devices_for_a_time(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT).settled()
+    revision = cluster.status["revision"]
+    for number in range(5):
+        fail_device(cluster, f"node-{number}")
+        assert excluded(cluster) == [f"node-{each}" for each in range(number + 1)][-3:]
+        assert (cluster.state, cluster.status["revision"]) == ("Running", revision)
+    uid = cluster.pods[f"{ENGINE}-0"]["metadata"]["uid"]
+    cluster.pods[f"{ENGINE}-0"]["spec"]["nodeName"] = "node-9"
+    cluster.now = parse(cluster.status["engines"][0]["avoidedUntil"])
+    cluster.settle()
+    assert "avoidedNodes" not in cluster.status["engines"][0]
+    assert cluster.pods[f"{ENGINE}-0"]["metadata"]["uid"] == uid, "an engine that runs is left alone"
+
+
+def test_a_pod_that_finds_no_other_node_returns_to_that_of_the_failed_device_later(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle=LIMIT).settled()
+    fail_device(cluster, "node-0")
+    pod = cluster.pods[f"{ENGINE}-0"]
+    assert (excluded(cluster), pod["spec"].get("nodeName")) == (["node-0"], None)
+    until = parse(cluster.status["engines"][0]["avoidedUntil"])
+    cluster.now = until - timedelta(seconds=1)
+    assert cluster.step().requeue_after <= 1
+    assert cluster.pods[f"{ENGINE}-0"]["metadata"]["uid"] == pod["metadata"]["uid"]
+    cluster.now = until
+    cluster.settle()
+    assert excluded(cluster) == []
+    assert cluster.pods[f"{ENGINE}-0"]["metadata"]["uid"] != pod["metadata"]["uid"]
+    assert cluster.state == "Running"
+
+
+def test_an_avoided_node_is_excluded_beside_the_affinity_of_the_pod_template(make_cluster: Any) -> None:
+    zones = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]} for zone in "ab"]
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": zones}}
+    template = {"spec": {"affinity": {"nodeAffinity": required}}}
+    cluster = make_cluster(lifecycle=LIMIT, engine={"podTemplate": template}).settled()
+    fail_device(cluster, "node-0")
+    assert excluded(cluster) == ["node-0", "node-0"], "a pod needs one term only"
+    terms = cluster.pods[f"{ENGINE}-0"]["spec"]["affinity"]["nodeAffinity"][
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ]["nodeSelectorTerms"]
+    assert [term["matchExpressions"] for term in terms] == [zone["matchExpressions"] for zone in zones]
 
 
 def test_a_cause_in_one_pod_is_that_of_the_ranks_that_lost_it(make_cluster: Any) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from megatron_operator.cli import main
-from megatron_operator.decision.decide import NOT_QUOTED, quotable
+from megatron_operator.decision.decide import NOT_QUOTED, decide, quotable
 from megatron_operator.decision.world import OperationReport, PodView
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
@@ -27,6 +27,7 @@ from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
 from megatron_operator.resource.spec import MegatronInferenceSpec, SpeculativeMethod, parse_spec
 from megatron_operator.resource.states import OperationOutcome
+from megatron_operator.resource.status import MegatronInferenceStatus
 from megatron_operator.resource.text import printable
 from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.protocol.vllm_arguments import CLASSES, Effect
@@ -143,6 +144,36 @@ def test_an_engine_over_several_pods_has_the_variables_of_a_native_one_and_its_o
     assert env["VLLM_HOST_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
 
 
+def test_data_parallel_ranks_are_in_one_pod_and_read_their_number_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"tensor": 2, "expert": 8, "data": 4}
+    ctx = context(engine={"gpusPerPod": 8}, parallelism=sizes)
+    assert (ctx.spec.parallelism.ranks, ctx.spec.pods_per_engine) == (8, 1)
+    for name, value in variables(ctx).items():
+        if isinstance(value, str):
+            monkeypatch.setenv(name, value)
+    params = engine_command.make_context("engine", [], resilient_parsing=True).params
+    assert {name: params[f"{name}_parallel"] for name in sizes} == sizes
+    one, absent = (context(parallelism=each) for each in ({"data": 1}, {}))
+    assert revision_of(one) == revision_of(absent)
+    assert "DATA_PARALLEL_SIZE" not in variables(context(engine={"gpusPerPod": 2}, parallelism={"tensor": 2}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "engine_fields", "sizes", "message"),
+    [
+        ("Native", {"ranksPerPod": 2}, {"data": 2}, "parallelism.data: above 1 it needs spec.engine.backend VLLM"),
+        ("VLLM", {}, {"data": 2}, "parallelism.data: above 1 it needs .* and an engine that fits one pod"),
+        ("VLLM", {"ranksPerPod": 4}, {"tensor": 2, "expert": 2, "data": 2}, "set it to 1 or to tensor x data"),
+        ("VLLM", {"ranksPerPod": 3}, {"data": 2}, r"tensor x pipeline x expert \(with data above 1: x data\)"),
+    ],
+)
+def test_data_parallelism_that_no_engine_has_is_rejected_by_name(
+    backend: str, engine_fields: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        context(backend=backend, engine=engine_fields, parallelism=sizes)
+
+
 def test_caches_are_on_the_writable_volume_and_nothing_is_reported() -> None:
     ctx = context()
     config = next(each["data"] for each in all_children(ctx) if each["kind"] == "ConfigMap")
@@ -169,6 +200,23 @@ def test_engines_on_gpus_choose_what_the_resource_leaves_open(backend: str) -> N
     assert [option(engine(chosen)["args"], name) for name in sorted(limits)] == ["9Gi", "8", "512", "16"]
 
 
+def test_the_status_has_the_lowest_limit_of_the_engines_that_serve(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2).settled()
+    assert "limits" not in cluster.status, "engines of an earlier release report none"
+    world = cluster.world()
+    first, second = world.coordinator.engines
+    engines = (
+        replace(first, max_sequence_length=8192, kv_cache_bytes=9 << 30, max_requests=256),
+        replace(second, max_sequence_length=4096, kv_cache_bytes=10 << 30, max_requests=256, max_tokens=8192),
+    )
+    status = decide(replace(world, coordinator=replace(world.coordinator, engines=engines))).status
+    MegatronInferenceStatus.model_validate(status)
+    limits = {"maxSequenceLength": 4096, "kvCacheBytes": 9 << 30, "maxRequests": 256, "maxTokens": 8192}
+    assert status["limits"] == limits
+    cluster.status["limits"] = limits
+    assert decide(cluster.world()).status["limits"] == limits, "they are kept while no engine reports any"
+
+
 def test_a_figure_of_cpus_is_the_same_model_whether_it_is_set_or_absent() -> None:
     explicit = {"source": {"builtin": "smollm2-135m"}, "maxSequenceLength": 4096}
     assert model_hash(context()) == model_hash(context(model=explicit))
@@ -188,7 +236,7 @@ def test_a_figure_of_cpus_is_the_same_model_whether_it_is_set_or_absent() -> Non
     [
         ({"max_model_len": 9}, "args.max_model_len conflicts with spec.model.maxSequenceLength: set that field"),
         ({"tensor_parallel_size": 2}, "args.tensor_parallel_size conflicts with spec.parallelism.tensor"),
-        ({"data_parallel_size": 2}, "args.data_parallel_size conflicts with spec.replicas"),
+        ({"data_parallel_size": 2}, "args.data_parallel_size conflicts with spec.parallelism.data"),
         ({"download_dir": "/tmp"}, "args.download_dir opens a port or a file: leave it out"),
         ({"kv_transfer_config": {"kv_port": 1}}, "args.kv_transfer_config.kv_port opens a port or a file"),
         ({"master_port": 1}, "args.master_port is set by the engine: leave it out"),

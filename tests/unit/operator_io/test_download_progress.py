@@ -11,11 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from eventually import eventually
 from in_memory_cluster import Cluster
 
 from megatron_operator.controller import observe
-from megatron_operator.controller.observe import read_progress
-from megatron_operator.decision.world import PodView
+from megatron_operator.controller.observe import read_loading, read_progress
+from megatron_operator.decision.world import Loading, PodView
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
@@ -69,6 +70,77 @@ def test_a_pod_that_cannot_be_reached_has_no_progress() -> None:
     with pod_that_answers([b""]) as port:
         pass
     assert read_progress(POD, port=port) is None
+
+
+LOADING = PodView("demo-engine-0-0", "1", "engine", loading_at="127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"stage": "Load", "bytes": 3, "totalBytes": 9, "secondsLeft": 2}, Loading("demo-engine-0-0", "Load", 3, 9, 2)),
+        ({"stage": "Compile"}, Loading("demo-engine-0-0", "Compile")),
+        ({"stage": "Capture", "secondsLeft": -1, "bytes": True}, Loading("demo-engine-0-0", "Capture")),
+        ({"stage": "Dance"}, None),
+        ({"stage": ["Load"]}, None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_the_stage_of_an_engine_is_read_from_its_pod(answer: Any, expected: Loading | None) -> None:
+    with pod_that_answers([json.dumps(answer).encode()]) as port:
+        assert read_loading(LOADING, port=port) == expected
+
+
+async def test_the_stage_of_the_first_engine_is_in_the_status_until_one_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster({"replicas": 2, "model": {"source": {"builtin": "smollm2-135m"}}}, security=False)
+    statuses: list[Any] = []
+    api = InMemoryApi(cluster, on_status=statuses.append)
+    watch = Watch(api)
+    watch.show()
+    task = new_operator(api, watch, DirectLink(cluster), term=1)
+    while "demo-engine-1-0" not in cluster.pods:
+        await task.run_once()
+        cluster.tick()
+        watch.show()
+
+    def show(version: int, *, ready: bool) -> None:
+        for name in ("demo-engine-0-0", "demo-engine-1-0"):
+            cluster.pods[name]["status"] = {
+                "phase": "Running",
+                "podIP": "127.0.0.1",
+                "conditions": [{"type": "Ready", "status": str(ready)}],
+                "containerStatuses": [{"name": "engine", "restartCount": 0, "state": {"running": {}}}],
+            }
+            cluster.pods[name]["metadata"]["resourceVersion"] = str(version)
+        watch.show()
+
+    show(1000, ready=False)
+    monkeypatch.setattr(observe, "DOWNLOAD_SECONDS", 0.0)
+    answer = [json.dumps({"stage": "Load", "bytes": 3, "totalBytes": 9, "secondsLeft": 2}).encode()]
+    with pod_that_answers(answer) as port:
+        monkeypatch.setattr(observe, "read_loading", partial(read_loading, port=port))
+
+        async def has_stage() -> bool:
+            await task.run_once()
+            watch.show()
+            return "loading" in cluster.status
+
+        await eventually(has_stage, what="the stage is in the status")
+        expected = {"pod": "demo-engine-0-0", "stage": "Load", "bytes": 3, "totalBytes": 9, "secondsLeft": 2}
+        assert cluster.status["loading"] == expected
+        written = len(statuses)
+        for _ in range(3):
+            await task.run_once()
+            watch.show()
+        assert len(statuses) == written, "nothing is written while nothing changes"
+        show(1001, ready=True)
+        for _ in range(3):
+            await task.run_once()
+            watch.show()
+        assert "loading" not in cluster.status
 
 
 async def test_the_progress_is_in_the_status_until_the_download_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,22 @@ def test_indivisible_sizes_are_rejected_with_numbers_and_remedy() -> None:
         (lambda: shard.experts(8), r"expert_parallel_size=3 does not divide the model's 8 experts: use 1, 2, 4 or 8"),
         (lambda: ParallelSizes(tensor=4).shard(0).kv_heads(3), r"not a multiple of the model's 3 .*: use 3 or 6"),
         (lambda: ParallelSizes(tensor=0), "tensor_parallel_size=0: want at least 1"),
+        (
+            lambda: ParallelSizes(tensor=2, expert=2, data=3),
+            "expert_parallel_size=2: with data_parallel_size=3 want 1 or tensor x data = 6",
+        ),
         (lambda: ParallelSizes().shard(1), "rank 1: tensor x pipeline x expert is 1 ranks"),
     ):
         with pytest.raises(IndivisibleError, match=message):
             reject()
+
+
+@pytest.mark.parametrize("expert", [1, 8])
+def test_data_parallelism_replaces_the_expert_dimension(expert: int) -> None:
+    sizes = ParallelSizes(tensor=2, pipeline=3, expert=expert, data=4)
+    assert sizes.world == 24
+    with pytest.raises(IndivisibleError, match="tensor 2 x pipeline 3 x data 4 is 24"):
+        node_identity(sizes, {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "a"})
 
 
 def test_rank_is_read_from_torchrun_or_the_pod() -> None:

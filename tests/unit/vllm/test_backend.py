@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +25,10 @@ from safetensors.torch import load_file
 from megatron_runtime.backends.registry import build_backend, check_backend
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.cli import main
+from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engine.backend import Capability, UnsupportedVerbError
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.progress import Stage, StartProgress
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
@@ -279,12 +283,20 @@ async def test_a_suspend_ends_vllms_process_and_a_resume_continues_every_answer(
 
 
 @pytest.mark.parametrize("is_updated", [False, True])
+@pytest.mark.parametrize(("asked", "level"), [(None, 2), (2, 2), (1, 1)])
 async def test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes(
-    start: Start, model: Path, other_weights: Path, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch, is_updated: bool
+    start: Start,
+    model: Path,
+    other_weights: Path,
+    fake_vllm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_updated: bool,
+    asked: int | None,
+    level: int,
 ) -> None:
     """The process stays, unless the weights that it keeps are replaced meanwhile."""
     monkeypatch.setenv("FAKE_VLLM_CAN_SLEEP", "1")
-    running = await start()
+    running = await start(vllm_sleep_level=asked)
     await running.backend.load()
     await running.backend.unpause()
     running.submit(1, PROMPT, num_tokens_to_generate=40)
@@ -292,13 +304,16 @@ async def test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes
     vllm = vllm_of(running)
     await running.backend.pause()
     assert not (await running.backend.release_memory()).failed
-    assert (lines(fake_vllm, "sleep 1"), vllm.is_running()) == (1, True)
+    assert (lines(fake_vllm, f"sleep {level}"), vllm.is_running()) == (1, True)
     held = running.listener.tokens(1)
     if is_updated:
         assert not (await running.backend.stage_weights(str(other_weights), 7)).failed
         assert not (await running.backend.commit_weights()).failed
     assert not (await running.backend.restore_memory()).failed
-    assert (lines(fake_vllm, "wake_up"), vllm.is_running()) == ((0, False) if is_updated else (1, True))
+    wakes = [lines(fake_vllm, f"wake_up {tags}") for tags in ("all", "weights", "kv_cache")]
+    assert wakes == ([0, 0, 0] if is_updated else [1, 0, 0] if level == 1 else [0, 1, 1])
+    assert vllm.is_running() is not is_updated
+    assert lines(fake_vllm, "reload_weights") == (level == 2 and not is_updated)
     running.submit(2, PROMPT, num_tokens_to_generate=5)
     steps = lines(fake_vllm, "step")
     await asyncio.sleep(0.05)
@@ -308,6 +323,41 @@ async def test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes
     weights = weights_of(other_weights if is_updated else model)
     assert running.listener.tokens(1) == held + answer(PROMPT + held, 40 - len(held), weights)
     assert running.listener.tokens(2) == answer(PROMPT, 5, weights)
+
+
+async def test_after_sleep_level_2_weights_and_adapters_are_loaded_again(
+    start: Start, model: Path, tmp_path: Path, fake_vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the files cannot be read at first: the engine then stays suspended."""
+    monkeypatch.setenv("FAKE_VLLM_CAN_SLEEP", "1")
+    directory = Path(shutil.copytree(model, tmp_path / "model"))
+    running = await start(model=str(directory), vllm_arguments={"enable_lora": True})
+    await running.backend.load()
+    await running.backend.load_adapter("mine@1", str(adapter_of(tmp_path / "adapter", size=5)))
+    await running.backend.release_memory()
+    weights = directory / "model.safetensors"
+    weights.rename(tmp_path / "moved")
+    assert "No such file" in (await running.backend.restore_memory()).error
+    assert lines(fake_vllm, "sleep 2") == 2
+    (tmp_path / "moved").rename(weights)
+    assert not (await running.backend.restore_memory()).failed
+    await running.backend.unpause()
+    for request_id, adapter in ((1, ""), (2, "mine@1")):
+        running.submit(request_id, PROMPT, num_tokens_to_generate=5, adapter=adapter)
+    await running.listener.end_of(1, 2)
+    assert running.listener.tokens(1) == answer(PROMPT, 5, weights_of(model))
+    assert running.listener.tokens(2) == answer(PROMPT, 5, weights_of(model) + 5)
+
+
+async def test_weights_of_drafts_are_never_dropped(start: Start, model: Path) -> None:
+    from megatron_runtime.backends.vllm.arguments import sleep_level
+
+    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="vllm", model=str(model))
+    for method, level in (("ngram", 2), ("suffix", 2), ("mtp", 1), ("eagle3", 1), ("draft_model", 1)):
+        arguments = {"speculative_config": {"method": method, "num_speculative_tokens": 2}}
+        assert sleep_level(replace(settings, vllm_arguments=arguments)) == level
+    with pytest.raises(ValueError, match="vllm_sleep_level=2: vLLM cannot reload the weights of speculative_config"):
+        await start(vllm_sleep_level=2, vllm_arguments={"speculative_config": {"method": "mtp"}})
 
 
 async def test_new_weights_are_used_from_the_next_token_and_stamped(
@@ -409,6 +459,23 @@ async def test_an_engine_that_joins_uses_the_weights_of_its_pool(start: Start, o
     assert last.summary.policy_epoch == [(0, 7)]
 
 
+async def test_requests_that_vllm_aborts_because_it_lost_a_rank_are_kept(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_ABORTS", "1")
+    running = await start()
+    await running.backend.load()
+    await running.backend.unpause()
+    running.submit(1, PROMPT)
+    running.submit(2, [*PROMPT, 666])
+
+    async def has_failed() -> bool:
+        return bool(running.listener.failures)
+
+    await eventually(has_failed, what="the engine fails")
+    assert running.listener.last(1) is running.listener.last(2) is None, "other engines continue them"
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_an_engine_whose_vllm_ends_fails_once_and_keeps_its_requests(running: Running, is_killed: bool) -> None:
     running.submit(1, [*PROMPT, *([] if is_killed else [666])])
@@ -491,7 +558,7 @@ async def test_adapters_that_change_while_vllm_sleeps_are_there_when_it_wakes(
     """Its process lives on with the adapters that it had."""
     monkeypatch.setenv("FAKE_VLLM_CAN_SLEEP", "1")
     old, new = adapter_of(tmp_path / "old", size=5), adapter_of(tmp_path / "new", size=9)
-    running = await start(vllm_arguments={"enable_lora": True})
+    running = await start(vllm_arguments={"enable_lora": True}, vllm_sleep_level=1)
     await running.backend.load()
     assert not (await running.backend.load_adapter("old@1", str(old))).failed
     await running.backend.release_memory()
@@ -499,7 +566,7 @@ async def test_adapters_that_change_while_vllm_sleeps_are_there_when_it_wakes(
         assert not (await running.backend.unload_adapter("old@1")).failed
     assert not (await running.backend.load_adapter("new@1", str(new))).failed
     assert not (await running.backend.restore_memory()).failed
-    assert lines(fake_vllm, "wake_up") == 1
+    assert lines(fake_vllm, "wake_up all") == 1
     assert lines(fake_vllm, "remove_lora 1") == is_unloaded
     await running.backend.unpause()
     for request_id, name in enumerate(["", "new@1"] if is_unloaded else ["", "new@1", "old@1"]):
@@ -523,7 +590,7 @@ async def test_a_resume_whose_adapter_cannot_be_loaded_is_undone_and_may_be_repe
     weights = directory / "adapter_model.safetensors"
     weights.rename(tmp_path / "moved")
     assert "No such file" in (await running.backend.restore_memory()).error
-    assert lines(fake_vllm, "sleep 1") == (2 if can_sleep else 0)
+    assert lines(fake_vllm, "sleep 2") == (2 if can_sleep else 0)
     assert lines(fake_vllm, "shutdown") == (0 if can_sleep else 2)
     (tmp_path / "moved").rename(weights)
     assert not (await running.backend.restore_memory()).failed
@@ -588,12 +655,70 @@ def test_on_a_gpu_vllm_chooses_what_the_settings_leave_open(
     assert limits == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (ParallelSizes(tensor=2), (2, False, 1, 2)),
+        (ParallelSizes(tensor=2, expert=4, pipeline=3), (8, True, 1, 24)),
+        (ParallelSizes(tensor=2, data=4), (2, False, 4, 8)),
+        (ParallelSizes(tensor=2, expert=8, data=4), (2, True, 4, 8)),
+    ],
+)
+async def test_expert_ranks_share_those_of_tensor_and_data(
+    start: Start, sizes: ParallelSizes, expected: tuple[int, bool, int, int]
+) -> None:
+    from megatron_runtime.backends.vllm.arguments import engine_arguments
+
+    engine = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="vllm", parallel=sizes)
+    chosen = engine_arguments(engine, Path("/model"), cache_events="ipc:///e")
+    ranks = (chosen.tensor_parallel_size, chosen.enable_expert_parallel, chosen.data_parallel_size)
+    info = (await start(parallel=sizes, max_requests=8)).backend.info
+    assert (*ranks, info.ranks) == expected
+    assert info.max_requests == 8 * sizes.data, "vLLM's limit is that of one data-parallel rank"
+
+
+def test_data_parallelism_needs_vllm_and_one_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ("engine", "--coordinator", "h:1", "--name", "e", "--health-port", "off", "--data-parallel", "2")
+    result = CliRunner().invoke(main, [*engine, "--check"])
+    assert result.exit_code == 2
+    assert "--data-parallel 2 is not supported by --backend native: use --backend vllm, or" in result.output
+    for name, value in {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    from megatron_runtime.backends.vllm.arguments import engine_arguments
+
+    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", parallel=ParallelSizes(data=2))
+    with pytest.raises(ValueError, match=r"data_parallel_size=2 over 2 pods: give an engine .* one pod"):
+        engine_arguments(settings, Path("/model"), cache_events="ipc:///e")
+
+
 async def test_the_limits_that_vllm_chose_on_a_gpu_are_announced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
     running = await start(max_sequence_length=None, max_requests=None)
     assert running.backend.info.max_requests == 256
     await running.backend.load()
     assert running.backend.info.max_sequence_length == 1536
+
+
+async def test_a_load_reports_its_stages_and_the_cache_that_vllm_measured(
+    start: Start, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_runtime.backends.vllm import process
+
+    monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
+    monkeypatch.setattr(process, "PROGRESS", progress := StartProgress())
+    reports = []
+    monkeypatch.setattr(progress, "report", lambda *report: reports.append(report))
+    monkeypatch.setattr(StartProgress, "total", 1000)
+    running = await start()
+    await running.backend.load()
+    size = (model / "model.safetensors").stat().st_size
+    stages = [report for report in reports if report[0] is not Stage.VERIFY]
+    assert stages == [
+        (Stage.LOAD, 0, size),
+        *((Stage.LOAD, 10 * n, 1000) for n in (0, 50, 100)),
+        (Stage.CAPTURE, 40, 100),
+    ]
+    assert running.backend.info.kv_cache_bytes == int(12.25 * (1 << 30))
 
 
 async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Running) -> None:
@@ -693,6 +818,67 @@ def test_a_check_that_was_killed_may_be_tried_again(
     result = CliRunner().invoke(main, [*engine, "--model", str(model), "--check"])
     assert result.exit_code == code
     assert cause in result.output + str(result.exception)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The names of the files that are read for a digest from now on."""
+    from megatron_runtime.backends.vllm import models
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names: list[str] = []
+    compute = models._file_digest
+    monkeypatch.setattr(models, "_file_digest", lambda file, note: (names.append(file.name), compute(file, note))[1])
+    return names
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_weights_are_read_for_their_digest_only_once(
+    model: Path, tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, is_writable: bool
+) -> None:
+    from megatron_runtime.backends.vllm.models import MARKER_FILE, replace_text, weights_digest
+
+    directory = Path(shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns(".megatron-*")))
+    if not is_writable:  # root may write to any directory
+
+        def write(path: Path, text: str) -> None:
+            if path.parent == directory:
+                raise PermissionError
+            replace_text(path, text)
+
+        monkeypatch.setattr("megatron_runtime.backends.vllm.models.replace_text", write)
+    digest = weights_digest(directory)
+    assert weights_digest(directory) == digest
+    assert read == ["model.safetensors"]
+    assert (directory / MARKER_FILE).exists() is is_writable
+    weights = directory / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert weights_digest(directory) != digest
+    assert read == ["model.safetensors"] * 2
+
+
+def test_weights_that_a_download_verified_are_not_read_for_their_digest(
+    model: Path, tmp_path: Path, read: list[str]
+) -> None:
+    from megatron_runtime.backends.vllm.models import weights_digest
+    from megatron_runtime.checkpoints.remote.files import Manifest, write_manifest
+
+    digest = weights_digest(Path(shutil.copytree(model, tmp_path / "plain")))
+    commit = "0" * 40
+    directory = Path(shutil.copytree(model, tmp_path / "cache" / "repository" / "snapshots" / commit))
+    (directory / ".megatron-digests.json").unlink(missing_ok=True)
+    read.clear()
+    weights = directory / "model.safetensors"
+    found = {"size": weights.stat().st_size, "sha256": hashlib.sha256(weights.read_bytes()).hexdigest()}
+    own = tmp_path / "cache" / "repository" / ".megatron" / commit
+    own.mkdir(parents=True)
+    write_manifest(Manifest("org/name", commit, {"model.safetensors": found}), own)
+    assert weights_digest(directory) == digest
+    assert read == []
+    os.utime(weights, ns=(0, time.time_ns() + 10**9))  # it was written after the manifest
+    assert weights_digest(directory) == digest
+    assert read == ["model.safetensors"]
 
 
 def test_a_megatron_checkpoint_is_converted_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,21 @@ def test_a_block_that_is_stored_and_removed_in_one_batch_is_not_stored() -> None
     assert (sorted(events.stored), events.evicted) == (sorted(DIGESTS[:2]), [])
 
 
+def test_an_engine_has_the_blocks_of_any_of_its_data_parallel_ranks() -> None:
+    from megatron_runtime.backends.vllm.cache_events import MergedCaches
+    from megatron_runtime.engine.backend import CacheEvents
+
+    a, b, c = DIGESTS
+    merged = MergedCaches(2)
+    assert merged.merge(0, CacheEvents([a, b])) == CacheEvents([a, b], [])
+    assert merged.merge(1, CacheEvents([b, c])) == CacheEvents([c], [])
+    assert not merged.merge(0, CacheEvents([], [b]))
+    assert merged.merge(1, CacheEvents([], [b, c])) == CacheEvents([], [b, c])
+    assert not merged.merge(1, CacheEvents([a]))
+    assert merged.merge(0, CacheEvents([c], cleared=True)) == CacheEvents([c], [])
+    assert merged.merge(1, CacheEvents(cleared=True)) == CacheEvents([], [a])
+
+
 def test_blocks_of_another_size_are_ignored() -> None:
     other = _stored([7], TOKENS[:8])
     other.block_size = 8

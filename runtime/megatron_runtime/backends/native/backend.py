@@ -94,6 +94,8 @@ class NativeBackend(EngineBackend):
             eos_ids=core.executor.eos_ids,
             max_sequence_length=core.context.max_sequence_length,
             max_requests=core.context.max_requests,
+            max_tokens=config.step_tokens,
+            kv_cache_bytes=core.executor.kv_cache_bytes,
             block_size_tokens=config.block_size_tokens if config.enable_prefix_caching else 0,
             ranks=self.ranks.count,
             capabilities=ALL_CAPABILITIES - (_OF_TEXT if controller is None else frozenset()),

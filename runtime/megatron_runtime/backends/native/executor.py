@@ -89,6 +89,7 @@ class Executor(Protocol):
     page_size: tokens of a KV page.
     short_length: of the model's configuration.
     num_pages: pages of the KV cache; the last one is the dummy page.
+    kv_cache_bytes: of each rank; 0: unknown.
     """
 
     vocab_size: int
@@ -98,6 +99,8 @@ class Executor(Protocol):
     page_size: int
     num_pages: int
 
+    @property
+    def kv_cache_bytes(self) -> int: ...
     @property
     def has_weights(self) -> bool: ...
     @property

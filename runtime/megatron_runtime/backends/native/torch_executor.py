@@ -188,6 +188,11 @@ class TorchExecutor(ABC):
         layers = len(shard.layers(config.num_layers))
         self._make_pool = lambda: KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
         self._pool = self._make_pool()
+        self._page_bytes = page_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.num_pages * self._page_bytes
 
     def use_pages(self, num_pages: int) -> None:
         """Use this number of pages, as another rank has room for no more. To be called before load()."""

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import vllm
 from vllm.config import KVEventsConfig, StructuredOutputsConfig, VllmConfig
@@ -27,7 +27,7 @@ from megatron_runtime.engine.settings import (
     DEFAULT_MAX_TOKENS,
     EngineSettings,
 )
-from megatron_runtime.protocol.vllm_arguments import names_draft_model, problem_of
+from megatron_runtime.protocol.vllm_arguments import WITHOUT_DRAFT_WEIGHTS, names_draft_model, problem_of
 from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,23 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     "Triton's kernels are compiled instead of interpreted": (NOT_RUN,),
     "asynchronous scheduling: a step is prepared before the tokens of the last one are known": (NOT_RUN,),
     "CUDA graphs, unless enforce_eager is set": (NOT_RUN,),
-    "sleep mode: SUSPEND keeps vLLM's process, and RESUME wakes it": (
+    "sleep mode, levels 1 and 2: SUSPEND keeps vLLM's process, and RESUME wakes it": (
         "tests/unit/vllm/test_backend.py::test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes",
+        "tests/unit/vllm/test_backend.py::test_after_sleep_level_2_weights_and_adapters_are_loaded_again",
+        NOT_RUN,
+    ),
+    "KV blocks that are evicted move to host memory (kv_offloading_size)": (
+        "tests/unit/vllm/test_interfaces.py::test_arguments_of_features_of_gpus_are_in_each_version",
+        NOT_RUN,
+    ),
+    "expert parallelism, and data parallelism of a mixture of experts": (
+        "tests/unit/vllm/test_backend.py::test_expert_ranks_share_those_of_tensor_and_data",
+        "tests/unit/vllm/test_interfaces.py::test_arguments_of_features_of_gpus_are_in_each_version",
+        NOT_RUN,
+    ),
+    "drafts by MTP layers, EAGLE heads or a draft model": (
+        "tests/unit/vllm/test_backend.py::test_a_draft_model_is_resolved_like_the_model",
+        "tests/vllm/test_drafts.py::test_vllm_accepts_the_configuration_of_drafts",
         NOT_RUN,
     ),
     "an update writes new weights to the memory of the GPU": (NOT_RUN,),
@@ -85,6 +100,7 @@ def engine_arguments(
     Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
     """
     check_version(vllm.__version__)
+    sleep_level(settings)
     sizes, node = settings.parallel, node_identity(settings.parallel)
     if settings.dtype not in _DTYPES:
         raise ValueError(
@@ -92,6 +108,10 @@ def engine_arguments(
         )
     if settings.moe_enable_routing_replay:
         raise ValueError("moe_enable_routing_replay is not supported by the vLLM backend: use the native backend")
+    if sizes.data > 1 and node.nodes > 1:
+        raise ValueError(
+            f"data_parallel_size={sizes.data} over {node.nodes} pods: give an engine with data parallelism one pod"
+        )
     if settings.threads is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(settings.threads))
     if current_platform.is_cpu() and node.ranks_per_node > 1:
@@ -115,7 +135,8 @@ def engine_arguments(
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_prefix_caching": settings.prefix_caching,
         "kv_cache_memory_bytes": settings.kv_cache_memory or (DEFAULT_CPU_CACHE_BYTES if is_cpu else None),
-        "tensor_parallel_size": sizes.tensor * sizes.expert,
+        "tensor_parallel_size": sizes.tensor if sizes.data > 1 else sizes.tensor * sizes.expert,
+        "data_parallel_size": sizes.data if sizes.data > 1 else None,
         "enable_expert_parallel": sizes.expert > 1,
         "pipeline_parallel_size": sizes.pipeline,
         "distributed_executor_backend": "mp" if sizes.world > 1 else None,
@@ -169,14 +190,13 @@ def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = ""
 
 def _declared_types(declared: type) -> dict[str, tuple[Any, ...]]:
     """Return the types that each field of a dataclass accepts. `Any` stands for an annotation that only type checkers
-    can evaluate."""
+    can evaluate, so each field is evaluated by itself."""
+    names = vars(sys.modules[declared.__module__])
     found: dict[str, tuple[Any, ...]] = {}
     for field in fields(declared):
+        annotated = types.SimpleNamespace(__annotations__={field.name: field.type})
         try:
-            # Annotations of vLLM's own source.
-            hint = field.type
-            if isinstance(hint, str):
-                hint = eval(hint, {**vars(sys.modules[declared.__module__])})
+            hint = get_type_hints(annotated, names)[field.name]
         except NameError:
             hint = Any
         found[field.name] = (*_alternatives(hint),)
@@ -260,6 +280,20 @@ def _cpu_shares(ranks: int) -> str:
     cpus = sorted(os.sched_getaffinity(0))
     shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
     return "|".join(",".join(map(str, share)) for share in shares)
+
+
+def sleep_level(settings: EngineSettings) -> int:
+    """Return vLLM's sleep level for SUSPEND. vLLM reloads no weights of drafts, which level 2 would drop.
+
+    Raises ValueError: the settings ask for level 2 beside such weights.
+    """
+    speculation = settings.vllm_arguments.get("speculative_config") or {}
+    keeps_drafts = bool(speculation) and speculation.get("method") not in WITHOUT_DRAFT_WEIGHTS
+    if keeps_drafts and settings.vllm_sleep_level == 2:
+        raise ValueError(
+            "vllm_sleep_level=2: vLLM cannot reload the weights of speculative_config: use 1, or another method"
+        )
+    return settings.vllm_sleep_level or (1 if keeps_drafts else 2)
 
 
 def check_version(version: str) -> None:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_runtime.backends.open_request import BackendRequest
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
-from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError
+from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError, note_progress
 from megatron_runtime.checkpoints.adapters import adapter_directory
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.backend import (
@@ -170,6 +170,7 @@ class VllmBackend(EngineBackend):
             eos_ids=tuple(started["eos_ids"]),
             max_sequence_length=started["max_sequence_length"],
             max_requests=started["max_requests"],
+            max_tokens=started["max_tokens"],
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
             capabilities=_capabilities(started),
@@ -243,7 +244,11 @@ class VllmBackend(EngineBackend):
             await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
         try:
             await asyncio.to_thread(self._text.load)
-            self.info = replace(self.info, max_sequence_length=await vllm.call("load"))
+            length, cache_bytes = await vllm.call("load")
+            self.info = replace(
+                self.info, max_sequence_length=length, kv_cache_bytes=cache_bytes or vllm.kv_cache_bytes
+            )
+            vllm.is_starting = False
             await vllm.call("set_adapters", self._adapters)
         except Exception:
             await self._end_process()
@@ -444,6 +449,8 @@ class VllmBackend(EngineBackend):
                 self._listener.on_cache_events(CacheEvents(stored, evicted, cleared=cleared))
             case ["metrics", stats, text]:
                 self._stats, self._metrics = stats, text
+            case ["progress", *_]:
+                note_progress(message)
 
     def _take(self, opened: VllmRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
         """Return the output for an entry of service.py: new tokens, or an error."""
@@ -538,8 +545,8 @@ class VllmBackend(EngineBackend):
     async def _restore_memory(self) -> None:
         if self._is_asleep:
             vllm = await self._vllm()
-            await vllm.call("wake_up")
             try:
+                await vllm.call("wake_up")
                 await vllm.call("set_adapters", self._adapters)
             except Exception:
                 await vllm.call("sleep")

@@ -21,6 +21,36 @@ from megatron_runtime.requests.hashing import digests_after, root_digest
 logger = logging.getLogger(__name__)
 
 
+def endpoint_of(endpoint: str, rank: int) -> str:
+    """Return where a data-parallel rank publishes, as vLLM derives it from `endpoint`. It must contain `inproc`, or
+    vLLM knows no name for the others."""
+    return f"{endpoint}_dp{rank}" if rank else endpoint
+
+
+class MergedCaches:
+    """The blocks of an engine whose data-parallel ranks have a prefix cache each: it has those of any rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self._blocks: list[set[bytes]] = [set() for _ in range(ranks)]
+
+    def merge(self, rank: int, events: CacheEvents) -> CacheEvents:
+        """Return the changes of the engine's blocks for those of one rank."""
+        own = self._blocks[rank]
+        others = [blocks for number, blocks in enumerate(self._blocks) if number != rank]
+
+        def is_elsewhere(digest: bytes) -> bool:
+            return any(digest in blocks for blocks in others)
+
+        removed = list(own) if events.cleared else [digest for digest in events.evicted if digest in own]
+        added = [digest for digest in events.stored if digest not in own]
+        own.difference_update(removed)
+        own.update(events.stored)
+        return CacheEvents(
+            [digest for digest in added if not is_elsewhere(digest)],
+            [digest for digest in removed if digest not in own and not is_elsewhere(digest)],
+        )
+
+
 class CacheEventTranslator:
     """Digests of the blocks in vLLM's prefix cache, by vLLM's names of them.
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError, end_tokens
+from megatron_runtime.checkpoints.remote.download import recorded_digests
+from megatron_runtime.checkpoints.remote.files import replace_text
 from megatron_runtime.checkpoints.source import StoredModel, require_format, resolve
+from megatron_runtime.process.progress import PROGRESS, Stage
+from megatron_runtime.protocol import strict_json as json
+
+MARKER_FILE = ".megatron-digests.json"
+READ_BYTES = 1 << 22
 
 TensorTypes = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of each tensor by its name."""
@@ -30,7 +40,7 @@ def model_directory(model: str, *, wanted_format: str = "Auto") -> Path:
     require_format(source, wanted_format, model=model)
     if source.format == "SafeTensors":
         return source.path
-    directory = _cache() / _fingerprint(source)
+    directory = _cache("converted") / _fingerprint(source)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (directory.parent / f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # engines that start together convert it once
@@ -43,8 +53,8 @@ def model_directory(model: str, *, wanted_format: str = "Auto") -> Path:
     return directory
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron" / "converted"
+def _cache(kind: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron" / kind
 
 
 def _fingerprint(source: StoredModel) -> str:
@@ -54,13 +64,66 @@ def _fingerprint(source: StoredModel) -> str:
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
 
 
+def weights_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in _weight_files(directory))
+
+
 def weights_digest(directory: Path) -> str:
-    """Return the SHA-256 of the names and contents of a model's weight files."""
+    """Return the SHA-256 of the names and contents of a model's weight files.
+
+    A file is read only if neither its download nor an earlier call has recorded its digest. The record of this function
+    is a file in `directory`, or in the cache of this machine if that is read-only.
+    """
     files = _weight_files(directory)
-    with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1)) as pool:
-        digests = pool.map(_file_digest, files)
-    lines = (f"{file.name} {digest}" for file, digest in zip(files, digests, strict=True))
+    downloaded, markers = recorded_digests(directory), _Markers(directory)
+    digests = {file: downloaded.get(file.name) or markers.digest(file) for file in files}
+    unknown = [file for file, digest in digests.items() if digest is None]
+    if unknown:
+        before = {file: file.stat() for file in unknown}
+        done, total, lock = 0, sum(status.st_size for status in before.values()), threading.Lock()
+
+        def note(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                PROGRESS.report(Stage.VERIFY, done, total)
+
+        note(0)
+        with ThreadPoolExecutor(min(len(unknown), os.cpu_count() or 1)) as pool:
+            computed = dict(zip(unknown, pool.map(lambda file: _file_digest(file, note), unknown), strict=True))
+        markers.record(computed, before)
+        digests |= computed
+    lines = (f"{file.name} {digest}" for file, digest in digests.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Markers:
+    """Digests of the files of a directory as they were when they were read: by name the size, the time of the last
+    change in nanoseconds, and the SHA-256."""
+
+    def __init__(self, directory: Path) -> None:
+        name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:24]
+        self._paths = (directory / MARKER_FILE, _cache("digests") / f"{name}.json")
+        self._entries: dict[str, list[Any]] = {}
+        for path in reversed(self._paths):
+            with contextlib.suppress(OSError, ValueError):
+                found = json.loads(path.read_text())
+                self._entries |= {name: entry for name, entry in found.items() if isinstance(entry, list)}
+
+    def digest(self, file: Path) -> str | None:
+        """Return the digest of a file; None if there is none, or if the file has changed."""
+        entry, status = self._entries.get(file.name), file.stat()
+        return entry[2] if entry and entry[:2] == [status.st_size, status.st_mtime_ns] and len(entry) == 3 else None
+
+    def record(self, digests: Mapping[Path, str], statuses: Mapping[Path, os.stat_result]) -> None:
+        for file, digest in digests.items():
+            status = statuses[file]
+            self._entries[file.name] = [status.st_size, status.st_mtime_ns, digest]
+        for path in self._paths:
+            with contextlib.suppress(OSError):  # read-only
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, json.dumps(self._entries))
+                return
 
 
 def require_same_tensors(directory: Path, other: Path) -> None:
@@ -100,6 +163,11 @@ def _weight_files(directory: Path) -> Sequence[Path]:
     return files
 
 
-def _file_digest(file: Path) -> str:
+def _file_digest(file: Path, note: Callable[[int], None]) -> str:
+    """Return the SHA-256 of a file. note: called with the number of bytes of each part that was read."""
+    digest = hashlib.sha256()
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        while part := opened.read(READ_BYTES):
+            digest.update(part)
+            note(len(part))
+    return digest.hexdigest()

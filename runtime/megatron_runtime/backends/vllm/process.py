@@ -6,6 +6,7 @@ the cause. They exchange messages over a pair of sockets (channel.py):
     to the process:   [number, method, arguments]         service.py has the methods
     from the process: [number, result, error]             the reply; number 0: it is started, or could not start
                       ["outputs", ...], ["cache", ...], ["metrics", ...]
+                      ["progress", stage, done, total]  before the reply to load, also before number 0
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron_runtime.backends.vllm.channel import Channel, OnMessage, frame, re
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import child_environment, module_command
+from megatron_runtime.process.progress import PROGRESS, Stage
 
 PROGRAM = "megatron_runtime.backends.vllm.service"
 STARTED = 0
@@ -45,6 +47,14 @@ _CONSEQUENCE = re.compile(
     r"|cancelled|EngineDeadError"
 )
 """Errors that vLLM reports because of another one."""
+_STAGES = (
+    (re.compile(r"Loading [\w ]*checkpoint shards: *(?P<percent>\d+)% Completed"), Stage.LOAD),
+    (re.compile(r"Model loading took|Warming up model"), Stage.COMPILE),
+    (re.compile(r"Capturing CUDA graphs.*?: *(?P<percent>\d+)%"), Stage.CAPTURE),
+)
+"""Lines of vLLM's log that show how far its start is."""
+_KV_CACHE = re.compile(r"Available KV cache memory: (?P<gib>\d+(\.\d+)?) GiB")
+"""What a rank on a GPU measured as free after the load."""
 _KILLED = re.compile(r"Failed core proc\(s\): \{[^}]*: (?P<status>-?\d+)")
 
 
@@ -105,6 +115,8 @@ class VllmProcess:
     """A running vLLM.
 
     started:     what service.py reports of the model and its configuration.
+    is_starting: set it to False after load(): then the log is no longer read for progress.
+    kv_cache_bytes: of the rank that has the least, as vLLM measured it; 0: it did not.
     checks_only: check the settings and report nothing: also on a machine without the GPU that they are for.
 
     The constructor waits until the process has imported vLLM and has checked its settings, which takes ten seconds or
@@ -122,6 +134,8 @@ class VllmProcess:
         self._channel: Channel | None = None
         self._losing: asyncio.Task[None] | None = None
         self._is_ending = False
+        self.is_starting = True
+        self.kv_cache_bytes = 0
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -130,6 +144,8 @@ class VllmProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                encoding="utf-8",  # as text, of which a carriage return also ends a line: progress bars write them
+                errors="replace",
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a process group that holds all of vLLM's processes
             )
@@ -137,7 +153,9 @@ class VllmProcess:
         self._log_reader.start()
         try:
             self._socket.sendall(frame([map_of(settings), checks_only]))
-            _, started, error = receive(self._socket)
+            while isinstance((message := receive(self._socket))[0], str):
+                note_progress(message)
+            _, started, error = message
         except OSError as lost:
             status = self._end_status()
             kind = VllmKilledError if status == -signal.SIGKILL else VllmError
@@ -152,10 +170,22 @@ class VllmProcess:
 
     def _forward_log(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            text = line.decode(errors="replace")
+        for text in self._process.stdout:
             self._log.append(text)
             sys.stderr.write(text)
+            if self.is_starting:
+                self._note(text)
+
+    def _note(self, line: str) -> None:
+        """Report what a line of the log says about the start."""
+        for pattern, stage in _STAGES:
+            if (match := pattern.search(line)) is not None:
+                percent = int(match.groupdict().get("percent") or 0)
+                total = PROGRESS.total if stage is Stage.LOAD else 100 if stage is Stage.CAPTURE else 0
+                PROGRESS.report(stage, percent * total // 100, total)
+        if (measured := _KV_CACHE.search(line)) is not None:
+            found = int(float(measured["gib"]) * (1 << 30))
+            self.kv_cache_bytes = min(self.kv_cache_bytes or found, found)
 
     async def connect(self, on_message: OnMessage, on_lost: OnLost) -> None:
         """Receive messages on the running loop.
@@ -245,6 +275,12 @@ class VllmProcess:
         self._log_reader.join(timeout=1)
         if self._channel is None:
             self._socket.close()
+
+
+def note_progress(message: list[Any]) -> None:
+    """Report the stage of a message "progress"."""
+    _, stage, done, total = message
+    PROGRESS.report(Stage(stage), done, total)
 
 
 def _exception(error: list[str]) -> Exception:

@@ -19,6 +19,7 @@ import time
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from megatron_runtime.backends.vllm.arguments import engine_arguments, logits_processor_of
-from megatron_runtime.backends.vllm.cache_events import follow_cache_events
+from megatron_runtime.backends.vllm.arguments import engine_arguments, logits_processor_of, sleep_level
+from megatron_runtime.backends.vllm.cache_events import MergedCaches, endpoint_of, follow_cache_events
 from megatron_runtime.backends.vllm.channel import Channel, frame, receive
 from megatron_runtime.backends.vllm.models import (
     eos_ids,
     model_directory,
     require_same_tensors,
+    weights_bytes,
     weights_digest,
 )
 from megatron_runtime.backends.vllm.parameters import log_probs, must_force, stop_token, to_vllm
@@ -52,10 +54,14 @@ from megatron_runtime.checkpoints.remote.metadata import metadata_directory
 from megatron_runtime.checkpoints.source import require_format, resolve
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.progress import PROGRESS, Stage
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 HEALTH_SECONDS = 1.0
 """How often an idle vLLM is checked."""
+ABORT_SECONDS, HEALTH_STEP_SECONDS = 30.0, 0.1
+"""After vLLM ended a request by itself: how long the loss of a rank may take to show, and how often it is checked. vLLM
+waits 5 s for the other ranks before it reports the loss."""
 METRICS_SECONDS = 10.0
 """How often vLLM's metrics are sent to the engine."""
 GRACE_SECONDS = 5.0
@@ -108,7 +114,7 @@ class VllmService:
         self._calls: set[asyncio.Task[None]] = set()
         self._llm: AsyncLLM | None = None
         self._sockets = tempfile.TemporaryDirectory(prefix="megatron-vllm-")
-        self._endpoint = f"ipc://{self._sockets.name}/cache-events"
+        self._endpoint = f"ipc://{self._sockets.name}/inproc-cache-events"
         self._arguments = engine_arguments(settings, directory, cache_events=self._endpoint)
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[Any] = []
@@ -129,9 +135,10 @@ class VllmService:
             "vocab_size": model.get_vocab_size(),
             "eos_ids": eos_ids(self._directory),
             "max_sequence_length": model.max_model_len,
-            "max_requests": config.scheduler_config.max_num_seqs,
+            "max_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_requests": config.scheduler_config.max_num_seqs * self._settings.parallel.data,
             "block_size_tokens": cache.block_size if cache.enable_prefix_caching else 0,
-            "ranks": config.parallel_config.world_size,
+            "ranks": config.parallel_config.world_size * self._settings.parallel.data,
             "can_sleep": model.enable_sleep_mode,
             "has_adapters": config.lora_config is not None,
             "speculates": config.speculative_config is not None,
@@ -141,7 +148,13 @@ class VllmService:
     async def serve(self, end: socket.socket) -> None:
         """Handle calls until the engine closes the connection. Calls of different methods may overlap."""
         ended = asyncio.Event()
-        self._channel = await Channel.open(end, self._received, ended.set)
+        self._channel = channel = await Channel.open(end, self._received, ended.set)
+        loop = asyncio.get_running_loop()
+
+        def forward(*report: Any) -> None:  # on any thread
+            loop.call_soon_threadsafe(channel.send, ["progress", *report])
+
+        PROGRESS.forward = forward
         await ended.wait()
 
     def _received(self, call: list[Any]) -> None:
@@ -163,20 +176,30 @@ class VllmService:
 
     # --- memory and weights -------------------------------------------------------------------------------------
 
-    async def load(self) -> int:
-        """Load vLLM, paused. Return the limit of prompt and answer that its KV cache has room for, in tokens."""
+    async def load(self) -> tuple[int, int]:
+        """Load vLLM, paused. Return the limit of prompt and answer that its KV cache has room for, in tokens, and the
+        bytes of the cache of each rank; 0: vLLM measured them."""
         config = await asyncio.to_thread(self._config)
+        PROGRESS.report(Stage.LOAD, 0, weights_bytes(Path(self._arguments.model)))
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
         self._llm = llm
         self._background.append(asyncio.create_task(self._watch_health(llm)))
         self._background.append(asyncio.create_task(self._report_metrics()))
         if self._settings.prefix_caching:
-            following = follow_cache_events(self._endpoint, config.cache_config.block_size, self._report_cache)
-            self._background.append(asyncio.create_task(following))
+            self._follow_caches(config.cache_config.block_size)
         await llm.pause_generation(mode="keep", clear_cache=False)
         gc.collect()
         gc.freeze()  # a collection with the objects of all imports stalls every stream
-        return int(config.model_config.max_model_len)
+        return int(config.model_config.max_model_len), int(config.cache_config.kv_cache_memory_bytes or 0)
+
+    def _follow_caches(self, block_size: int) -> None:
+        """Report the changes of the prefix cache of every data-parallel rank."""
+        ranks = self._settings.parallel.data
+        merged = MergedCaches(ranks)
+        for rank in range(ranks):
+            deliver = self._report_cache if ranks == 1 else partial(self._report_merged, merged, rank)
+            following = follow_cache_events(endpoint_of(self._endpoint, rank), block_size, deliver)
+            self._background.append(asyncio.create_task(following))
 
     async def run_workers(self) -> None:
         """Run the ranks of this pod, which is not the engine's first, as `vllm serve --headless` does."""
@@ -215,13 +238,24 @@ class VllmService:
             await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def sleep(self) -> None:
+        """Release the memory of the GPU, at the level of sleep_level()."""
         await self.abort(*self._requests)
         assert self._llm is not None
-        await self._llm.sleep(level=1, mode="keep")
+        level = sleep_level(self._settings)
+        if level == 2:  # the layers that hold adapters are dropped with the weights
+            for name in list(self._adapters):
+                await self.unload_adapter(name)
+        await self._llm.sleep(level=level, mode="keep")
 
     async def wake_up(self) -> None:
+        """Undo sleep(). No request is in vLLM, so no step runs. After level 2, no adapter is loaded."""
         assert self._llm is not None
-        await self._llm.wake_up()  # no request is in vLLM, so no step runs
+        if sleep_level(self._settings) == 2:
+            await self._llm.wake_up(tags=["weights"])
+            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": self._arguments.model})
+            await self._llm.wake_up(tags=["kv_cache"])
+        else:
+            await self._llm.wake_up()
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def set_adapters(self, adapters: dict[str, str]) -> None:
@@ -301,10 +335,21 @@ class VllmService:
             priority=params.priority,
         )
         async for output in stream:
+            if output.outputs[0].finish_reason == "abort":
+                await self._require_health()
             new = len(output.outputs[0].token_ids)
             if new > skipped or output.finished:
                 self._report(_entry(request, params, output, skipped=min(skipped, new)))
             skipped = max(0, skipped - new)
+
+    async def _require_health(self) -> None:
+        """Raise EngineDeadError if vLLM ends. When it has lost a rank, the others end their requests, which another
+        engine can continue.
+        """
+        assert self._llm is not None
+        for _ in range(round(ABORT_SECONDS / HEALTH_STEP_SECONDS)):
+            await self._llm.check_health()
+            await asyncio.sleep(HEALTH_STEP_SECONDS)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
@@ -322,6 +367,10 @@ class VllmService:
     def _report_cache(self, events: CacheEvents) -> None:
         self._channel.send(["cache", events.stored, events.evicted, events.cleared])
 
+    def _report_merged(self, merged: MergedCaches, rank: int, events: CacheEvents) -> None:
+        if changes := merged.merge(rank, events):
+            self._report_cache(changes)
+
     async def _report_metrics(self) -> None:
         while True:
             values = dict.fromkeys(STATS.values(), 0.0)
@@ -330,6 +379,7 @@ class VllmService:
                     field = STATS.get(sample.name.removeprefix("vllm:"))
                     if field is not None:
                         values[field] += sample.value
+            values["kv_usage"] /= self._settings.parallel.data  # a share of each rank's cache
             text = b"".join(line for line in generate_latest().splitlines(True) if b"vllm:" in line)
             self._channel.send(["metrics", values, text])
             await asyncio.sleep(METRICS_SECONDS)
@@ -368,7 +418,13 @@ def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *,
 
 def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
     arguments = copy(arguments)  # the call changes them
-    return arguments.create_engine_config(headless=arguments.node_rank > 0)
+    try:
+        return arguments.create_engine_config(headless=arguments.node_rank > 0)
+    except NotImplementedError as error:  # such as MTP with a model that has no layers for it
+        raise ValueError(
+            f"vLLM {vllm.__version__} does not support its arguments with this model: {error}: change or remove the "
+            "argument"
+        ) from error
 
 
 def _register_logits_processor(arguments: AsyncEngineArgs) -> VllmConfig:
@@ -436,6 +492,7 @@ def main() -> None:
     service, started, error = None, {}, None
     try:
         settings = settings_of(setup)
+        PROGRESS.forward = lambda *report: end.sendall(frame(["progress", *report]))
         if checks_only:
             check(settings)
         else:

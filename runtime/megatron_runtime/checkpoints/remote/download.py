@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 from megatron_runtime.checkpoints.model_files import ModelDirectory
 from megatron_runtime.checkpoints.remote import LOCK_FILE, MODEL_CACHE, hf_home, hub_cache
 from megatron_runtime.checkpoints.remote.files import (
+    MANIFEST_FILE,
     HubError,
     Listing,
     Manifest,
@@ -44,6 +45,7 @@ from megatron_runtime.checkpoints.remote.files import (
 )
 from megatron_runtime.checkpoints.remote.hub import HubApi, Reference, offline_directory
 from megatron_runtime.checkpoints.remote.object_store import ObjectReference, ObjectStoreApi, is_object_reference
+from megatron_runtime.process.progress import PROGRESS, Stage
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +109,7 @@ def cached_directory(
         directory = repository.directory(f"snapshots/{listing.commit}").path
         part = tokenizer_only and any(file.path == "tokenizer.json" for file in listing.files)
         own = repository.directory(f".megatron/{listing.commit}" + part * _TOKENIZER_SUFFIX).path
-        logged = silent if part else each_tenth(lambda *counts: _log_progress(reference, *counts))
+        logged = silent if part else _reported(reference)
         blobs = repository.path / "blobs"
         _Fetch(source, listing, directory, own, progress or logged, cache=root, blobs=blobs).run(
             choose(listing.files, _TOKENIZER_PATTERNS if part else ())
@@ -153,10 +155,44 @@ def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_onl
     return None
 
 
-def _log_progress(reference: AnyReference, done: int, size: int, files: int) -> None:
-    """Log a line: an engine that fetches would look idle otherwise."""
-    percent = done * 100 // size if size else 100
-    _log.info("fetching %s: %d %% of %.1f GB in %d files", reference, percent, size / 1e9, files)
+def recorded_digests(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files in `directory` that a download verified, and that did not change since.
+
+    directory: as cached_directory() returns it, or one that `megatron fetch` has written.
+    """
+    for own in (directory, directory.parent.parent / ".megatron" / directory.name):
+        try:
+            manifest = read_manifest(own)
+        except HubError:  # it is damaged: nothing is recorded
+            manifest = None
+        if manifest is None:
+            continue
+        written = (own / MANIFEST_FILE).stat().st_mtime_ns
+        found = {}
+        for name, entry in manifest.files.items():
+            with suppress(OSError):
+                status = (directory / name).stat()
+                if status.st_size == entry["size"] and status.st_mtime_ns <= written:
+                    found[name] = entry["sha256"]
+        return found
+    return {}
+
+
+def _reported(reference: AnyReference) -> Progress:
+    """Return a Progress for the probes of this process and, in tenths, for its log: an engine that fetches would look
+    idle otherwise."""
+
+    def log(done: int, size: int, files: int) -> None:
+        percent = done * 100 // size if size else 100
+        _log.info("fetching %s: %d %% of %.1f GB in %d files", reference, percent, size / 1e9, files)
+
+    logged = each_tenth(log)
+
+    def progress(done: int, size: int, files: int) -> None:
+        PROGRESS.report(Stage.DOWNLOAD, done, size)
+        logged(done, size, files)
+
+    return progress
 
 
 def fetch(

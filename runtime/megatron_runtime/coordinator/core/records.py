@@ -118,6 +118,10 @@ class Crash:
     counts: bool = True
 
 
+LIMITS = ("max_requests", "max_sequence_length", "max_tokens", "kv_cache_bytes")
+"""Fields of HELLO that EngineStatus repeats."""
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Engine:
     """One registration of one engine.
@@ -136,6 +140,7 @@ class Engine:
     lacks:     features that requests may need and that it announced not to have.
     parameters: sampling parameters that it knows.
     started_ms: when its process started; 0: unknown.
+    limits:    those of LIMITS that it announced, for STATUS.
     full:      its connection accepted no more, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
     welcomed:  when the state to be in was last sent to it.
@@ -170,6 +175,7 @@ class Engine:
     parameters: frozenset[str] = FIRST_PARAMETERS
     started_ms: int = 0
     max_requests: int = UNLIMITED_REQUESTS
+    limits: Mapping[str, int] = field(default_factory=dict)
     block_size_tokens: int = 0
     busy_until: float = 0.0
     draining: bool = False
@@ -231,6 +237,8 @@ class Engine:
         names = {adapter.name for adapter in hello.adapters.adapters} if hello.adapters is not None else set()
         self.adapters = frozenset(names - self.adapter_errors.keys())
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
+        limits = {name: getattr(hello, name) for name in LIMITS}
+        self.limits = {name: value for name, value in limits.items() if value}
         self.block_size_tokens = max(0, hello.block_size_tokens)
         self.tokenizes = hello.tokenizes
         self.backend = hello.backend or ""
@@ -254,6 +262,7 @@ class Engine:
             draining=self.draining,
             digest=self.digest,
             source=self.source or "",
+            **self.limits,
         )
 
 

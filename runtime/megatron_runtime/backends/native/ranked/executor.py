@@ -38,6 +38,7 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer, serve_on_thread
 from megatron_runtime.process.logs import write_termination_message
+from megatron_runtime.process.progress import PROGRESS, Stage
 from megatron_runtime.protocol.headers import Header
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class RankedExecutor(Ranks):
         if measures:
             self._everywhere("use_pages", min(own["num_pages"] for own in self._everywhere("sizes").values()))
         self.num_pages = local.num_pages
+        self.kv_cache_bytes = local.kv_cache_bytes
         self._warm_up = warm_up(self.num_pages)
         for rank, own in self._everywhere("sizes").items():
             for name in _SIZES:
@@ -176,6 +178,8 @@ class RankedExecutor(Ranks):
                 self._everywhere("unload")
             raise
         self._update_digest()
+        if self._warm_up:
+            PROGRESS.report(Stage.COMPILE)
         while self._warm_up:
             self._run(self._warm_up[0], Kind.WARM_UP)
             del self._warm_up[0]

@@ -29,12 +29,14 @@ class ModelConfig:
 @dataclass
 class _SchedulerConfig:
     max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 @dataclass
 class CacheConfig:
     block_size: int
     enable_prefix_caching: bool
+    kv_cache_memory_bytes: int | None
 
 
 @dataclass
@@ -63,9 +65,12 @@ def _config_of(args: object) -> VllmConfig:
             args.enable_sleep_mode,
             args.logits_processors,
         ),
-        CacheConfig(args.block_size or 16, args.enable_prefix_caching),
+        CacheConfig(args.block_size or 16, args.enable_prefix_caching, args.kv_cache_memory_bytes),
         ParallelConfig(args.tensor_parallel_size * args.pipeline_parallel_size),
-        _SchedulerConfig(256 if args.max_num_seqs is None else args.max_num_seqs),
+        _SchedulerConfig(
+            256 if args.max_num_seqs is None else args.max_num_seqs,
+            8192 if args.max_num_batched_tokens is None else args.max_num_batched_tokens,
+        ),
         object() if args.enable_lora else None,
         args.speculative_config,
         _chosen_runner(args),

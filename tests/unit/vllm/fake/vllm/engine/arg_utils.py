@@ -24,6 +24,7 @@ class AsyncEngineArgs:
     kv_cache_memory_bytes: int | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     enable_expert_parallel: bool = False
     scheduling_policy: str = "fcfs"
     generation_config: str = "auto"

@@ -32,6 +32,8 @@ def next_token(context: Sequence[int], weights: int = 0) -> int:
 
 
 DEADLY = 666
+LOST = 500
+"""Weights that were dropped and not loaded again."""
 FITTING_LENGTH = 1536
 """Room of the KV cache, if the sequence length is fitted to it."""
 
@@ -48,6 +50,7 @@ class AsyncLLM:
             vllm_config.model_config.max_model_len = FITTING_LENGTH
         self._is_paused_now = False
         self._is_dead = False
+        self._asleep: set[str] = set()
         self._weights = self._read_weights(vllm_config._args.model)
         self._adapters: dict[int, int] = {}
         self._requests: dict[str, _Request] = {}
@@ -68,6 +71,13 @@ class AsyncLLM:
                 )
             if vllm_config.speculative_config and not vllm_config.use_v2_model_runner:
                 raise ValueError("Custom logits processors are not supported when speculative decoding is enabled.")
+        if vllm_config._args.kv_cache_memory_bytes is None:
+            for percent in (0, 50, 100):
+                bar = f"\rLoading safetensors checkpoint shards: {percent:3}% Completed | {percent // 50}/2"
+                print(bar, end="", flush=True)
+            print("\n(Worker pid=7) INFO 01-01 [gpu_worker.py:760] Available KV cache memory: 12.5 GiB")
+            print("(Worker pid=8) INFO 01-01 [gpu_worker.py:760] Available KV cache memory: 12.25 GiB")
+            print("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  40%|####", flush=True)
         return cls(vllm_config)
 
     async def generate(
@@ -114,7 +124,8 @@ class AsyncLLM:
                     self._is_dead |= request.is_deadly
         print("RuntimeError: the fake got the deadly token", flush=True)
         for request in self._requests.values():
-            request.queue.put_nowait(None)
+            aborted = RequestOutput([CompletionOutput([], None, "abort", None)], True)
+            request.queue.put_nowait(aborted if "FAKE_VLLM_ABORTS" in os.environ else None)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert mode == "keep"
@@ -130,10 +141,16 @@ class AsyncLLM:
         assert not self._requests, "vLLM keeps no KV of a request while it sleeps"
         assert (self._is_paused_now, mode) == (True, "keep")
         log(f"sleep {level}")
+        self._asleep = {"weights", "kv_cache"}
+        if level == 2:
+            self._weights, self._adapters = LOST, dict.fromkeys(self._adapters, LOST)
 
-    async def wake_up(self) -> None:
-        log("wake_up")
-        self._is_paused_now = False
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        log(f"wake_up {','.join(tags or ['all'])}")
+        self._asleep -= {*(tags or self._asleep)}
+        if not self._asleep:
+            self._is_paused_now = False
+        return not self._asleep
 
     async def check_health(self) -> None:
         if self._is_dead:
@@ -146,6 +163,7 @@ class AsyncLLM:
     async def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> list[None]:
         assert method == "reload_weights"
         assert self._is_paused_now, "weights are swapped under pause"
+        assert "weights" not in self._asleep
         log(method)
         self._weights = self._read_weights(kwargs["weights_path"])
         return [None]

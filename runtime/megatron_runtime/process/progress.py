@@ -1,0 +1,80 @@
+"""What a starting process does and how far it is, for the page /progress of its probes. No torch."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+RATE_SECONDS = 30.0
+FORWARD_SECONDS = 1.0
+
+
+class Stage(StrEnum):
+    """A part of the start of an engine, in this order. A start may lack some."""
+
+    DOWNLOAD = "Download"
+    VERIFY = "Verify"
+    LOAD = "Load"
+    COMPILE = "Compile"
+    """Also the warm-up."""
+    CAPTURE = "Capture"
+
+
+COUNTS_BYTES = frozenset({Stage.DOWNLOAD, Stage.VERIFY, Stage.LOAD})
+
+
+class StartProgress:
+    """The current stage, and how much of it is done. Any thread may report and read.
+
+    clock: returns monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._current: tuple[Stage, int, int] | None = None
+        self._samples: deque[tuple[float, int]] = deque()
+        """Time and amount of the reports of the last half minute."""
+        self.forward: Callable[[Stage, int, int], None] | None = None
+        """Called with a report at each new stage and every second, if another process has the probes."""
+        self._forwarded = 0.0
+
+    def report(self, stage: Stage, done: int = 0, total: int = 0) -> None:
+        """Note how much of a stage is done. done, total: in bytes, or in any unit if the stage does not count bytes; a
+        total of 0 is unknown."""
+        now = self._clock()
+        if is_new := self._current is None or self._current[0] is not stage:
+            self._samples = deque()
+        if self.forward is not None and (is_new or now - self._forwarded >= FORWARD_SECONDS):
+            self._forwarded = now
+            self.forward(stage, done, total)
+        samples = self._samples
+        samples.append((now, done))
+        while now - samples[0][0] > RATE_SECONDS:
+            samples.popleft()
+        self._current = stage, done, total
+
+    @property
+    def total(self) -> int:
+        """The last reported total."""
+        return self._current[2] if self._current is not None else 0
+
+    def page(self) -> Mapping[str, object] | None:
+        """Return the stage, its bytes with their rate, and an estimate of the seconds that it still takes, as far as
+        they are known. None before the first report."""
+        if self._current is None:
+            return None
+        stage, done, total = self._current
+        (since, first), (until, last) = self._samples[0], self._samples[-1]
+        rate = max(0.0, (last - first) / (until - since)) if until > since else 0.0
+        found: dict[str, object] = {"stage": stage.value}
+        if total and stage in COUNTS_BYTES:
+            found |= {"bytes": done, "totalBytes": total, "bytesPerSecond": round(rate)}
+        if total and rate:
+            found["secondsLeft"] = round(max(0, total - done) / rate)
+        return found
+
+
+PROGRESS = StartProgress()
+"""The start of this process. A process starts one engine."""
