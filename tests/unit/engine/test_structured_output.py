@@ -24,7 +24,7 @@ from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferen
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import Status
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.server import call_grammars
+from megatron_runtime.server.formats import call_grammars
 from megatron_runtime.tokenization import load_tokenizer
 
 PERSON = {

@@ -15,7 +15,7 @@ from megatron_runtime.sampling.answer_guide import AnswerGuide
 from megatron_runtime.sampling.answer_parts import AnswerParts, Part
 from megatron_runtime.sampling.batch import AnswerState
 from megatron_runtime.sampling.structured_output import GrammarCompiler
-from megatron_runtime.server import call_grammars
+from megatron_runtime.server.formats import call_grammars
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
 OPENING, CLOSING = [901, 902], [903]
