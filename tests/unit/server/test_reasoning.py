@@ -215,24 +215,15 @@ async def test_a_budget_of_reasoning_is_sent_where_the_format_has_an_end(start_w
     for fields, budget in (
         ({"thinking_token_budget": 5}, 5),
         ({"thinking_token_budget": 0}, 0),
-        ({"reasoning_effort": "low"}, 1024),
-        ({"reasoning_effort": "none"}, 0),
         ({"reasoning_effort": "low", "thinking_token_budget": 7}, 7),
     ):
         assert await sent(running, **fields) == {**markers, "budget": budget}
-    for fields in ({}, {"thinking_token_budget": -1}, {"reasoning_effort": "xhigh"}):
+    for fields in ({}, {"thinking_token_budget": -1}, {"reasoning_effort": "low"}, {"reasoning_effort": "none"}):
         assert await sent(running, **fields) is None
     assert (await sent(running, "/v1/messages", thinking={"type": "enabled", "budget_tokens": 6}))["budget"] == 6
-    assert (await sent(running, "/v1/messages", output_config={"effort": "medium"}))["budget"] == 8192
-    reply = await running.post("/v1/responses", {"model": "smollm2", "input": "Hi", "reasoning": {"effort": "low"}})
-    assert reply.status_code == 200
-    assert running.backend.requests[-1][1].reasoning["budget"] == 1024
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert await sent(running, tools=tools) == {**markers, "budget": None}
 
-    effort_in_template = await start_with_template("{{ reasoning_effort }}" + THINKING, reasoning_parser="think")
-    assert await sent(effort_in_template, reasoning_effort="low") is None
-    assert (await sent(effort_in_template, thinking_token_budget=5))["budget"] == 5
     plain = await start()
     assert await sent(plain, thinking_token_budget=5, reasoning_effort="low") is None
 

@@ -43,15 +43,6 @@ _EFFORTS: Mapping[str, str] = {
     "xhigh": "high",
 }
 """The efforts that chat templates know."""
-_BUDGETS: Mapping[str, int | None] = {
-    "none": 0,
-    "minimal": 1024,
-    "low": 1024,
-    "medium": 8192,
-    "high": 24576,
-    "xhigh": None,
-}
-"""Tokens of reasoning by effort, as Gemini's OpenAI-compatible interface has them."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
 """Members of a schema that only says that a function has no parameters."""
@@ -140,7 +131,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
         forced_format=tools.forced_format,
         markers=answer.markers,
         reasoning=answer.reasoning,
-        reasoning_budget=_reasoning_budget(service, body),
+        reasoning_budget=_reasoning_budget(body),
         has_tools=bool(tools.offered),
         call_structure=tools.call_structure,
     )
@@ -171,18 +162,10 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
     return {**read, **given}
 
 
-def _reasoning_budget(service: Service, request: ChatRequest) -> int | None:
-    """Return how many tokens of reasoning the answer may have; None: any number.
-
-    An effort is a budget where the chat template reads none.
-    """
-    effort, budget = request.reasoning_effort, request.thinking_token_budget
-    if budget is not None:
-        return budget if budget >= 0 else None
-    template = service.prompts.tokenizer.template_for(request.offered_tools)
-    if effort is None or (template is not None and "reasoning_effort" in template.variables):
-        return None
-    return _BUDGETS[effort]
+def _reasoning_budget(request: ChatRequest) -> int | None:
+    """Return how many tokens of reasoning the answer may have; None: any number."""
+    budget = request.thinking_token_budget
+    return None if budget is None or budget < 0 else budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -610,8 +610,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
     include_reasoning: StrictBool | None = served("`false`: the answer lacks the reasoning.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = served(
-        "`none` to `xhigh`, given to a chat template that reads `reasoning_effort` or `enable_thinking`, else a budget "
-        "of tokens. See "
+        "`none` to `xhigh`, given to a chat template that reads `reasoning_effort` or `enable_thinking`. See "
         "[reasoning](http-api-behaviour.md#reasoning)."
     )
     thinking_token_budget: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] | None = served(
