@@ -82,8 +82,8 @@ cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 
 # Most groups wait for timers and processes: three in parallel use two cores well. The longest begin first. Unit tests get
 # one process less than alone, because each collects all tests. Each group prints its output when it is done.
-test: setup build/chromium.stamp build/test-weights.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -j 3 WORKERS=$$(($(WORKERS) > 2 ? $(WORKERS) - 1 : 2)) test-unit test-cluster test-e2e test-survival test-pages lint
+test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp ## every test that needs no GPU
+	@$(MAKE) --no-print-directory --output-sync=target -k -j 3 WORKERS=$$(($(WORKERS) > 2 ? $(WORKERS) - 1 : 2)) test-unit test-cluster test-e2e test-survival test-pages lint
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster

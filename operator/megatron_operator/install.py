@@ -123,6 +123,7 @@ def _container(*, image: str, runtime_image: str, vllm_runtime_image: str) -> di
         "imagePullPolicy": "IfNotPresent",
         "args": [
             "run",
+            *("--lease-name", NAME),
             *("--runtime-image", runtime_image),
             *("--vllm-runtime-image", vllm_runtime_image),
             *("--coordinator-image", image),

@@ -161,7 +161,8 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
     show = ["--show-only", "templates/deployment.yaml", "--set", value]
     rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
     (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
-    images = [
+    settings = [
+        *("--lease-name", "megatron-operator"),
         *("--runtime-image", DEFAULT_RUNTIME_IMAGE),
         *("--vllm-runtime-image", DEFAULT_VLLM_RUNTIME_IMAGE),
         *("--coordinator-image", DEFAULT_OPERATOR_IMAGE),
@@ -170,7 +171,7 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
     peers = arguments.index("--monitoring-peers")
     assert json.loads(arguments[peers + 1]) == [MONITORING_NAMESPACE], "the defaults of operator and chart are equal"
     del arguments[peers : peers + 2]
-    assert arguments == ["run", *images, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
+    assert arguments == ["run", *settings, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
 
 
 @pytest.mark.parametrize(

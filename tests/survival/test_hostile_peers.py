@@ -168,11 +168,16 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(
     reference = pack([int(Header.STATUS), {"x": [0] * 65_000}])
     undisturbed = []
     for _ in range(30):
-        begun = time.perf_counter()
+        begun = time.process_time()
         decode([reference])
+        undisturbed.append(time.process_time() - begun)
         await link.status(timeout_seconds=LONG_SECONDS)
-        undisturbed.append(time.perf_counter() - begun)
     longest_allowed = 1.0 + STALL_FACTOR * max(undisturbed)
+
+    def cpu_seconds() -> float:
+        """Return the coordinator's own time, which other programs of the machine do not lengthen."""
+        return sum(psutil.Process(coordinator.pid).cpu_times()[:2])
+
     memory = psutil.Process(coordinator.pid).memory_info
     idle = memory().rss
     attacker = attackers.connect(role, fleet.keys(role))
@@ -187,14 +192,16 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(
         answered = False
         while not answered:
             answered = bool(attacker.poll(0))
-            begun = time.perf_counter()
+            begun = cpu_seconds()
             await link.status(timeout_seconds=LONG_SECONDS)
-            stalls.append(time.perf_counter() - begun)
+            stalls.append(cpu_seconds() - begun)
             peak = max(peak, memory().rss - idle)
         error = decode(attacker.recv_multipart())
         assert isinstance(error, Error)
         assert error.code in (ErrorCode.MALFORMED, ErrorCode.UNKNOWN_PEER)
-    report(f"longest stall {max(stalls):.3f} s of {longest_allowed:.3f} s; {peak >> 20} MiB more at most")
+    report(
+        f"longest stall {max(stalls):.3f} s of CPU time, {longest_allowed:.3f} s allowed; {peak >> 20} MiB more at most"
+    )
     assert max(stalls) < longest_allowed
     assert peak < MEMORY_BYTES
     assert coordinator.running
