@@ -168,7 +168,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     tracer = tracer_from_environment("megatron-server")
     chat_format = await chat_format_of(
         tokenizer,
-        formats=settings.formats,
+        backend=settings.backend,
         model=settings.model,
         tool_call_parser=settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser,

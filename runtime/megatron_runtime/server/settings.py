@@ -55,13 +55,13 @@ class ServerSettings:
                         of one key which prompts others sent. Without API keys it has no effect.
     allow_priority:     requests may have a `priority` other than 0.
     reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
-    formats:            "native": the formats of conversations and answers are ours; "vllm": vLLM's renderer and
-                        parsers, if it is installed and reads the model.
-    tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, with vLLM's formats one of its
+    backend:            of the engines. "vllm": conversations are rendered and answers are parsed by vLLM, if it is
+                        installed and reads the model; "native": by this server.
+    tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, with the backend vllm one of its
                         parsers, "auto" for the one that its chat template describes, "none" to offer no tools.
     generation_config:  "auto": the model's generation_config.json has the defaults of sampling; "none": neutral ones.
-    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, as above; "auto" for the markers in its
-                        chat template, "none" to leave it in the text.
+    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, or as above one of vLLM's
+                        parsers, "auto" for the markers in its chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
     max_body_bytes:     longest request body.
     max_bodies_bytes:   of what requests hold until they are answered: bodies, prompts, whole answers; beyond that 429.
@@ -94,7 +94,7 @@ class ServerSettings:
     share_prefix_cache: bool = False
     allow_priority: bool = False
     reserve_tokens: int = 1024
-    formats: Literal["native", "vllm"] = "native"
+    backend: Literal["native", "vllm"] = "native"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"

@@ -189,7 +189,7 @@ class NativeAnswerFormat:
 
     def async_parser(self) -> None:
         """Return None: parser() parses the whole answer."""
-        return None
+        return
 
 
 class NativeChatFormat:

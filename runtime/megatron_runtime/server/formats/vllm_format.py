@@ -1,7 +1,7 @@
 """`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM. Record 092 has the reasons.
 
-Conversations become tokens as vLLM's own server makes them, and answers are read by its parsers. What vLLM has no parser
-for is read by ours. Grammars of calls, budgets of reasoning and the forms of a conversation are ours on both paths.
+Conversations become tokens as vLLM's own server makes them, and its parsers read the answers. Where vLLM lacks a parser
+that the model needs, ours read them. Grammars of calls, budgets of reasoning and the forms of a conversation are ours.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ logger = logging.getLogger(__name__)
 
 
 async def chat_format_of(
-    tokenizer: Tokenizer, *, formats: str, model: str, tool_call_parser: str, reasoning_parser: str
+    tokenizer: Tokenizer, *, backend: str, model: str, tool_call_parser: str, reasoning_parser: str
 ) -> ChatFormat:
     """Return the format of a server, and log which it is.
 
-    formats: "vllm": vLLM's renderer and parsers if it is installed and reads the model, else ours; "native": ours.
+    backend: of the engines. "vllm": vLLM's renderer and parsers if it is installed and reads the model, else ours.
     model:   its reference.
     tool_call_parser, reasoning_parser: "auto", "none", a name of our formats, or with "vllm" one of vLLM's parsers.
     Raises ValueError for another name.
     """
-    if formats == "vllm":
+    if backend == "vllm":
         native = NativeChatFormat(
             tokenizer,
             tool_call_parser=tool_call_parser if tool_call_parser in TOOL_CALL_PARSERS else "auto",
@@ -185,9 +185,7 @@ class VllmAnswerFormat:
         """Return a new parser of vLLM for one choice."""
         tools = [] if self.request.forced is not None else self.request.tools.items()
         request = {
-            "tools": [
-                {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools
-            ],
+            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools],
             "variables": self.request.variables,
         }
         return self.processes.answer(request, self.request.prompt)

@@ -138,8 +138,21 @@ class VllmProcesses:
             return await self._start()
 
     async def _start(self) -> dict[str, Any]:
+        control = self._start_parent()
+        try:
+            reply = await asyncio.to_thread(_reply, control, START_SECONDS)
+        except OSError as error:
+            self._end()
+            raise UnusableError(f"its process ended or did not start within {START_SECONDS:g} s ({error})") from error
+        if (reason := reply.get("unusable")) is not None:
+            self._end()
+            raise (UnknownSettingError if reply["is_setting"] else UnusableError)(reason)
+        return reply
+
+    def _start_parent(self) -> socket.socket:
+        """Start the parent, and return the socket to it."""
         self._end()
-        ours, theirs = socket.socketpair()
+        self._control, theirs = socket.socketpair()
         with theirs:
             command = module_command(
                 "megatron_runtime.server.formats.vllm_worker", str(theirs.fileno()), json.dumps(self._setup)
@@ -153,16 +166,7 @@ class VllmProcesses:
                 # Ctrl-C in a terminal reaches the whole process group; only the server ends its children.
                 start_new_session=True,
             )
-        self._control = ours
-        try:
-            reply = await asyncio.to_thread(_reply, ours, START_SECONDS)
-        except OSError as error:
-            self._end()
-            raise UnusableError(f"its process ended or did not start within {START_SECONDS:g} s ({error})") from error
-        if (reason := reply.get("unusable")) is not None:
-            self._end()
-            raise (UnknownSettingError if reply["is_setting"] else UnusableError)(reason)
-        return reply
+        return self._control
 
     async def fork(self) -> tuple[socket.socket, int]:
         """Return the socket and the process id of a new worker. Starts the parent again if it was lost.

@@ -286,7 +286,9 @@ def main() -> None:
     try:
         formats = Formats(setup)
     except Exception as error:
-        _send(control, {"unusable": f"{type(error).__name__}: {error}", "is_setting": isinstance(error, UnknownParserError)})
+        is_setting = isinstance(error, UnknownParserError)
+        reason = str(error) if is_setting else f"{type(error).__name__}: {error}"
+        _send(control, {"unusable": reason, "is_setting": is_setting})
         return
     _send(
         control,

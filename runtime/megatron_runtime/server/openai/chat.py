@@ -310,7 +310,6 @@ class AnswerReader:
             if isinstance(event, Text | Reasoning) or self.calls <= self._max_calls:
                 yield event
 
-
     def _events(self, piece: Piece) -> Sequence[Event]:
         parser = self._parser
         if parser is None:

@@ -347,8 +347,8 @@ class Generation:
                     yield echo
                 async for event in stream:
                     if "final" in event:
-                        piece = self._finished(job, choice, event["final"], observed)
-                        yield await parsing.parsed(piece) if parsing.is_elsewhere else piece
+                        last = self._finished(job, choice, event["final"], observed)
+                        yield await parsing.parsed(last) if parsing.is_elsewhere else last
                         return
                     partial = event["partial"]
                     observed.tokens(len(partial["new_tokens"]), at=time.perf_counter())
