@@ -20,7 +20,13 @@ from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Eve
 from megatron_runtime.server.formats.vllm_format import VllmChatFormat, chat_format_of
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+from .conftest import has_formats
+
+pytestmark = [
+    pytest.mark.skipif(not has_formats(), reason="servers with this version of vLLM use our formats"),
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 TOOLS: Mapping[str, Any] = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}

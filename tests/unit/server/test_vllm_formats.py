@@ -9,11 +9,13 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from eventually import eventually
 
 from megatron_runtime.server.formats.chat_format import AnswerRequest, ChatFormat, NativeChatFormat
 from megatron_runtime.server.formats.vllm_format import VllmChatFormat, chat_format_of
@@ -158,8 +160,11 @@ async def test_a_killed_worker_is_replaced_in_mid_stream(served: Any) -> None:
     streams = [asyncio.create_task(streamed(served, tools=TOOLS)) for _ in range(4)]
     await served.backend.until(open_requests=4)
     workers = served.service.chat_format._processes.parsers
-    while any(worker.load or worker.pid is None for worker in workers):
-        await asyncio.sleep(0.01)
+
+    async def are_idle() -> bool:
+        return all(worker.pid is not None and not worker.load for worker in workers)
+
+    await eventually(are_idle, what="each worker has parsed the pieces so far")
     for worker in workers:
         os.kill(worker.pid, signal.SIGKILL)
     served.backend.gate.set()
@@ -254,7 +259,7 @@ async def test_a_vllm_without_the_interface_is_not_used(
 async def test_an_unknown_name_is_rejected_with_those_of_the_installed_vllm(
     fake_vllm: None, make_format: MakeFormat
 ) -> None:
-    with pytest.raises(ValueError, match="'nosuch' is no parser of the installed vLLM: .* fake_calls, hermes"):
+    with pytest.raises(ValueError, match=r"'nosuch' is no parser of the installed vLLM: .* fake_calls, hermes"):
         await make_format(tool_call_parser="nosuch")
 
 
@@ -268,12 +273,13 @@ async def test_where_vllm_lacks_a_parser_ours_read_the_answers(fake_vllm: None, 
 
 def test_the_type_of_a_model_chooses_between_formats_that_render_alike() -> None:
     tools = {name for parsers in MODEL_TYPES.values() for name in parsers if name} | {"hermes", "qwen3_coder"}
-    installed = (tools, tools | {"deepseek_r1"})
-    assert parsers_of("qwen3", "hermes", "think", installed=installed) == Parsers("hermes", "qwen3")
-    assert parsers_of("granitemoehybrid", "hermes", None, installed=installed).tools == "granite4"
-    assert parsers_of("qwen3_moe", "qwen3_coder", None, installed=installed) == Parsers("qwen3_coder", None)
-    assert parsers_of("step3p5", "qwen3_coder", "think", installed=installed) == Parsers("step3p5", "step3p5")
-    assert parsers_of("llama", "hermes", "think", installed=installed) == Parsers("hermes", "deepseek_r1")
-    assert parsers_of("longcat_flash", None, None, installed=installed).tools == "longcat"
-    assert parsers_of("llama", "functionary_v31", None, installed=installed) == Parsers(None, None)
-    assert parsers_of("qwen3", "hermes", "think", installed=((), ())) == Parsers(None, None)
+    of = partial(parsers_of, is_open=False, installed=(tools, tools | {"deepseek_r1"}))
+    assert of("qwen3", "hermes", "think") == Parsers("hermes", "qwen3")
+    assert of("granitemoehybrid", "hermes", None).tools == "granite4"
+    assert of("qwen3_moe", "qwen3_coder", None) == Parsers("qwen3_coder", None)
+    assert of("step3p5", "qwen3_coder", "think") == Parsers("step3p5", "step3p5")
+    assert of("llama", "hermes", "think", is_open=True) == Parsers("hermes", "deepseek_r1")
+    assert of("llama", "hermes", "think") == Parsers("hermes", None)  # its answers may have no reasoning
+    assert of("longcat_flash", None, None).tools == "longcat"
+    assert of("llama", "functionary_v31", None) == Parsers(None, None)
+    assert of("qwen3", "hermes", "think", installed=((), ())) == Parsers(None, None)

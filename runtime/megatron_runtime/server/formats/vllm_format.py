@@ -25,7 +25,8 @@ from megatron_runtime.server.formats.chat_format import (
     RenderedChat,
 )
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
-from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningUse
+from megatron_runtime.server.formats.reasoning import FORMATS, AnswerParser, ReasoningUse
+from megatron_runtime.server.formats.recognition import CALL, opens_reasoning, written_calls
 from megatron_runtime.server.formats.vllm_processes import UnusableError, VllmProcesses
 from megatron_runtime.tokenization import (
     ChatTemplate,
@@ -58,12 +59,16 @@ async def chat_format_of(
         processes: VllmProcesses | None = None
         try:
             directory = _directory(model)
+            template, tool_template = tokenizer.chat_template, tokenizer.template_for([{}])
             setup = {
                 "directory": str(directory),
                 "tools": tool_call_parser,
                 "reasoning": reasoning_parser,
                 "tool_format": native.tool_format,
                 "reasoning_format": native.reasoning_format,
+                "is_open": opens_reasoning(template, FORMATS.get(native.reasoning_format or "")),
+                "written": [] if tool_template is None else list(written_calls(tool_template, [CALL])),
+                "call": CALL,
             }
             processes = VllmProcesses(setup)
             parsers = await processes.start()

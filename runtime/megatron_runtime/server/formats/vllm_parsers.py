@@ -40,7 +40,6 @@ TOOL_PARSERS: Mapping[str, str] = {
 """vLLM's name of each format of `protocol.answer_formats` that it reads."""
 
 REASONING_PARSERS: Mapping[str, str] = {
-    "think": "deepseek_r1",
     "gemma4": "gemma4",
     "gpt_oss": "openai_gptoss",
     "seed_oss": "seed_oss",
@@ -51,7 +50,10 @@ REASONING_PARSERS: Mapping[str, str] = {
     "hunyuan_v3": "hy_v3",
     "muse": "muse_glimmer",
 }
-"""vLLM's name of each format of reasoning that it reads."""
+"""vLLM's name of each format of reasoning that it reads. The type of the model says how it uses `think`."""
+ALWAYS_THINKS = "deepseek_r1"
+"""vLLM's parser of models whose answers all begin within `<think>`: it takes an answer without `</think>` for thought.
+"""
 
 
 class Parsers(NamedTuple):
@@ -81,12 +83,13 @@ MODEL_TYPES: Mapping[str, Parsers] = {
     "internlm3": Parsers("internlm", None),
     "jamba": Parsers("jamba", None),
     "k2_horizon": Parsers("k2_horizon", "k2_horizon"),
+    "kimi_k2": Parsers("kimi_k2", "kimi_k2"),
     "kimi_k3": Parsers("kimi_k3", "kimi_k3"),
     "laguna": Parsers("poolside_v1", "poolside_v1"),
     "bailing_moe_v3": Parsers("ling3", "ling3"),
     "llama4": Parsers("llama4_pythonic", None),
     "longcat_flash": Parsers("longcat", None),
-    "mimo": Parsers("mimo", "mimo"),
+    "mimo_v2_flash": Parsers("mimo", "mimo"),
     "minimax_m2": Parsers("minimax_m2", "minimax_m2"),
     "nemotron_h": Parsers("qwen3_coder", "nemotron_v3"),
     "olmo3": Parsers("olmo3", "olmo3"),
@@ -103,9 +106,9 @@ MODEL_TYPES: Mapping[str, Parsers] = {
 """By `model_type` of config.json."""
 
 _READS_ALIKE: Mapping[str, frozenset[str]] = {
-    "hermes": frozenset({"hermes", "granite4", "mimo", "longcat"}),
+    "hermes": frozenset({"hermes", "granite4", "longcat"}),
     "glm45": frozenset({"glm45", "glm47", "poolside_v1", "ling3"}),
-    "qwen3_coder": frozenset({"qwen3_coder", "step3p5"}),
+    "qwen3_coder": frozenset({"qwen3_coder", "step3p5", "mimo"}),
     "deepseek_v4": frozenset({"deepseek_v4", "deepseek_v41"}),
     "command_a": frozenset({"cohere_command3", "cohere_command4"}),
     "pythonic": frozenset({"pythonic", "llama4_pythonic", "olmo3"}),
@@ -119,12 +122,14 @@ def parsers_of(
     tool_format: str | None,
     reasoning_format: str | None,
     *,
+    is_open: bool,
     installed: tuple[Collection[str], Collection[str]],
 ) -> Parsers:
     """Return the parsers of a model.
 
     model_type:       of its config.json; empty: unknown.
     tool_format:      our name of the format that its template writes; None: unknown. reasoning_format: likewise.
+    is_open:          the prompt that the template writes ends within the reasoning.
     installed:        names of the tool parsers and the reasoning parsers of the installed vLLM.
     """
     typed = MODEL_TYPES.get(model_type, Parsers(None, None))
@@ -135,8 +140,10 @@ def parsers_of(
         tools = typed.tools if typed.tools in alike else TOOL_PARSERS.get(tool_format)
     reasoning = None
     if reasoning_format is not None:
-        own = REASONING_PARSERS.get(reasoning_format)
-        reasoning = typed.reasoning if reasoning_format in ("think", "command_a") and typed.reasoning else own
+        is_shared = reasoning_format in ("think", "command_a")
+        reasoning = (typed.reasoning if is_shared else None) or REASONING_PARSERS.get(reasoning_format)
+        if reasoning is None and reasoning_format == "think" and is_open:
+            reasoning = ALWAYS_THINKS
     elif tool_format is None:
         reasoning = typed.reasoning
     return Parsers(tools if tools in installed[0] else None, reasoning if reasoning in installed[1] else None)

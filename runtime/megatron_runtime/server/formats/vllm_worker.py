@@ -39,7 +39,8 @@ class Formats:
     """The renderer and the parsers of one model.
 
     setup: `directory` of the model; `tools` and `reasoning`: the settings of the server; `tool_format` and
-           `reasoning_format`: our names of the formats of its template, or None.
+           `reasoning_format`: our names of the formats of its template, or None; `is_open`: its prompts end within
+           the reasoning; `written`: what it writes of the call `call`, in each form.
     Raises UnknownParserError, and what vLLM raises for a model that it cannot read.
     """
 
@@ -59,7 +60,11 @@ class Formats:
             sorted(ReasoningParserManager.list_registered()),
         )
         chosen = parsers_of(
-            config.hf_config.model_type, setup["tool_format"], setup["reasoning_format"], installed=installed
+            config.hf_config.model_type,
+            setup["tool_format"],
+            setup["reasoning_format"],
+            is_open=setup["is_open"],
+            installed=installed,
         )
         self.tools = _chosen(setup["tools"], chosen.tools, installed[0], TOOL_PARSERS, option="--tool-call-parser")
         self.reasoning = _chosen(
@@ -68,9 +73,9 @@ class Formats:
         self._config = config
         renderer = renderer_from_config(VllmConfig(model_config=config))
         self._tokenizer = renderer.get_tokenizer()
-        if setup["tools"] == "auto" and not _fits(self._tokenizer, tool_parser_name=self.tools):
+        if setup["tools"] == "auto" and not self._reads(setup["written"], setup["call"]):
             self.tools = None
-        if setup["reasoning"] == "auto" and not _fits(self._tokenizer, reasoning_parser_name=self.reasoning):
+        if setup["reasoning"] == "auto" and not self._fits():
             self.reasoning = None
         self._renderer = OnlineRenderer(
             model_config=config,
@@ -84,6 +89,31 @@ class Formats:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.skips_special = [self._skips_special(has_tools=has_tools) for has_tools in (False, True)]
+
+    def _fits(self) -> bool:
+        """Return whether the parser of reasoning can be made: some need tokens that the tokenizer may lack."""
+        from vllm.parser import ParserManager
+
+        try:
+            ParserManager.get_parser(reasoning_parser_name=self.reasoning, tokenizer=self._tokenizer)
+        except Exception:
+            return False
+        return True
+
+    def _reads(self, written: Sequence[str], call: Sequence[Any]) -> bool:
+        """Return whether the parser of calls returns the call that the chat template writes.
+
+        written: the call, in each form; none: the template writes no calls. call: its name and its arguments.
+        """
+        from vllm.parser import ParserManager
+
+        try:
+            make = ParserManager.get_parser(
+                tool_parser_name=self.tools, enable_auto_tools=True, tokenizer=self._tokenizer
+            )
+        except Exception:
+            return False
+        return make is not None and (not written or any(_finds(make, self._tokenizer, text, call) for text in written))
 
     def _skips_special(self, *, has_tools: bool) -> bool:
         """Return whether the parsers read answers without special tokens."""
@@ -139,15 +169,22 @@ class Formats:
         return {"text": text, "tokens": array("i", tokens).tobytes()}
 
 
-def _fits(tokenizer: Any, **names: str | None) -> bool:
-    """Return whether a parser that the table chooses can be made for a tokenizer: some need tokens of their own."""
-    from vllm.parser import ParserManager
+def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
+    """Return whether a parser finds one call in a text, and no other."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
+    name, arguments = call
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    values = {"messages": [{"role": "user", "content": ""}], "tools": [tool], "tool_choice": "auto"}
     try:
-        ParserManager.get_parser(enable_auto_tools=True, tokenizer=tokenizer, **names)
+        request = ChatCompletionRequest.model_validate(values)
+        parser = make(tokenizer, request.tools)
+        request = parser.adjust_request(request)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        _, _, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
+        return [(found.name, json.loads(found.arguments)) for found in calls or ()] == [(name, arguments)]
     except Exception:
         return False
-    return True
 
 
 class UnknownParserError(ValueError):
