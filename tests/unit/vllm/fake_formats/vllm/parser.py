@@ -13,7 +13,7 @@ _PARTS = re.compile(r"think\[([^]]*)\]|call\[([^]]*)\]|([^tc]+|.)", re.DOTALL)
 
 
 def hurt(text: str) -> None:
-    """Kill this process if the text says so."""
+    """Kill this process if the text contains the words of the README."""
     once = re.search(r"ONCE\(([^)]*)\)", text)
     if once is not None and not Path(once[1]).exists():
         Path(once[1]).touch()
