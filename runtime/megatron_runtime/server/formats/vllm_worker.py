@@ -206,7 +206,7 @@ def _chosen(
     )
 
 
-class Answer:
+class ChoiceParser:
     """The parser of one choice."""
 
     def __init__(self, formats: Formats, opening: Mapping[str, Any]) -> None:
@@ -254,7 +254,7 @@ class Worker:
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, ChoiceParser] = {}
 
     def handle(self, operation: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to an operation; `failed`: the error of a parser."""
@@ -265,7 +265,7 @@ class Worker:
         key = operation["answer"]
         try:
             if "opening" in operation:
-                self._answers[key] = Answer(self._formats, operation["opening"])
+                self._answers[key] = ChoiceParser(self._formats, operation["opening"])
                 for text, tokens in operation["earlier"]:
                     self._answers[key].read(text, _tokens(tokens), is_last=False)
             events = self._answers[key].read(
