@@ -171,26 +171,32 @@ class VllmProcesses:
     async def fork(self) -> tuple[socket.socket, int]:
         """Return the socket and the process id of a new worker. Starts the parent again if it was lost.
 
-        Raises OSError, UnusableError.
+        Raises OSError, UnusableError, UnknownSettingError.
         """
         async with self._lock:
-            if self._is_closed:
-                raise UnusableError("the server ends")
-            if self._process is None or self._process.poll() is not None:
-                logger.error("the process with vLLM's parsers ended: starting it again")
-                await self._start()
-            assert self._control is not None
-            ours, theirs = socket.socketpair()
-            with theirs:
-                try:
-                    socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-                    reply = await asyncio.to_thread(_reply, self._control, FORK_SECONDS)
-                except OSError:
-                    ours.close()
-                    self._end()
-                    raise
-            ours.setblocking(False)
-            return ours, reply["pid"]
+            try:
+                return await self._fork()
+            except OSError as error:
+                logger.error("the process with vLLM's parsers is lost (%s): starting it again", error)
+                self._end()
+                return await self._fork()
+
+    async def _fork(self) -> tuple[socket.socket, int]:
+        if self._is_closed:
+            raise UnusableError("the server ends")
+        if self._control is None:
+            await self._start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                reply = await asyncio.to_thread(_reply, self._control, FORK_SECONDS)
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        return ours, reply["pid"]
 
     def render(self, conversation: Mapping[str, Any]) -> dict[str, Any]:
         """Return the worker's reply to a conversation: `text` and `tokens`, or `rejected`. Blocks; called from threads.
@@ -286,6 +292,8 @@ class _Worker:
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        for operation in (*self._batch, *self._suspects, *self._waiting):
+            _fail(operation, "the server ends")
         self._disconnect()
 
     async def _run(self) -> None:
@@ -308,7 +316,7 @@ class _Worker:
                 self._channel, self.pid = await self._processes.fork()
                 self.generation += 1
                 self._closed.clear()
-        except (OSError, UnusableError) as error:
+        except (OSError, UnusableError, UnknownSettingError) as error:
             for operation in batch:
                 _fail(operation, f"vLLM's parsers could not be started: {error}")
             return
