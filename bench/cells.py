@@ -112,7 +112,7 @@ class Cell:
         """Return the dispatch of a request, and the CPU seconds of the core."""
         frames = messages.Submit(uid, messages.RequestMeta(seed=1), prompt, b"", _PARAMS).to_frames()
         seconds, ((peer, sent),) = self._receive(_CLIENT, frames)
-        dispatch = messages.decode(sent)
+        dispatch = messages.decode(messages.frames_of(sent))
         assert isinstance(dispatch, messages.Dispatch), dispatch
         return Open(peer, dispatch.dispatch_id, uid), seconds
 

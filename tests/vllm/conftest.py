@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,12 @@ from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
+
+
+def has_formats() -> bool:
+    """Return whether this version of vLLM has the renderer and the parsers that servers use; others use our formats."""
+    return find_spec("vllm.parser") is not None and find_spec("vllm.renderers.online_renderer") is not None
+
 
 START_SECONDS = 600
 """A start of vLLM takes a minute on two idle cores."""

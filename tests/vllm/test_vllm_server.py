@@ -17,7 +17,7 @@ from eventually import eventually
 
 from megatron_runtime.cli.processes import free_ports
 
-from .conftest import START_SECONDS
+from .conftest import START_SECONDS, has_formats
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -37,6 +37,7 @@ def servers(model: Path) -> Iterator[dict[str, str]]:
         "vllm": (
             *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m", *shared),
             *("--kv-cache-memory-bytes", str(256 << 20), "--generation-config", "vllm", "--port", str(vllm_port)),
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         ),
         "megatron": (
             *("-m", "megatron_runtime.cli", "serve", "--backend", "vllm", "--model", str(model), "--model-name", "m"),
@@ -69,6 +70,27 @@ async def complete(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> A
     return await client.completions.create(model="m", prompt=prompt, max_tokens=32, temperature=0, **options)
 
 
+async def chat(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
+    return await client.chat.completions.create(
+        model="m", messages=messages, max_tokens=32, temperature=0, seed=1, **options
+    )
+
+
+async def chats_are_equal(clients: dict[str, openai.AsyncOpenAI]) -> None:
+    """Compare whole and streamed answers of both servers to conversations."""
+    for prompt in PROMPTS[::4]:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{prompt} 🦙?"}]
+        theirs, ours = await asyncio.gather(*(chat(clients[name], messages) for name in ("vllm", "megatron")))
+        assert ours.choices[0].message.content == theirs.choices[0].message.content
+        assert ours.choices[0].finish_reason == theirs.choices[0].finish_reason
+        assert ours.usage.prompt_tokens == theirs.usage.prompt_tokens
+        stream = await chat(clients["megatron"], messages, stream=True)
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+        assert "".join(parts) == theirs.choices[0].message.content
+    (card,) = (await clients["megatron"].models.list()).data
+    assert card.tool_call_format == "vllm:hermes"  # type: ignore[attr-defined]
+
+
 async def test_greedy_answers_streams_and_log_probabilities_equal_vllms_server(servers: dict[str, str]) -> None:
     clients = {name: openai.AsyncOpenAI(base_url=url, api_key="none") for name, url in servers.items()}
     for client in clients.values():
@@ -97,3 +119,5 @@ async def test_greedy_answers_streams_and_log_probabilities_equal_vllms_server(s
         if theirs.choices[0].finish_reason == "stop":
             expected.pop()  # of the end-of-sequence token, which has no text
         assert ours.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-3)
+    if has_formats():
+        await chats_are_equal(clients)

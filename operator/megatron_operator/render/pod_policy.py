@@ -179,6 +179,8 @@ def violations(
         yield from _depended_on(overlay or {}, f"spec.{component}.podTemplate", request)
         return
     yield from _release(ctx, component, request)
+    if component == SERVER and (vllm := ctx.spec.engine.vllm) is not None and vllm.image is not None:
+        yield from _image(vllm.image, "spec.engine.vllm.image", request)
     if component == ENGINE:
         yield from _engine(ctx.spec.engine, request)
         yield from _model_cache(ctx.spec.model.cache, request)
@@ -192,7 +194,7 @@ def _release(ctx: RenderContext, component: str, request: Request) -> Iterator[V
     settings = ctx.settings
     if component == COORDINATOR:
         yield from _image(settings.coordinator_image, "status.release.coordinatorImage", request)
-    elif component == SERVER or ctx.spec.engine.backend is Backend.NATIVE:
+    elif ctx.spec.engine.backend is Backend.NATIVE:
         yield from _image(settings.runtime_image, "status.release.runtimeImage", request)
     else:
         yield from _image(settings.vllm_runtime_image, "status.release.vllmRuntimeImage", request)

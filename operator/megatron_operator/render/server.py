@@ -15,6 +15,7 @@ from megatron_operator.render.model_source import (
 )
 from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, command_line, of_field
 from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
+from megatron_operator.render.vllm import engine_image, vllm_env
 from megatron_operator.resource.names import (
     ANNOTATION_MODEL,
     LABEL_WEIGHTS,
@@ -23,15 +24,19 @@ from megatron_operator.resource.names import (
     PORT_HTTP,
     SERVER,
 )
-from megatron_operator.resource.spec import CPU_SEQUENCE_LENGTH
+from megatron_operator.resource.spec import CPU_SEQUENCE_LENGTH, Backend
 
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
 TLS_DIR = "/etc/megatron/tls"
 MEMORY_LIMIT = "4Gi"
 """A tokenizer uses up to some hundred MB; the rest is for held requests and slowly read streams."""
+VLLM_MEMORY_LIMIT = "8Gi"
+"""vLLM's renderer and parsers take 1 GiB, and their workers up to as much each while they handle a request."""
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
+_BACKEND = {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"}
+"""The option --backend of `megatron server`, in a form that images of earlier releases ignore."""
 _INPUTS: dict[str, Any] = {"model": True, "weights": True, "server": True, "lifecycle": {"drain_seconds"}}
 _NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters", "cache"}}
 
@@ -83,15 +88,18 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         volumes = (*volumes, {"name": "tls", "secret": secret})
         mounts = (*mounts, {"name": "tls", "mountPath": TLS_DIR, "readOnly": True})
     scheme = "https" if server.tls is not None else "http"
+    is_vllm = ctx.spec.engine.backend is Backend.VLLM
+    request, limit = ("1536Mi", VLLM_MEMORY_LIMIT) if is_vllm else ("256Mi", MEMORY_LIMIT)
     container = {
         "name": SERVER,
+        **({"image": engine_image(ctx)} if is_vllm else {}),
         "args": server_args(ctx),
-        "env": model_env(ctx),
+        "env": [*model_env(ctx), *vllm_env(ctx), *([_BACKEND] if is_vllm else ())],
         "ports": [
             {"name": scheme, "containerPort": PORT_HTTP},
             {"name": "health", "containerPort": PORT_HEALTH},
         ],
-        "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request="256Mi", limit=MEMORY_LIMIT),
+        "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request=request, limit=limit),
         # On a separate port, so that clients which exhaust the connections of the other one do not restart the pod.
         "startupProbe": http_probe("/livez", periodSeconds=1, failureThreshold=300),
         # Ready for a while without a coordinator, because requests are held and new ones must be accepted.
@@ -125,5 +133,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         inputs["model"].pop("max_sequence_length", None)
     elif ctx.spec.max_sequence_length is None:
         inputs["model"]["max_sequence_length"] = None
+    if ctx.spec.engine.vllm is not None and ctx.spec.engine.vllm.image is not None:
+        inputs["engine"] = {"vllm": {"image": ctx.spec.engine.vllm.image}}
     manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx), **release_annotations(ctx, inputs)}
     return seal(manifest)

@@ -80,7 +80,7 @@ VLLM_OPTIONS = (
 
 
 def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
-    """Return the environment of vLLM engines; empty for native engines."""
+    """Return the environment of vLLM engines and their servers; empty for native engines."""
     if ctx.spec.engine.backend is Backend.NATIVE:
         return []
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in _ENV.items()]

@@ -122,9 +122,11 @@ class InferencePoolSpec(ApiModel):
     endpoint_picker_ref: EndpointPickerRef = Field(description="The endpoint picker, which you run.")
 
 
-# mypy reads the members of an enum from literals only; nothing names them.
-ToolCallParser = StrEnum("ToolCallParser", {name.upper(): name for name in TOOL_CALL_PARSERS})  # type: ignore[misc]
-ReasoningParser = StrEnum("ReasoningParser", {name.upper(): name for name in REASONING_PARSERS})  # type: ignore[misc]
+ParserName = Annotated[
+    str,
+    Field(min_length=1, max_length=63),
+    Matches(r"^[a-z0-9][a-z0-9_-]*$", "the name of a parser, such as hermes"),
+]
 
 
 class GenerationConfig(StrEnum):
@@ -182,13 +184,17 @@ class ServerSpec(ApiModel):
         description="Generated tokens that a request of an API key with a limit of tokens reserves for each choice, at "
         "most; 1024 if absent. Tokens beyond that are charged as they are generated.",
     )
-    tool_call_parser: ToolCallParser | None = Field(
-        default=None, description="Parser of tool calls in completions; auto chooses by the chat template."
+    tool_call_parser: ParserName | None = Field(
+        default=None,
+        description="Parser of tool calls in completions; auto chooses by the chat template, none offers no tools. "
+        f"Others: {', '.join(TOOL_CALL_PARSERS[2:])}; with spec.engine.backend VLLM also the name of a tool parser of "
+        "the installed vLLM.",
     )
-    reasoning_parser: ReasoningParser | None = Field(
+    reasoning_parser: ParserName | None = Field(
         default=None,
         description="How the model marks its reasoning, which is returned as reasoning_content; auto chooses by the "
-        "chat template, none leaves it in the text.",
+        f"chat template, none leaves it in the text. Others: {', '.join(REASONING_PARSERS[2:])}; with "
+        "spec.engine.backend VLLM also the name of a reasoning parser of the installed vLLM.",
     )
     generation_config: GenerationConfig | None = Field(
         default=None,

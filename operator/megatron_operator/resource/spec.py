@@ -20,6 +20,7 @@ from megatron_operator.resource.server import ServerSpec
 from megatron_operator.resource.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.resource.states import DesiredState
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.answer_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 SHORT_NAME = "mi"
 
@@ -511,6 +512,24 @@ class RolloutSpec(ApiModel):
 
 MAX_RANKS = 256
 """Limit of ranks of one engine: rank 0 sends the plan of each step to every other rank."""
+_PARSERS: Mapping[str, tuple[str, ...]] = {
+    "tool_call_parser": TOOL_CALL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
+}
+"""Values of fields of spec.server for native engines."""
+
+
+def _parser_rule(field: str, names: tuple[str, ...]) -> SpecRule:
+    """Return the rule that native engines have our formats. vLLM's server checks against the installed vLLM."""
+    path = f"server.{to_camel(field)}"
+    return SpecRule(
+        f"self.engine.backend == 'VLLM' || !has(self.{path}) || self.{path} in [{', '.join(map(repr, names))}]",
+        lambda spec: spec.engine.backend is Backend.VLLM or getattr(spec.server, field) in (None, *names),
+        f"spec.{path}: must be one of {', '.join(names)}; other names are of vLLM, and need spec.engine.backend VLLM",
+        value=lambda spec: getattr(spec.server, field),
+    )
+
+
 _LOCATIONS = ("objectStore.url", "persistentVolumeClaim.path", "image.path")
 """Fields of spec.model.source in which {revision} is replaced."""
 
@@ -590,6 +609,7 @@ class MegatronInferenceSpec(ApiModel):
             lambda spec: spec.weights is None or spec.model.source.builtin is None,
             "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
         ),
+        *(_parser_rule(field, names) for field, names in _PARSERS.items()),
         SpecRule(
             "self.engine.backend != 'VLLM' || !(self.model.dtype in "
             f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",

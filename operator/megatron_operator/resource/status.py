@@ -116,11 +116,13 @@ class AdapterStatusEntry(ApiModel):
 
 class FormatsStatus(ApiModel):
     tool_calls: str = Field(
-        description="Format of the model's tool calls, a value of spec.server.toolCallParser. none: unknown, calls are "
+        description="Format of the model's tool calls, a value of spec.server.toolCallParser; vllm:NAME: "
+        "read by a parser of vLLM. none: unknown, calls are "
         "returned as text; or tools are not offered."
     )
     reasoning: str = Field(
-        description="Format of the model's reasoning, a value of spec.server.reasoningParser. none: it is part of the "
+        description="Format of the model's reasoning, a value of spec.server.reasoningParser; vllm:NAME: "
+        "read by a parser of vLLM. none: it is part of the "
         "text."
     )
 

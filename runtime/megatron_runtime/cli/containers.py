@@ -24,6 +24,7 @@ from megatron_runtime.cli.options import (
     POSITIVE_SECONDS,
     ROUTING_POLICIES,
     SECONDS,
+    check_parsers,
     config_option,
     engine_options,
     log_options,
@@ -277,6 +278,13 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @click.option("--tls-certificate-file", type=FILE, help="PEM chain; absent: plain HTTP. Read again when it changes.")
 @click.option("--tls-key-file", type=FILE, help="Key of the certificate, in PEM.")
 @server_options
+@environment_option(
+    "--backend",
+    type=click.Choice(["native", "vllm"]),
+    default="native",
+    envvar="MEGATRON_ENGINE_BACKEND",
+    help="Of the engines. vllm: vLLM renders conversations and parses answers, if it is installed and reads the model.",
+)
 @sequence_length
 @click.option("--max-body-size", "max_body_bytes", type=MEMORY, default="4Mi")
 @click.option("--max-open-requests", type=COUNT, default=10_000, help="Beyond that 429.")
@@ -309,6 +317,7 @@ def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[st
     """Run the OpenAI server until SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
         raise click.UsageError("--tls-certificate-file and --tls-key-file go together: give both or neither")
+    check_parsers(**{name: options[name] for name in ("backend", "tool_call_parser", "reasoning_parser")})
     from megatron_runtime.server.process import run
     from megatron_runtime.server.settings import ConnectionLimits, ServerSettings
 

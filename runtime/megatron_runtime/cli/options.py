@@ -196,6 +196,17 @@ NEW_DIRECTORY = click.Path(file_okay=False, path_type=Path)
 ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix"])
 
 
+def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raise click.UsageError for a name that is none of our formats, unless vLLM's parsers may be named."""
+    for flag, name, names in (
+        ("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS),
+        ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if backend != "vllm" and name not in names:
+            allowed = ", ".join(map(repr, names))
+            raise click.UsageError(f"{flag} {name!r} is no format: use one of {allowed}, or --backend vllm.")
+
+
 def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     """Return a decorator that adds all `options`, in this order on the help page."""
 
@@ -333,15 +344,17 @@ server_options = together(
     ),
     click.option(
         "--tool-call-parser",
-        type=click.Choice(TOOL_CALL_PARSERS),
         default="auto",
-        help="Format of the model's tool calls; auto: as its chat template describes; none: no tools.",
+        metavar="NAME",
+        help=f"Format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}; with --backend vllm also a parser of "
+        "vLLM. auto: as its chat template describes; none: no tools.",
     ),
     click.option(
         "--reasoning-parser",
-        type=click.Choice(REASONING_PARSERS),
         default="auto",
-        help="How the model marks its reasoning; auto: by the markers in its chat template; none: it is text.",
+        metavar="NAME",
+        help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}; with --backend vllm also a parser of "
+        "vLLM. auto: by the markers in its chat template; none: it is text.",
     ),
     click.option(
         "--generation-config",

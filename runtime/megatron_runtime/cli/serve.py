@@ -21,6 +21,7 @@ from megatron_runtime.cli.options import (
     ROUTING_POLICIES,
     SECONDS,
     cached_references,
+    check_parsers,
     config_option,
     engine_options,
     model_reference,
@@ -88,6 +89,7 @@ def serve(**options: Any) -> None:
     for name in options["model_names"]:
         if options["adapters"].find(name) is not None:
             raise click.UsageError(f"--adapter {name} has the name of the model: give it another one.")
+    check_parsers(**{name: options[name] for name in ("backend", "tool_call_parser", "reasoning_parser")})
     if options["adapters"].adapters and options["backend"] == "vllm":
         options["vllm_arguments"] = {"enable_lora": True, **options["vllm_arguments"]}
     if is_loopback(options["host"]) or options["allowed_hosts"]:
@@ -192,15 +194,8 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
         health_port="off",
     )
     server = arguments(
-        *("model", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
-        *(
-            "any_model_name",
-            "allow_priority",
-            "reserve_tokens",
-            "tool_call_parser",
-            "reasoning_parser",
-            "generation_config",
-        ),
+        *("model", "backend", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache", "any_model_name"),
+        *("allow_priority", "reserve_tokens", "tool_call_parser", "reasoning_parser", "generation_config"),
         "drain_seconds",
         coordinator=_address(sockets, "client"),
         listen_fd=listener.fileno(),

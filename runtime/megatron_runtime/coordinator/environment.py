@@ -50,7 +50,7 @@ class PromptTokenizer(Protocol):
     def tokenize(self, text: str) -> list[int]: ...
 
 
-class Prompts:
+class PromptReader:
     """Accepts prompts, and reads their tokens where they are needed: those of texts, and those of plain clients.
 
     tokenizer: None: every text goes to an engine.

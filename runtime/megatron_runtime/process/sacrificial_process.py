@@ -39,7 +39,7 @@ START_SECONDS = 120.0
 
 MAX_REPLY_BYTES = 16 << 20
 
-_OUT_OF_MEMORY = 3
+OUT_OF_MEMORY = 3
 """Exit status of a child whose handler raised MemoryError."""
 
 _ALARM_GRACE_SECONDS = 1.0
@@ -164,7 +164,7 @@ class SacrificialProcess:
             self._process.wait(_ALARM_GRACE_SECONDS)
         status = self._process.returncode
         self._end()
-        if status == _OUT_OF_MEMORY:
+        if status == OUT_OF_MEMORY:
             return f"it needed more than {self.memory_bytes >> 20} MiB of memory"
         if status == -signal.SIGALRM:
             return "it took too long"
@@ -191,7 +191,7 @@ def serve(prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     """
     descriptor, memory_bytes, stack_bytes = map(int, sys.argv[1:4])
     be_child()
-    _limit(memory_bytes)
+    limit_memory(memory_bytes)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     threading.stack_size(stack_bytes)  # 0 means the default
@@ -212,14 +212,14 @@ def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], 
     except ConnectionError:  # the parent closed it
         pass
     except MemoryError:
-        status = _OUT_OF_MEMORY
+        status = OUT_OF_MEMORY
     except BaseException:
         traceback.print_exc()
         status = 1
     os._exit(status)
 
 
-def _limit(memory_bytes: int) -> None:
+def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The loaded modules are not limited: OpenBLAS alone reserves 40 MiB of address space for each CPU of the machine.
     with open("/proc/self/statm") as sizes:

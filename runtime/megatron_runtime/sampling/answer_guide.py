@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.sampling.answer_parts import AnswerParts, Part
+from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
 from megatron_runtime.sampling.batch import AnswerState, bits_of
 
 BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[AnswerState]]
@@ -77,7 +77,7 @@ class AnswerGuide:
 
     def accept(self, token: int) -> None:
         parts = self._parts
-        if parts.part is not Part.STRUCTURE:
+        if parts.part is not AnswerPart.STRUCTURE:
             parts.feed(token)
             self._begin_calls([token][parts.free - parts.tokens + 1 :])
         elif (grammar := self._current()) is not None:
@@ -100,6 +100,6 @@ class AnswerGuide:
             if not begun.cancelled() and begun.exception() is None:
                 self._grammar = begun.result()
         grammar = self._grammar
-        if grammar is None or self._parts.part is not Part.STRUCTURE:
+        if grammar is None or self._parts.part is not AnswerPart.STRUCTURE:
             return None
         return None if self._parts.is_best_effort and grammar.failure is not None else grammar

@@ -17,7 +17,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 _SPACE = b" \t\n\r"
 
 
-class Part(Enum):
+class AnswerPart(Enum):
     """The part that the next token belongs to."""
 
     REASONING = auto()
@@ -59,7 +59,9 @@ class AnswerParts:
         """The text of the answer, while a marker may begin with it."""
         self._remaining = b""
         """What of the marker the structure begins with."""
-        self.part = Part.REASONING if self._closing and (after or reasoning["is_open"]) else self._after_reasoning()
+        self.part = (
+            AnswerPart.REASONING if self._closing and (after or reasoning["is_open"]) else self._after_reasoning()
+        )
 
     @classmethod
     def of(cls, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> Self | None:
@@ -67,7 +69,7 @@ class AnswerParts:
         if params.reasoning is None and params.call_structure is None and params.structured_output is None:
             return None
         parts = cls(params, token_bytes=token_bytes)
-        return None if parts.part in (Part.TEXT, Part.STRUCTURE) else parts
+        return None if parts.part in (AnswerPart.TEXT, AnswerPart.STRUCTURE) else parts
 
     @property
     def is_best_effort(self) -> bool:
@@ -77,7 +79,7 @@ class AnswerParts:
     @property
     def structure(self) -> dict[str, Any] | None:
         """The structured output of the tokens after `free`; None before it has begun."""
-        if self.part is not Part.STRUCTURE:
+        if self.part is not AnswerPart.STRUCTURE:
             return None
         if self._structure is not None:
             return {name: value for name, value in self._structure.items() if name != "after"}
@@ -91,7 +93,7 @@ class AnswerParts:
     @property
     def forced(self) -> int | None:
         """The token that must come next because the budget of the reasoning is used up; None: none must."""
-        if self.part is not Part.REASONING or self._budget is None or self._reasoned < self._budget:
+        if self.part is not AnswerPart.REASONING or self._budget is None or self._reasoned < self._budget:
             return None
         last, ending = list(self._last), self._ending
         sizes = range(len(ending) - 1, -1, -1)
@@ -100,14 +102,14 @@ class AnswerParts:
     def feed(self, token: int) -> None:
         """Take the next token of the answer."""
         self.tokens += 1
-        if self.part is Part.REASONING:
+        if self.part is AnswerPart.REASONING:
             self._reasoned += 1
             self._last.append(token)
             if list(self._last)[-len(self._closing) :] == self._closing:
                 self._opening = []
                 self.part = self._after_reasoning()
                 self.free = self.tokens
-        elif self.part is Part.BEGIN:
+        elif self.part is AnswerPart.BEGIN:
             self._feed_begin(token)
 
     def feed_all(self, tokens: Sequence[int]) -> None:
@@ -116,23 +118,23 @@ class AnswerParts:
 
     def give_up(self) -> None:
         """Allow any token: the grammar of the calls is not available."""
-        self.part = Part.TEXT
+        self.part = AnswerPart.TEXT
 
-    def _after_reasoning(self) -> Part:
+    def _after_reasoning(self) -> AnswerPart:
         if self._structure is not None:
-            return Part.STRUCTURE
-        return Part.BEGIN if self._markers or self._opening else Part.TEXT
+            return AnswerPart.STRUCTURE
+        return AnswerPart.BEGIN if self._markers or self._opening else AnswerPart.TEXT
 
     def _feed_begin(self, token: int) -> None:
         self._begun.append(token)
         if (may_open := self._begun == self._opening[: len(self._begun)]) and len(self._begun) == len(self._opening):
-            self.part = Part.REASONING
+            self.part = AnswerPart.REASONING
             self._text = b""
             return
         before, text = self._text, (self._text + self._token_bytes(token)).lstrip(_SPACE)
         for marker, rule in self._markers.items():
             if text.startswith(marker):
-                self.part, self.free, self._rule = Part.STRUCTURE, self.tokens, rule
+                self.part, self.free, self._rule = AnswerPart.STRUCTURE, self.tokens, rule
                 if len(text) > len(marker):  # the grammar allows the token, or another one with the end of the marker
                     self.free -= 1
                     self._remaining = marker[len(before) :]
@@ -141,7 +143,7 @@ class AnswerParts:
         if not may_open:
             self._opening, self._begun = [], []
             if not any(marker.startswith(text) for marker in self._markers):
-                self.part = Part.TEXT
+                self.part = AnswerPart.TEXT
 
 
 def _parts_of(params: SamplingParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any]]:

@@ -33,7 +33,7 @@ from megatron_runtime.protocol.messages import AnswerFormats, Control, StatusRep
 from megatron_runtime.server.auth import ApiKeys
 from megatron_runtime.server.connections import MAX_HEADERS
 from megatron_runtime.server.errors import ApiError, renamed, shown, try_again
-from megatron_runtime.server.formats.chat_format import NativeChatFormat
+from megatron_runtime.server.formats.chat_format import ChatFormat, NativeChatFormat
 from megatron_runtime.server.guards import Origins, check_host
 from megatron_runtime.server.json_text import JsonResponse
 from megatron_runtime.server.metrics import ServerMetrics
@@ -84,18 +84,25 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def create_app(
-    settings: ServerSettings, *, backend: CoordinatorClient, tokenizer: Tokenizer, tracer: Tracer | None = None
+    settings: ServerSettings,
+    *,
+    backend: CoordinatorClient,
+    tokenizer: Tokenizer,
+    chat_format: ChatFormat | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """Return the application. Probes and shutdown use its `state.service`.
 
     backend: the client of the coordinator.
+    chat_format: of the model; None: ours for the settings.
     tracer:  None: requests are not traced.
     Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that cannot be used, OSError
     for one that cannot be read.
     """
-    chat_format = NativeChatFormat(
-        tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
-    )
+    if chat_format is None:
+        chat_format = NativeChatFormat(
+            tokenizer, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser
+        )
     backend.formats = AnswerFormats(
         tool_calls=chat_format.tool_format or "", reasoning=chat_format.reasoning_format or ""
     )

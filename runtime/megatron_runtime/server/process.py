@@ -24,6 +24,7 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.connections import HttpConnection, ParseQueue
+from megatron_runtime.server.formats.vllm_format import chat_format_of
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.settings import BACKLOG, ConnectionLimits, ServerSettings, listen
 from megatron_runtime.server.streaming import cancel
@@ -165,7 +166,14 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     keys = PeerKeys.load(settings.keys_dir, Role.CLIENT) if settings.keys_dir is not None else None
     client = CoordinatorClient(settings.coordinator, keys=keys, model=settings.model_hash)
     tracer = tracer_from_environment("megatron-server")
-    app = create_app(settings, backend=client, tokenizer=tokenizer, tracer=tracer)
+    chat_format = await chat_format_of(
+        tokenizer,
+        backend=settings.backend,
+        model=settings.model,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
+    app = create_app(settings, backend=client, tokenizer=tokenizer, chat_format=chat_format, tracer=tracer)
     service: Service = app.state.service
     certificate = None
     if settings.tls_certificate_file is not None and settings.tls_key_file is not None:
@@ -184,6 +192,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     async with contextlib.AsyncExitStack() as stack:
         if tracer is not None:
             stack.callback(tracer.close)
+        stack.callback(chat_format.close)
         stack.callback(client.stop)
         stack.callback(service.prompts.close)
         if (port := settings.health_port) is not None:

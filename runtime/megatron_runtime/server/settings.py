@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from typing import Literal
 
 from megatron_runtime.process.listening import listening_socket
 
@@ -56,11 +57,13 @@ class ServerSettings:
                         the server of Megatron-Core; otherwise with 404.
     allow_priority:     requests may have a `priority` other than 0.
     reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
-    tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, "auto" for the one that its chat
-                        template describes, "none" to offer no tools.
+    backend:            of the engines. "vllm": conversations are rendered and answers are parsed by vLLM, if it is
+                        installed and reads the model; "native": by this server.
+    tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, with the backend vllm one of its
+                        parsers, "auto" for the one that its chat template describes, "none" to offer no tools.
     generation_config:  "auto": the model's generation_config.json has the defaults of sampling; "none": neutral ones.
-    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, "auto" for the markers in its
-                        chat template, "none" to leave it in the text.
+    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, or as above one of vLLM's
+                        parsers, "auto" for the markers in its chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
     max_body_bytes:     longest request body.
     max_bodies_bytes:   of what requests hold until they are answered: bodies, prompts, whole answers; beyond that 429.
@@ -94,6 +97,7 @@ class ServerSettings:
     share_prefix_cache: bool = False
     allow_priority: bool = False
     reserve_tokens: int = 1024
+    backend: Literal["native", "vllm"] = "native"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"

@@ -11,7 +11,7 @@ from megatron_runtime.tokenization.chat_template import (
     ChatTemplateRejectedError,
     ChatTemplateUnusableError,
 )
-from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
+from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer, tokenizer_location
 from megatron_runtime.tokenization.of_program import tokenizer_of
 from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer
 
@@ -24,5 +24,6 @@ __all__ = [
     "Tokenizer",
     "TokenizerLoadError",
     "load_tokenizer",
+    "tokenizer_location",
     "tokenizer_of",
 ]

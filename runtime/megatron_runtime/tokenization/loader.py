@@ -46,7 +46,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
     Raises TokenizerLoadError.
     """
     try:
-        path = _locate(model)
+        path = tokenizer_location(model)
         load = tokenizer_from_gguf if path.is_file() else tokenizer_from_directory
         return load(path, renders_chat=renders_chat)
     except TokenizerLoadError:
@@ -55,7 +55,11 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
         raise TokenizerLoadError(f"the tokenizer of model {model!r} cannot be loaded: {error}") from error
 
 
-def _locate(model: str) -> Path:
+def tokenizer_location(model: str) -> Path:
+    """Return the directory, or the .gguf file, that has the tokenizer of a model reference.
+
+    Raises TokenizerLoadError, and what resolving the reference raises.
+    """
     if model.startswith(REMOTE_PREFIXES):
         from megatron_runtime.checkpoints.remote.download import cached_directory
 

@@ -107,15 +107,33 @@ def test_a_native_engine_has_nothing_of_vllm() -> None:
     ("engine_fields", "image"),
     [({}, "registry.example/vllm:1"), ({"vllm": {"image": "registry.example/vllm:2"}}, "registry.example/vllm:2")],
 )
-def test_engines_run_the_vllm_image_and_other_components_the_runtime_image(
+def test_engines_and_servers_run_the_vllm_image_and_coordinators_their_own(
     engine_fields: dict[str, Any], image: str
 ) -> None:
     several = {"allowPickleBetweenPods": True, **engine_fields.get("vllm", {})}
     ctx = context(engine={"vllm": several}, parallelism={"tensor": 2})
     found = pod(ctx)
     assert [each["image"] for each in (*found["containers"], *found["initContainers"])] == [image, image]
-    assert pod(ctx, "Deployment", "demo-server")["containers"][0]["image"] == "registry.example/runtime:1"
+    (server,) = pod(ctx, "Deployment", "demo-server")["containers"]
+    assert server["image"] == image
+    assert {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"} in server["env"]
+    (native,) = pod(context(backend="Native"), "Deployment", "demo-server")["containers"]
+    assert native["image"] == "registry.example/runtime:1"
+    assert "MEGATRON_ENGINE_BACKEND" not in json.dumps(native)
     assert pod(ctx, "Deployment", "demo-coordinator")["containers"][0]["image"] == SETTINGS.coordinator_image
+
+
+def test_a_parser_of_vllm_needs_vllm_engines() -> None:
+    for field, other in (("toolCallParser", "qwen3_xml"), ("reasoningParser", "deepseek_r1")):
+        context(server={field: other})
+        with pytest.raises(ValidationError, match=rf"spec\.server\.{field}.*need spec\.engine\.backend VLLM"):
+            context(backend="Native", server={field: other})
+        context(backend="Native", server={field: "gemma4"})
+
+
+def test_a_server_with_an_image_that_the_policy_rejects_is_not_rendered() -> None:
+    with pytest.raises(NotAllowed, match=r"spec\.engine\.vllm\.image"):
+        pod(context(engine={"vllm": {"image": "elsewhere.example/vllm:1"}}), "Deployment", "demo-server")
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -424,7 +442,7 @@ def test_the_default_image_is_recorded_with_a_revision_of_vllm_engines() -> None
 def test_a_plan_names_the_change_and_replaces_engines_one_after_another() -> None:
     found = preview(context(backend="Native", replicas=2), context(replicas=2))
     restarted = {change.child for change in found.changes if change.restarts}
-    assert restarted == {"StatefulSet demo-engine-0", "StatefulSet demo-engine-1"}
+    assert restarted == {"StatefulSet demo-engine-0", "StatefulSet demo-engine-1", "Deployment demo-server"}
     assert found.steps[-1] == "lowest capacity meanwhile: 1 of 2 engines"
 
 

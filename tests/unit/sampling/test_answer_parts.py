@@ -12,7 +12,7 @@ import pytest
 
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling.answer_guide import AnswerGuide
-from megatron_runtime.sampling.answer_parts import AnswerParts, Part
+from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
 from megatron_runtime.sampling.batch import AnswerState
 from megatron_runtime.sampling.structured_output import GrammarCompiler
 from megatron_runtime.server.formats import call_grammars
@@ -91,15 +91,15 @@ class Compiling:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("", Part.BEGIN),
-        (" \n\n", Part.BEGIN),
-        ("\n<tool", Part.BEGIN),
-        ("\n<tool_call>", Part.STRUCTURE),
-        ("<tool_calls", Part.TEXT),
-        ("Paris <tool_call>", Part.TEXT),
+        ("", AnswerPart.BEGIN),
+        (" \n\n", AnswerPart.BEGIN),
+        ("\n<tool", AnswerPart.BEGIN),
+        ("\n<tool_call>", AnswerPart.STRUCTURE),
+        ("<tool_calls", AnswerPart.TEXT),
+        ("Paris <tool_call>", AnswerPart.TEXT),
     ],
 )
-def test_only_an_answer_that_begins_with_the_marker_is_a_call(text: str, part: Part) -> None:
+def test_only_an_answer_that_begins_with_the_marker_is_a_call(text: str, part: AnswerPart) -> None:
     assert parts_after(ids(text), call_structure=call_structure()).part is part
 
 
@@ -128,7 +128,7 @@ def test_a_budget_of_reasoning_forces_its_end_once() -> None:
     while parts.forced is not None:
         forced.append(parts.forced)
         parts.feed(parts.forced)
-    assert (forced, parts.part) == ([8, *CLOSING], Part.TEXT)
+    assert (forced, parts.part) == ([8, *CLOSING], AnswerPart.TEXT)
     parts.feed_all([*OPENING, 1, 2, 3, 4])
     assert parts.forced is None
     assert parts_after([], reasoning=reasoning(budget=0, is_open=True)).forced == CLOSING[0]
@@ -268,7 +268,7 @@ def test_grammars_match_what_models_write(
 def test_an_object_that_names_a_tool_is_a_call_of_llama() -> None:
     structure = call_structure("llama3_json")
     assert parts_after(ids('{"name": "weather"'), call_structure=structure).structure is not None
-    assert parts_after(ids('{"name": "Ada"'), call_structure=structure).part is Part.TEXT
+    assert parts_after(ids('{"name": "Ada"'), call_structure=structure).part is AnswerPart.TEXT
 
 
 @pytest.mark.parametrize(

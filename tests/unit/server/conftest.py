@@ -23,6 +23,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
+from megatron_runtime.server.formats.chat_format import ChatFormat
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import ServerSettings, listen
@@ -92,9 +93,13 @@ Start = Callable[..., Awaitable[Running]]
 
 @asynccontextmanager
 async def _running(
-    settings: ServerSettings, tokenizer: Tokenizer, backend: Any, certificate: Certificate | None
+    settings: ServerSettings,
+    tokenizer: Tokenizer,
+    backend: Any,
+    certificate: Certificate | None,
+    chat_format: ChatFormat | None,
 ) -> AsyncIterator[Running]:
-    app = create_app(settings, backend=backend, tokenizer=tokenizer)
+    app = create_app(settings, backend=backend, tokenizer=tokenizer, chat_format=chat_format)
     listener = listen(host="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = HttpServer(app, limits=settings.connections, certificate=certificate)
@@ -120,10 +125,12 @@ async def start(tokenizer: Tokenizer) -> AsyncIterator[Start]:
         *,
         backend: Any = None,
         certificate: Certificate | None = None,
+        chat_format: ChatFormat | None = None,
         **changes: Any,
     ) -> Running:
         backend = backend or generator.ScriptedBackend(tokenizer)
-        context = _running(replace(ServerSettings(model_name=MODEL), **changes), tokenizer, backend, certificate)
+        settings = replace(ServerSettings(model_name=MODEL), **changes)
+        context = _running(settings, tokenizer, backend, certificate, chat_format)
         running = await context.__aenter__()
         contexts.append(context)
         return running

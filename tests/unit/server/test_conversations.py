@@ -239,9 +239,10 @@ def test_a_malformed_list_of_templates_is_rejected(tmp_path: Path, listed: Any) 
 
 
 async def test_the_calls_of_an_answer_are_parsed_as_the_template_for_tools_says(start: Any) -> None:
-    tokenizer = tokenizer_with(TEMPLATES["chatml"], TEMPLATES["with tools"] + "{# [TOOL_CALLS] #}")
-    running = await start(tokenizer)
-    assert running.service.chat_format.tool_format == "mistral"
+    calls = "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    of_tools = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + calls + "</s>{% endfor %}"
+    running = await start(tokenizer_with(TEMPLATES["chatml"], of_tools))
+    assert running.service.chat_format.tool_format == "hermes"
 
 
 # --- messages that the answer continues -----------------------------------------------------------------------------

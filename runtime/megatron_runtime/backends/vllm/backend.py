@@ -39,7 +39,7 @@ from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.sampling.answer_parts import AnswerParts, Part
+from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
 
 if TYPE_CHECKING:
     from megatron_runtime.tokenization import Tokenizer
@@ -114,7 +114,7 @@ class VllmRequest(BackendRequest):
     def take(self, tokens: Sequence[int]) -> tuple[int, bool]:
         """Take tokens of vLLM up to the end of their part. Return how many, and whether another part is next."""
         parts = self.parts
-        if parts is None or parts.part is Part.STRUCTURE:
+        if parts is None or parts.part is AnswerPart.STRUCTURE:
             self.tokens += tokens
             return len(tokens), False
         before, ends = len(self.tokens), False

@@ -19,7 +19,7 @@ from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.coordinator.environment import Access, Prompts, PromptTokenizer
+from megatron_runtime.coordinator.environment import Access, PromptReader, PromptTokenizer
 from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
@@ -86,7 +86,7 @@ class CoordinatorCore:
             deterministic=settings.deterministic,
             record=settings.schedule_output_path is not None,
         )
-        self.prompts = Prompts(tokenizer, needs_tokens=self.router.by_prefix)
+        self.prompts = PromptReader(tokenizer, needs_tokens=self.router.by_prefix)
         self.access = access if access is not None else Access()
         self.verbs = verbs = Verbs(
             context,

@@ -23,7 +23,7 @@ from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended
 from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
 from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.coordinator.environment import Prompts
+from megatron_runtime.coordinator.environment import PromptReader
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
@@ -50,7 +50,7 @@ SEARCH_AGAIN_SECONDS = 0.1
 class Dispatcher:
     """Owns the tables of open requests and the quarantine."""
 
-    def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, prompts: Prompts) -> None:
+    def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, prompts: PromptReader) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
         self.queue = WaitingQueue()
         self.tenants = Tenants(is_shared=router.deterministic)

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_runtime.coordinator.plain.messages import (
     PER_TOKEN,
     Detokenize,
-    Form,
+    FrameForm,
     OpenRequest,
     failed_frames,
     partial_frames,
@@ -69,7 +69,7 @@ class ClientTranslator:
         detokenize: Detokenize,
     ) -> None:
         self.name = name
-        self.form: Form | None = None
+        self.form: FrameForm | None = None
         self._accept = accept
         self._send = send
         self._requests = requests
@@ -106,13 +106,13 @@ class ClientTranslator:
                         self._accept(Abort(self._forget(self._uids[number])))
                 case [_, int(number), *_]:
                     text = "UnsupportedByBackend: no engine reads the KV of another: send SUBMIT_REQUEST"
-                    form = Form.ONE_FRAME if len(frames) == 1 else Form.BODIES
+                    form = FrameForm.ONE_FRAME if len(frames) == 1 else FrameForm.BODIES
                     self._send(failed_frames(form, number, ErrorCode.UNSUPPORTED, text))
         else:
             raise MalformedMessageError(f"header {header}: want a message of a client of Megatron-Core")
 
     def _submit(self, frames: Frames) -> None:
-        self.form = Form.ONE_FRAME if len(frames) == 1 else Form.BODIES
+        self.form = FrameForm.ONE_FRAME if len(frames) == 1 else FrameForm.BODIES
         try:
             request, prompt, meta = read_submit(frames, randbits=self._randbits)
         except MalformedMessageError as error:

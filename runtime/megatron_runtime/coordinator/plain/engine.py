@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_runtime.coordinator.environment import Prompts
+from megatron_runtime.coordinator.environment import PromptReader
 from megatron_runtime.coordinator.plain.messages import (
     Detokenize,
     EngineOutput,
-    Form,
+    FrameForm,
     OpenRequest,
     failed_reply,
     read_outputs,
@@ -87,9 +87,9 @@ class EngineTranslator:
         now: Callable[[], float],
         requests: Mapping[bytes, OpenRequest],
         randbits: Callable[[int], int],
-        prompts: Prompts,
+        prompts: PromptReader,
         detokenize: Detokenize,
-        choose_form: Callable[[], Form],
+        choose_form: Callable[[], FrameForm],
         reconnect: float,
         max_requests: int,
     ) -> None:
@@ -103,7 +103,7 @@ class EngineTranslator:
         self._prompts = prompts
         self._detokenize = detokenize
         self._choose_form = choose_form
-        self._form: Form | None = None
+        self._form: FrameForm | None = None
         """None: neither has the engine sent an output nor was it sent a request."""
         self._reconnect = reconnect
         self._max_requests = max_requests

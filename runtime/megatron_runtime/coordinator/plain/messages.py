@@ -48,7 +48,7 @@ PER_TOKEN = frozenset(_TO_PARTIAL)
 _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 
-class Form(Enum):
+class FrameForm(Enum):
     """How a plain peer divides its messages into frames, by the first release that does so."""
 
     ONE_FRAME = "0.17"
@@ -57,7 +57,7 @@ class Form(Enum):
 
     def answer(self, header: int, number: int, content: dict[str, Any]) -> Frames:
         """ENGINE_REPLY or ENGINE_REPLY_PARTIAL to a client. Raises MalformedMessageError for a map that is too deep."""
-        if self is Form.ONE_FRAME:
+        if self is FrameForm.ONE_FRAME:
             return [pack([header, number, content])]
         return [pack([header, number]), pack(content)]
 
@@ -115,7 +115,7 @@ class OpenRequest(NamedTuple):
     """
 
     number: int
-    form: Form
+    form: FrameForm
     prompt: bytes
     is_text: bool
     params: PlainParams
@@ -130,9 +130,9 @@ def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[Open
     """
     items = split_list(frames[0])
     if len(frames) == 1 and len(items) >= 4:
-        form, (number, prompt, packed, *media) = Form.ONE_FRAME, items[1:]
+        form, (number, prompt, packed, *media) = FrameForm.ONE_FRAME, items[1:]
     elif len(frames) == 4 and len(items) >= 3:
-        form, (number, packed, *media), (prompt,) = Form.BODIES, items[1:], split_list(joined_list(frames[1:2]))
+        form, (number, packed, *media), (prompt,) = FrameForm.BODIES, items[1:], split_list(joined_list(frames[1:2]))
         media.append(frames[3])
     else:
         raise MalformedMessageError(
@@ -165,10 +165,10 @@ def _is_list(data: bytes) -> bool:
     return len(data) > 0 and (data[0] & 0xF0 == 0x90 or data[0] in b"\xdc\xdd")
 
 
-def submit_frames(form: Form, dispatch_id: int, prompt: bytes, params: bytes) -> Frames:
+def submit_frames(form: FrameForm, dispatch_id: int, prompt: bytes, params: bytes) -> Frames:
     """SUBMIT_REQUEST for an engine. prompt, params: packed."""
     begin = b"\x94" + pack(_SUBMIT) + pack(dispatch_id)
-    if form is Form.ONE_FRAME:
+    if form is FrameForm.ONE_FRAME:
         return [begin + prompt + params]
     return [begin + params + _NIL, prompt, _NIL]
 
@@ -344,7 +344,7 @@ def _reply_of_native(
     if "generated_text" not in fields and (answer := text_of(tokens, detokenize)) is not None:
         fields["generated_text"] = answer
     params = request.params
-    if params.has_every_field or request.form is Form.BODIES:
+    if params.has_every_field or request.form is FrameForm.BODIES:
         fields |= {name: reply[name] for name in _MEASURED if reply.get(name) is not None}
         if params.returns_prompt and not request.is_text:
             fields["prompt_tokens"] = ("tensor", unpack(request.prompt, PLAIN))
@@ -444,7 +444,7 @@ def _error_events(
     ]
 
 
-def failed_frames(form: Form, number: int, code: ErrorCode, message: str) -> Frames:
+def failed_frames(form: FrameForm, number: int, code: ErrorCode, message: str) -> Frames:
     """ENGINE_REPLY of a request that failed at the coordinator."""
     return form.answer(_REPLY, number, _base_fields(number, "FAILED", [], _error_events(number, code, message)))
 

@@ -10,7 +10,7 @@ from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.records import PeerId
 from megatron_runtime.coordinator.plain.client import ClientTranslator
 from megatron_runtime.coordinator.plain.engine import EngineTranslator
-from megatron_runtime.coordinator.plain.messages import Form, OpenRequest
+from megatron_runtime.coordinator.plain.messages import FrameForm, OpenRequest
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -111,11 +111,11 @@ class PlainPeers:
         request = self._requests.get(uid)
         return request.number if request is not None else None
 
-    def _form_of_clients(self) -> Form:
+    def _form_of_clients(self) -> FrameForm:
         """How the plain clients that are present divide messages into frames; without one, the configured way."""
         clients = (one for one in self.translators.values() if isinstance(one, ClientTranslator))
         forms = (client.form for client in clients if client.form is not None)
-        return next(forms, Form(self._core.context.settings.plain_release))
+        return next(forms, FrameForm(self._core.context.settings.plain_release))
 
     def _is_shutdown(self, peer: PeerId, frame: bytes) -> bool:
         if peer[0] != SHARED_PORT or not frame or header_of(frame) != _SHUTDOWN or self._core.clients.at(peer) is None:

@@ -7,14 +7,14 @@ turns the first into tokens and the answers' text back. Every route is converted
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import MAX_MARKERS
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
-from megatron_runtime.server.formats.parser import NamedParser, RequiredParser, ToolParser
+from megatron_runtime.server.formats.parser import Event, NamedParser, RequiredParser, ToolParser
 from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningFormat, ReasoningUse
 from megatron_runtime.server.formats.recognition import recognised
 from megatron_runtime.server.formats.table import ToolFormat
@@ -42,6 +42,7 @@ class AnswerRequest:
     forced:     a grammar restricts the answer to calls: to a list of them ("*"), or to the arguments of this tool.
     continues:  the answer continues the last message of the prompt.
     is_thought: that message has ended within its reasoning.
+    variables:  of the chat template.
     """
 
     prompt: Sequence[int]
@@ -49,10 +50,32 @@ class AnswerRequest:
     forced: str | None = None
     continues: bool = False
     is_thought: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 ANY_CALLS = "*"
 """As `AnswerRequest.forced`: a list of calls of any tools."""
+
+
+class AsyncAnswerParser(Protocol):
+    """Parses the answer of one choice in another process."""
+
+    async def feed(self, text: str, tokens: Sequence[int], *, is_last: bool) -> list[Event]:
+        """Return the events that the next part of the answer completes.
+
+        tokens:  of the part; with the last one also those that ended the answer.
+        is_last: nothing follows.
+        Raises AnswerParserError.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drop the parser. Idempotent."""
+        ...
+
+
+class AnswerParserError(RuntimeError):
+    """The answer of this choice cannot be parsed. The text says why."""
 
 
 class AnswerFormat(Protocol):
@@ -73,6 +96,13 @@ class AnswerFormat(Protocol):
 
         The state of a parser follows from the text that it was fed, however that was divided. So a parser that was lost
         is rebuilt by one call with the text so far, whose events the client already has.
+        """
+        ...
+
+    def async_parser(self) -> AsyncAnswerParser | None:
+        """Return a new parser in another process for one choice; None: there is none, and nothing is awaited.
+
+        parser() then parses the text that this one finds.
         """
         ...
 
@@ -110,6 +140,10 @@ class ChatFormat(Protocol):
         """Return the structure of the answers to a request."""
         ...
 
+    def close(self) -> None:
+        """End what the format uses besides this process. Idempotent."""
+        ...
+
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
         """Return `call_structure`, as SamplingParams has it, of an answer that may be a call of one of the tools; None:
         no grammar constrains the calls, or one beyond the limits.
@@ -140,14 +174,22 @@ class NativeAnswerFormat:
 
     def parser(self) -> AnswerParser | None:
         """Return a new parser for one choice; None: the answer is text."""
-        calls: ToolParser | None = None
-        if self.request.forced == ANY_CALLS:
-            calls = RequiredParser(self.request.tools)
-        elif self.request.forced is not None:
-            calls = NamedParser(self.request.forced)
-        elif self.calls is not None and self._may_call:
+        calls = self.forced_parser()
+        if self.calls is not None and self._may_call:
             calls = self.calls(self.request.tools)
         return calls if self.reasoning is None else self.reasoning.parser(calls)
+
+    def forced_parser(self) -> ToolParser | None:
+        """Return a new parser of what a grammar forces the answer to be after its reasoning; None: no grammar does."""
+        if self.request.forced is None:
+            return None
+        if self.request.forced == ANY_CALLS:
+            return RequiredParser(self.request.tools)
+        return NamedParser(self.request.forced)
+
+    def async_parser(self) -> None:
+        """Return None: parser() parses the whole answer."""
+        return
 
 
 class NativeChatFormat:
@@ -194,6 +236,9 @@ class NativeChatFormat:
                 is_thought=request.is_thought,
             )
         return NativeAnswerFormat(request, self._calls, reasoning)
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
         """Return `call_structure` of an answer that may be a call; None: no grammar, or one beyond the limits."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateRejectedError, Tokenizer
+from megatron_runtime.tokenization import ChatTemplate, ChatTemplateError, ChatTemplateRejectedError
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which chat templates read the reasoning of a message: Qwen and DeepSeek, gpt-oss, Gemma."""
@@ -33,6 +33,24 @@ _TOOL_INSTRUCTIONS = (
 """A description of tools in the format of Hermes, for chat templates without support for them."""
 _TRIMMED = "\n\t\n"
 """White space after the mark of an end: a template that trims messages removes it."""
+
+
+class Renderer(Protocol):
+    """Renders a conversation as the model's chat template does; a Tokenizer is one."""
+
+    def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
+        """Return the chat template of a request with these tools; None: there is none."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation. Raises ChatTemplateError."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,18 +84,18 @@ class ChatTemplateInput:
     variables: Mapping[str, Any]
     continues: bool = False
 
-    def render(self, tokenizer: Tokenizer) -> str:
+    def render(self, renderer: Renderer) -> str:
         """Return the text of the prompt.
 
         Raises ChatTemplateError for messages that the template rejects in every form, or that cannot be continued.
         """
         if self.continues:
-            return self._unfinished(tokenizer)
+            return self._unfinished(renderer)
         rejection: ChatTemplateRejectedError | None = None
         accepted: str | None = None
-        for form in self._forms(tokenizer):
+        for form in self._forms(renderer):
             try:
-                text = tokenizer.render_chat(form.messages, tools=form.tools, variables=self.variables)
+                text = renderer.render_chat(form.messages, tools=form.tools, variables=self.variables)
             except ChatTemplateRejectedError as error:
                 rejection = rejection or error
             else:
@@ -89,7 +107,7 @@ class ChatTemplateInput:
             raise rejection
         return accepted
 
-    def _unfinished(self, tokenizer: Tokenizer) -> str:
+    def _unfinished(self, renderer: Renderer) -> str:
         """Return the prompt up to the end of the last message, where the template itself would end the message.
 
         The end is found by a mark after the message's text, or after its reasoning if it has no text yet.
@@ -102,15 +120,15 @@ class ChatTemplateInput:
         fields = {name: last[name] + mark + _TRIMMED for name in (THOUGHT_FIELDS if is_thought else ("content",))}
         variables = {**self.variables, "add_generation_prompt": False}
         marked = replace(self, messages=[*earlier, {**last, **fields}], variables=variables, continues=False)
-        before, found, after = marked.render(tokenizer).rpartition(mark)
+        before, found, after = marked.render(renderer).rpartition(mark)
         if not found:
             raise ChatTemplateError(
                 "the model's chat template leaves the text of the last message out: it cannot be continued"
             )
         return before if after.startswith(_TRIMMED) else before.rstrip()
 
-    def _forms(self, tokenizer: Tokenizer) -> Iterator[_Form]:
-        template = tokenizer.template_for(self.tools)
+    def _forms(self, renderer: Renderer) -> Iterator[_Form]:
+        template = renderer.template_for(self.tools)
         if template is None or "tools" in template.variables:
             yield _Form(messages=self.messages, tools=self.tools or None)
             if any(message.get("tool_calls") for message in self.messages):

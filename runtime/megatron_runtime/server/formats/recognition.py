@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _TOOL = "lookup_place"
 _ARGUMENTS = {"place": "Rome"}
+CALL: tuple[str, Mapping[str, Any]] = (_TOOL, _ARGUMENTS)
+"""The call of the conversation that recognises a format."""
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
         "type": "function",
@@ -109,7 +111,7 @@ def tool_format_of(template: ChatTemplate | None) -> tuple[ToolFormat | None, st
         if format_.decides and any(hint in source for hint in format_.hints):
             return format_, "described by the chat template"
     writes = False
-    for text in written_calls(template, [(_TOOL, _ARGUMENTS)]):
+    for text in written_calls(template, [CALL]):
         writes = True
         for format_ in PARSERS.values():
             if format_.reads(text, _TOOL, _ARGUMENTS):
@@ -134,6 +136,16 @@ def reasoning_format_of(template: ChatTemplate | None) -> ReasoningFormat | None
     with contextlib.suppress(ChatTemplateError):
         shown += template.render([_QUESTION, _THOUGHT, _QUESTION])
     return next((format_ for format_ in FORMATS.values() if all(marker in shown for marker in format_.markers)), None)
+
+
+def opens_reasoning(template: ChatTemplate | None, format_: ReasoningFormat | None) -> bool:
+    """Return whether the prompts that a chat template writes end within the reasoning of the answer."""
+    if template is None or format_ is None or not format_.opening:
+        return False
+    try:
+        return template.render([_QUESTION]).rstrip().endswith(format_.opening.rstrip())
+    except ChatTemplateError:
+        return False
 
 
 def written_calls(

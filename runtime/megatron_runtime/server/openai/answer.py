@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.formats.parser import Event
 from megatron_runtime.server.openai.jobs import Job
 from megatron_runtime.tokenization import Tokenizer
 
@@ -46,6 +47,7 @@ class Piece:
     stop_text: the stop text that ended the answer; on the last part only.
     prompt_log_probs: of the tokens of the prompt, if the request wants them; on the last part only.
     hidden_state: little-endian float32 [D] after the prompt, if the request wants it; on the last part only.
+    events: what a parser in another process made of the text; None: there is none.
     """
 
     index: int
@@ -58,6 +60,7 @@ class Piece:
     stop_text: str | None = None
     prompt_log_probs: Sequence[TokenLogProb] = ()
     hidden_state: bytes | None = None
+    events: Sequence[Event] | None = None
 
 
 class _Cut(NamedTuple):

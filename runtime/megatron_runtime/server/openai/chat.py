@@ -60,6 +60,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         body,
         [conversation.prompt],
         conversation.options,
+        answer=conversation.answer,
         choice=lambda piece: choices[piece.index].whole(piece),
         chunks=lambda piece: choices[piece.index].chunks(piece),
         more=lambda pieces: _prompt_log_probs(body, pieces, tokenizer),
@@ -122,6 +123,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
             forced=tools.forced,
             continues=continues,
             is_thought=bool(last.thought and not last.content),
+            variables=variables,
         )
     )
     options = Options(
@@ -284,18 +286,24 @@ class AnswerReader:
 
     def read(self, piece: Piece) -> Iterator[Event]:
         """Yield the events of a piece. Calls beyond the number that an answer may have are left out."""
-        if self._parser is None:
-            events: list[Event] = [Text(piece.text)] if piece.text else []
-        else:
-            events = self._parser.feed(piece.text)
-            if piece.finish_reason is not None:
-                events += self._parser.finish()
-        for event in events:
+        for event in self._events(piece):
             self.calls += isinstance(event, CallBegin)
             if isinstance(event, Reasoning) and not self._shows_reasoning:
                 continue
             if isinstance(event, Text | Reasoning) or self.calls <= self._max_calls:
                 yield event
+
+    def _events(self, piece: Piece) -> Sequence[Event]:
+        parser = self._parser
+        if parser is None:
+            return ([Text(piece.text)] if piece.text else []) if piece.events is None else piece.events
+        if piece.events is None:
+            events = parser.feed(piece.text)
+        else:
+            events = []
+            for event in piece.events:
+                events += parser.feed(event.text) if isinstance(event, Text) else [event]
+        return events if piece.finish_reason is None else [*events, *parser.finish()]
 
 
 class _ChatChoice:

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from megatron_runtime.process import tracing
 from megatron_runtime.process.tracing import Span
 from megatron_runtime.server.auth import ApiKey, tenant_salt
 from megatron_runtime.server.errors import ApiError, from_reply_error, invalid_value, try_again
+from megatron_runtime.server.formats.chat_format import AnswerFormat, AnswerParserError
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.metrics import RequestObserver
 from megatron_runtime.server.openai.answer import Choice, Piece
@@ -49,16 +50,18 @@ async def respond(
     *,
     choice: Callable[[Piece], dict[str, Any]],
     chunks: Callable[[Piece], Iterable[dict[str, Any]]],
+    answer: AnswerFormat | None = None,
     more: Callable[[Sequence[Piece]], dict[str, Any]] = lambda _pieces: {},
 ) -> Response:
     """Run the jobs of a request and return the answer, whole or as a stream of events.
 
     choice: returns a choice of the whole answer, from its only piece.
     chunks: returns the choices of the events for one piece of a stream.
+    answer: as of generation_of().
     more:   returns further fields of the whole answer.
     Raises what generation_of() raises.
     """
-    settings, generation = service.settings, generation_of(service, request, body, prompts, options)
+    settings, generation = service.settings, generation_of(service, request, body, prompts, options, answer=answer)
     base = {
         "id": f"{body.answer_id}-{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -80,9 +83,17 @@ async def respond(
 
 
 def generation_of(
-    service: Service, request: Request, body: GenerationRequest, prompts: Sequence[Prompt], options: Options
+    service: Service,
+    request: Request,
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    options: Options,
+    *,
+    answer: AnswerFormat | None = None,
 ) -> Generation:
     """Return the jobs of a request, which have not begun.
+
+    answer: whose parsers in another process read each choice; None: there are none.
 
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
     open or the prompts exceed the limit of the API key.
@@ -125,7 +136,7 @@ def generation_of(
                 tracing.RESPONSE_MODEL: adapter or settings.served_name,
             }
         )
-    return Generation(service, key, adapter, jobs, field_names, request.state.request_id, span)
+    return Generation(service, key, adapter, jobs, field_names, request.state.request_id, span, answer)
 
 
 async def _events(
@@ -192,6 +203,7 @@ class Generation:
     field_names: request fields by sampling parameter, for errors.
     request_id:  of the HTTP request.
     span:        of the HTTP request; None: it is not traced.
+    answer:      as of generation_of().
     """
 
     service: Service
@@ -201,6 +213,7 @@ class Generation:
     field_names: Mapping[str, str]
     request_id: str = ""
     span: Span | None = None
+    answer: AnswerFormat | None = None
     usage: Usage = field(default_factory=Usage)
     _reservation: Reservation | None = None
     """Of tokens that count against the limit of the key; None: it has none."""
@@ -253,7 +266,9 @@ class Generation:
             options = self._options(None if self._reservation is None else observed.count)
             with _rejections(self.field_names):
                 reply = await self.service.client.add_request(job.prompt.tokens, job.params, **options)
-            return self._finished(job, choice, reply, observed)
+            piece = self._finished(job, choice, reply, observed)
+        with closing(_Parsing(self.answer)) as parsing:
+            return await parsing.parsed(piece) if parsing.is_elsewhere else piece
 
     def _options(self, on_tokens: Callable[[int], object] | None) -> RequestOptions:
         traceparent = "" if self.span is None else self.span.traceparent
@@ -324,19 +339,21 @@ class Generation:
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
-        with self._observed(job, streams=True) as observed, _rejections(self.field_names):
+        parsing = _Parsing(self.answer)
+        with closing(parsing), self._observed(job, streams=True) as observed, _rejections(self.field_names):
             stream = client.add_request_streaming(job.prompt.tokens, job.params, **self._options(observed.count))
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo
                 async for event in stream:
                     if "final" in event:
-                        yield self._finished(job, choice, event["final"], observed)
+                        last = self._finished(job, choice, event["final"], observed)
+                        yield await parsing.parsed(last) if parsing.is_elsewhere else last
                         return
                     partial = event["partial"]
                     observed.tokens(len(partial["new_tokens"]), at=time.perf_counter())
                     if (piece := choice.feed(partial)) is not None:
-                        yield piece
+                        yield await parsing.parsed(piece) if parsing.is_elsewhere else piece
         raise ApiError(500, "the engine's stream ended without a final answer")
 
     def _finished(self, job: Job, choice: Choice, reply: dict[str, Any], observed: RequestObserver) -> Piece:
@@ -352,6 +369,36 @@ class Generation:
             self.span.set(tokens)
         observed.finished(piece.finish_reason or "stop", reply)
         return piece
+
+
+class _Parsing:
+    """The parser of one choice, if it is in another process.
+
+    is_elsewhere: whether it is.
+    """
+
+    def __init__(self, answer: AnswerFormat | None) -> None:
+        self._parser = None if answer is None else answer.async_parser()
+        self.is_elsewhere = self._parser is not None
+        self._fed = 0
+
+    async def parsed(self, piece: Piece) -> Piece:
+        """Return the piece with its events. Raises ApiError 500 if it cannot be parsed."""
+        assert self._parser is not None
+        is_last = piece.finish_reason is not None
+        tokens = piece.generated[self._fed :] if is_last else piece.token_ids
+        self._fed += len(tokens)
+        try:
+            piece.events = await self._parser.feed(piece.text, tokens, is_last=is_last)
+        except AnswerParserError as error:
+            logger.error("an answer cannot be parsed: %s", error)
+            message = f"The answer cannot be parsed: {error}."
+            raise ApiError(500, message, code="answer_not_parsed", is_final=True) from error
+        return piece
+
+    def close(self) -> None:
+        if self._parser is not None:
+            self._parser.close()
 
 
 @contextmanager

@@ -374,7 +374,9 @@ async def create_message(service: Service, request: Request) -> Response:
     body = await service.read(request, MessagesRequest)
     chat = body.chat
     conversation = await conversation_of(service, request, chat)
-    generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
+    generation = generation_of(
+        service, request, chat, [conversation.prompt], conversation.options, answer=conversation.answer
+    )
     model = generation.adapter or service.settings.served_name
     prompt_tokens = len(conversation.prompt.tokens)
     answer = _Answer(conversation.reader(), generation.usage, model=model, prompt_tokens=prompt_tokens)

@@ -434,7 +434,9 @@ async def create_response(service: Service, request: Request) -> Response:
     body = await service.read(request, ResponsesRequest)
     chat = body.chat
     conversation = await conversation_of(service, request, chat)
-    generation = generation_of(service, request, chat, [conversation.prompt], conversation.options)
+    generation = generation_of(
+        service, request, chat, [conversation.prompt], conversation.options, answer=conversation.answer
+    )
     model = generation.adapter or service.settings.served_name
     answer = _Answer(body, conversation.reader(), generation.usage, model=model, defaults=service.defaults)
     if body.stream:

@@ -1,0 +1,231 @@
+"""`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM. Record 092 has the reasons.
+
+Conversations become tokens as vLLM's own server makes them, and its parsers read the answers. Where vLLM lacks a parser
+that the model needs, ours read them. Grammars of calls, budgets of reasoning and the forms of a conversation are ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.protocol.answer_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+from megatron_runtime.server.formats.chat_format import (
+    AnswerParserError,
+    AnswerRequest,
+    AsyncAnswerParser,
+    ChatFormat,
+    NativeAnswerFormat,
+    NativeChatFormat,
+    RenderedChat,
+)
+from megatron_runtime.server.formats.conversation import ChatTemplateInput
+from megatron_runtime.server.formats.reasoning import FORMATS, AnswerParser, ReasoningUse
+from megatron_runtime.server.formats.recognition import CALL, opens_reasoning, written_calls
+from megatron_runtime.server.formats.vllm_processes import UnusableError, VllmProcesses
+from megatron_runtime.tokenization import (
+    ChatTemplate,
+    ChatTemplateRejectedError,
+    ChatTemplateUnusableError,
+    Detokenizer,
+    Tokenizer,
+    tokenizer_location,
+)
+
+logger = logging.getLogger(__name__)
+
+
+async def chat_format_of(
+    tokenizer: Tokenizer, *, backend: str, model: str, tool_call_parser: str, reasoning_parser: str
+) -> ChatFormat:
+    """Return the format of a server, and log which it is.
+
+    backend: of the engines. "vllm": vLLM's renderer and parsers if it is installed and reads the model, else ours.
+    model:   its reference.
+    tool_call_parser, reasoning_parser: "auto", "none", a name of our formats, or with "vllm" one of vLLM's parsers.
+    Raises ValueError for another name.
+    """
+    if backend == "vllm":
+        native = NativeChatFormat(
+            tokenizer,
+            tool_call_parser=tool_call_parser if tool_call_parser in TOOL_CALL_PARSERS else "auto",
+            reasoning_parser=reasoning_parser if reasoning_parser in REASONING_PARSERS else "auto",
+        )
+        processes: VllmProcesses | None = None
+        try:
+            directory = _directory(model)
+            template, tool_template = tokenizer.chat_template, tokenizer.template_for([{}])
+            setup = {
+                "directory": str(directory),
+                "tools": tool_call_parser,
+                "reasoning": reasoning_parser,
+                "tool_format": native.tool_format,
+                "reasoning_format": native.reasoning_format,
+                "is_open": opens_reasoning(template, FORMATS.get(native.reasoning_format or "")),
+                "written": [] if tool_template is None else list(written_calls(tool_template, [CALL])),
+                "call": CALL,
+            }
+            processes = VllmProcesses(setup)
+            parsers = await processes.start()
+        except UnusableError as error:
+            logger.warning("vLLM's renderer and parsers are not used, the formats of this server are: %s", error)
+        except BaseException:
+            if processes is not None:
+                processes.close()
+            raise
+        else:
+            return VllmChatFormat(tokenizer, native, processes, parsers)
+    return NativeChatFormat(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+
+
+def _directory(model: str) -> Path:
+    """Return the directory of a model that vLLM can read. Raises UnusableError."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UnusableError("the package vllm is not installed")
+    directory = tokenizer_location(model)
+    if not directory.is_dir() or not (directory / "config.json").exists():
+        raise UnusableError(f"{directory} is no directory with a config.json, which vLLM needs")
+    return directory
+
+
+class VllmChatFormat:
+    """vLLM's renderer and parsers in processes of their own, with our tokenizer and grammars.
+
+    native:    our formats of the model.
+    processes: have started.
+    parsers:   what VllmProcesses.start() returned.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, native: NativeChatFormat, processes: VllmProcesses, parsers: Mapping[str, Any]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._native = native
+        self._processes = processes
+        self._tools: str | None = parsers["tools"]
+        self._reasoning: str | None = parsers["reasoning"]
+        self._skips_special: tuple[bool, bool] = tuple(parsers["skips_special"])
+        # An answer has one reader: where vLLM lacks a parser that the model needs, ours read all of it.
+        self._reads = (self._tools is not None or native.tool_format is None) and (
+            self._reasoning is not None or native.reasoning_format is None
+        )
+        self.offers_tools = native.offers_tools
+        self.tool_format = _name(self._tools) if self._reads else native.tool_format
+        self.reasoning_format = _name(self._reasoning) if self._reads else native.reasoning_format
+        self._markers = tuple(tokenizer.token_bytes(token).decode() for token in sorted(tokenizer.special_ids))
+        logger.info(
+            "conversations are rendered by vLLM; tool calls: format %s; reasoning: format %s",
+            self.tool_format or "unknown",
+            self.reasoning_format or "none",
+        )
+
+    def render(self, conversation: ChatTemplateInput) -> RenderedChat:
+        """Return the prompt of a conversation as tokens; as text if it ends within a message.
+
+        Raises ChatTemplateError.
+        """
+        rendering = _Rendering(self._tokenizer, self._processes)
+        text = conversation.render(rendering)
+        tokens = rendering.tokens.get(text)
+        return RenderedChat(text=text) if tokens is None else RenderedChat(tokens=tokens)
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Return the tokens of a text. Raises ValueError for a text that cannot be encoded."""
+        return self._native.encode(text, add_special=add_special)
+
+    def decoder(self, *, skip_special: bool = True) -> Detokenizer:
+        """Return an incremental decoder of one sequence of tokens. skip_special: special tokens have no text."""
+        return self._native.decoder(skip_special=skip_special)
+
+    def answer(self, request: AnswerRequest) -> NativeAnswerFormat | VllmAnswerFormat:
+        """Return the structure of the answers to a request."""
+        native = self._native.answer(request)
+        may_call = bool(request.tools) and request.forced is None
+        if not self._reads or (self._reasoning is None and not may_call):
+            return native
+        skips_special = self._skips_special[may_call and self._tools is not None]
+        return VllmAnswerFormat(request, native, self._processes, () if skips_special else self._markers)
+
+    def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
+        """Return `call_structure` of an answer that may be a call; None: no grammar, or one beyond the limits."""
+        return self._native.call_structure(tools, is_single=is_single)
+
+    def close(self) -> None:
+        """End vLLM's processes. Idempotent."""
+        self._processes.close()
+
+
+def _name(parser: str | None) -> str | None:
+    """Return the name under which a parser of vLLM is reported."""
+    return None if parser is None else f"vllm:{parser}"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmAnswerFormat:
+    """Answers that vLLM's parsers read. A call that a grammar forces is JSON, which ours read after its reasoning.
+
+    markers: special tokens that its parsers need as text.
+    """
+
+    request: AnswerRequest
+    native: NativeAnswerFormat
+    processes: VllmProcesses
+    markers: tuple[str, ...]
+
+    @property
+    def reasoning(self) -> ReasoningUse | None:
+        """The tokens that mark the reasoning; None: the model marks none that we know."""
+        return self.native.reasoning
+
+    def parser(self) -> AnswerParser | None:
+        """Return a parser of the text that async_parser() finds; None: it is text."""
+        return self.native.forced_parser()
+
+    def async_parser(self) -> AsyncAnswerParser:
+        """Return a new parser of vLLM for one choice."""
+        tools = [] if self.request.forced is not None else self.request.tools.items()
+        request = {
+            "tools": [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools],
+            "variables": self.request.variables,
+        }
+        return self.processes.answer(request, self.request.prompt)
+
+
+class _Rendering:
+    """Renders the forms of one conversation with vLLM.
+
+    tokens: of each prompt that was rendered, by its text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, processes: VllmProcesses) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self._tokenizer = tokenizer
+        self._processes = processes
+
+    def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
+        return self._tokenizer.template_for(tools)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        conversation = {"messages": list(messages), "tools": tools, "variables": variables or {}}
+        try:
+            reply = self._processes.render(conversation)
+        except AnswerParserError as error:
+            raise ChatTemplateUnusableError(f"the conversation cannot be rendered: {error}") from error
+        if (reason := reply.get("rejected")) is not None:
+            raise ChatTemplateRejectedError(f"the conversation cannot be rendered: {reason}")
+        tokens = array("i")
+        tokens.frombytes(reply["tokens"])
+        text: str = reply["text"]
+        self.tokens[text] = tokens.tolist()
+        return text

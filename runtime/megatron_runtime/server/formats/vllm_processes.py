@@ -1,0 +1,406 @@
+"""The server's side of vllm_worker.py: its processes, and operations that survive the loss of a worker.
+
+Each worker handles one batch of operations at a time. Operations that arrive meanwhile form the next batch, so that
+answers which grow together share a message. A lost worker is replaced. Each operation of its batch is repeated alone:
+one that loses a second worker fails, and no other does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+import subprocess
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_runtime.process.children import child_environment, module_command
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.codec import MalformedMessageError, pack, unpack
+from megatron_runtime.server.formats.chat_format import AnswerParserError
+from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning, Text
+from megatron_runtime.server.formats.vllm_worker import (
+    ARGUMENTS,
+    CALL,
+    HEADER,
+    MESSAGE_LIMITS,
+    REASONING,
+    SIZE,
+    TEXT,
+)
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 300.0
+"""Imports of vLLM and the tokenizer of the model: about a minute on two loaded cores."""
+FORK_SECONDS = 30.0
+BATCH_SECONDS = 30.0
+"""Time of a batch; a worker that takes longer is lost."""
+_GRACE_SECONDS = 2.0
+"""The worker's own alarm comes first: it ends a worker whose server died."""
+WORKER_BYTES = 2 << 30
+"""Address space of a worker in addition to the modules."""
+RENDERERS = 2
+"""Workers that render conversations, one at a time each."""
+PARSERS = 2
+"""Workers that parse answers; each has a share of them."""
+_MAX_BATCH = 256
+_ENVIRONMENT: Mapping[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+}
+"""Of the parent: it uses no GPU and no network."""
+_CLASSES: Mapping[int, type[Text | Reasoning | CallArguments]] = {
+    TEXT: Text,
+    REASONING: Reasoning,
+    ARGUMENTS: CallArguments,
+}
+
+
+class UnusableError(RuntimeError):
+    """vLLM cannot render and parse for this model. The text says why."""
+
+
+class UnknownSettingError(ValueError):
+    """A setting of the server names no parser of the installed vLLM."""
+
+
+@dataclass(eq=False, slots=True)
+class _Operation:
+    """One operation that waits for its reply. losses: workers that were lost while they handled it."""
+
+    message: _Message
+    reply: asyncio.Future[dict[str, Any]]
+    losses: int = 0
+
+
+class _Message:
+    """What an operation says to a worker. generation: of the worker, which knows what earlier messages to it said."""
+
+    def content(self, generation: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@dataclass(eq=False, slots=True)
+class _Render(_Message):
+    fields: Mapping[str, Any]
+
+    def content(self, generation: int) -> dict[str, Any]:
+        return {"do": "render", **self.fields}
+
+
+@dataclass(eq=False, slots=True)
+class _Parse(_Message):
+    answer: VllmAnswer
+    piece: tuple[str, bytes]
+    is_last: bool
+
+    def content(self, generation: int) -> dict[str, Any]:
+        text, tokens = self.piece
+        fields = {"do": "parse", "answer": self.answer.key, "text": text, "tokens": tokens, "is_last": self.is_last}
+        if self.answer.opened_in != generation:
+            fields |= {"opening": self.answer.opening, "earlier": self.answer.earlier}
+        return fields
+
+
+class VllmProcesses:
+    """The parent process and its workers. Used on one event loop; render() from other threads.
+
+    setup: as vllm_worker.Formats has it, without `memory_bytes`.
+    """
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._setup = {**setup, "memory_bytes": WORKER_BYTES}
+        self._lock = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        self.renderers = [_Worker(self, batch=1) for _ in range(RENDERERS)]
+        self.parsers = [_Worker(self, batch=_MAX_BATCH) for _ in range(PARSERS)]
+        self._keys = itertools.count()
+
+    async def start(self) -> dict[str, Any]:
+        """Start the parent, and return its parsers: `tools`, `reasoning`, `skips_special`.
+
+        Raises UnusableError, UnknownSettingError.
+        """
+        self._loop = asyncio.get_running_loop()
+        async with self._lock:
+            return await self._start()
+
+    async def _start(self) -> dict[str, Any]:
+        control = self._start_parent()
+        try:
+            reply = await asyncio.to_thread(_reply, control, START_SECONDS)
+        except OSError as error:
+            self._end()
+            raise UnusableError(f"its process ended or did not start within {START_SECONDS:g} s ({error})") from error
+        if (reason := reply.get("unusable")) is not None:
+            self._end()
+            raise (UnknownSettingError if reply["is_setting"] else UnusableError)(reason)
+        return reply
+
+    def _start_parent(self) -> socket.socket:
+        """Start the parent, and return the socket to it."""
+        self._end()
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = module_command(
+                "megatron_runtime.server.formats.vllm_worker", str(theirs.fileno()), json.dumps(self._setup)
+            )
+            self._process = subprocess.Popen(
+                command,
+                env=child_environment(_ENVIRONMENT),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                # Ctrl-C in a terminal reaches the whole process group; only the server ends its children.
+                start_new_session=True,
+            )
+        return self._control
+
+    async def fork(self) -> tuple[socket.socket, int]:
+        """Return the socket and the process id of a new worker. Starts the parent again if it was lost.
+
+        Raises OSError, UnusableError, UnknownSettingError.
+        """
+        async with self._lock:
+            try:
+                return await self._fork()
+            except OSError as error:
+                logger.error("the process with vLLM's parsers is lost (%s): starting it again", error)
+                self._end()
+                return await self._fork()
+
+    async def _fork(self) -> tuple[socket.socket, int]:
+        if self._is_closed:
+            raise UnusableError("the server ends")
+        if self._control is None:
+            await self._start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                reply = await asyncio.to_thread(_reply, self._control, FORK_SECONDS)
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        return ours, reply["pid"]
+
+    def render(self, conversation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the worker's reply to a conversation: `text` and `tokens`, or `rejected`. Blocks; called from threads.
+
+        conversation: `messages`, `tools` and `variables` of the template.
+        Raises AnswerParserError.
+        """
+        assert self._loop is not None
+        fields = {"conversation": json.dumps(conversation)}
+        worker = min(self.renderers, key=lambda worker: worker.load)
+        done: Future[dict[str, Any]] = asyncio.run_coroutine_threadsafe(worker.call(_Render(fields)), self._loop)
+        return done.result()
+
+    def answer(self, request: Mapping[str, Any], prompt: Sequence[int]) -> VllmAnswer:
+        """Return the parser of a new choice. request: its `tools`, and the `variables` of the template."""
+        worker = min(self.parsers, key=lambda worker: worker.answers)
+        opening = {"request": json.dumps(request), "prompt": array("i", prompt).tobytes()}
+        return VllmAnswer(next(self._keys), opening, worker)
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        self._is_closed = True
+        for worker in (*self.renderers, *self.parsers):
+            worker.close()
+        self._end()
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _reply(control: socket.socket, seconds: float) -> dict[str, Any]:
+    control.settimeout(seconds)
+    (size,) = SIZE.unpack(_exactly(control, SIZE.size))
+    reply: dict[str, Any] = unpack(_exactly(control, size), MESSAGE_LIMITS)
+    return reply
+
+
+def _exactly(control: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        part = control.recv(size - len(received))
+        if not part:
+            raise ConnectionResetError("it closed the connection")
+        received += part
+    return bytes(received)
+
+
+class _Worker:
+    """A worker that is forked when it is first used, and again when it is lost.
+
+    generation: number of workers that were forked.
+    answers:    number of open answers. load: number of operations that have no reply.
+    pid:        of the current worker; None: there is none.
+    """
+
+    def __init__(self, processes: VllmProcesses, *, batch: int) -> None:
+        self.generation = 0
+        self.answers = 0
+        self.pid: int | None = None
+        self._processes = processes
+        self._max_batch = batch
+        self._waiting: deque[_Operation] = deque()
+        self._suspects: deque[_Operation] = deque()
+        """Operations that were in the batch of a lost worker."""
+        self._closed: list[int] = []
+        self._channel: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._batch: Sequence[_Operation] = ()
+
+    @property
+    def load(self) -> int:
+        return len(self._waiting) + len(self._suspects) + len(self._batch)
+
+    async def call(self, message: _Message) -> dict[str, Any]:
+        """Return the reply to a message. Raises AnswerParserError."""
+        operation = _Operation(message, asyncio.get_running_loop().create_future())
+        self._waiting.append(operation)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        return await operation.reply
+
+    def forget(self, key: int) -> None:
+        """Drop an answer, with the next batch."""
+        self.answers -= 1
+        self._closed.append(key)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for operation in (*self._batch, *self._suspects, *self._waiting):
+            _fail(operation, "the server ends")
+        self._disconnect()
+
+    async def _run(self) -> None:
+        """Handle what waits, and return."""
+        while self._waiting or self._suspects:
+            if self._suspects:
+                batch = [self._suspects.popleft()]
+            else:
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))]
+            self._batch = batch = [operation for operation in batch if not operation.reply.done()]
+            try:
+                if batch:
+                    await self._handle(batch)
+            finally:
+                self._batch = ()
+
+    async def _handle(self, batch: Sequence[_Operation]) -> None:
+        try:
+            if self._channel is None:
+                self._channel, self.pid = await self._processes.fork()
+                self.generation += 1
+                self._closed.clear()
+        except (OSError, UnusableError, UnknownSettingError) as error:
+            for operation in batch:
+                _fail(operation, f"vLLM's parsers could not be started: {error}")
+            return
+        try:
+            replies = await self._exchange(batch)
+        except (OSError, TimeoutError, MalformedMessageError) as error:
+            logger.warning("worker %s of vLLM's parsers lost (%s): repeating its operations", self.pid, error)
+            self._disconnect()
+            for operation in batch:
+                operation.losses += 1
+                if operation.losses > 1:
+                    _fail(operation, "it ended two processes of vLLM's renderer and parsers")
+                else:
+                    self._suspects.append(operation)
+            return
+        for operation, reply in zip(batch, replies, strict=True):
+            if not operation.reply.done():
+                operation.reply.set_result(reply)
+
+    async def _exchange(self, batch: Sequence[_Operation]) -> list[dict[str, Any]]:
+        assert self._channel is not None
+        loop = asyncio.get_running_loop()
+        contents = [operation.message.content(self.generation) for operation in batch]
+        closed, self._closed = self._closed, []
+        contents[0]["closed"] = closed
+        data = pack(contents)
+        async with asyncio.timeout(BATCH_SECONDS + _GRACE_SECONDS):
+            await loop.sock_sendall(self._channel, HEADER.pack(BATCH_SECONDS, len(data)) + data)
+            (size,) = SIZE.unpack(await self._received(SIZE.size))
+            replies: list[dict[str, Any]] = unpack(await self._received(size), MESSAGE_LIMITS)
+        return replies
+
+    async def _received(self, size: int) -> bytes:
+        assert self._channel is not None
+        loop, received = asyncio.get_running_loop(), bytearray()
+        while len(received) < size:
+            part = await loop.sock_recv(self._channel, min(size - len(received), 1 << 20))
+            if not part:
+                raise ConnectionResetError("it ended")
+            received += part
+        return bytes(received)
+
+    def _disconnect(self) -> None:
+        """Close the socket: an idle worker ends, and the alarm ends a busy one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = self.pid = None
+
+
+def _fail(operation: _Operation, reason: str) -> None:
+    if not operation.reply.done():
+        operation.reply.set_exception(AnswerParserError(reason))
+
+
+@dataclass(eq=False, slots=True)
+class VllmAnswer:
+    """vLLM's parser of one choice, in a worker.
+
+    opened_in: generation of the worker that has the parser.
+    earlier:   the pieces that the parser has read: another worker reads them again, and their events are dropped.
+    """
+
+    key: int
+    opening: dict[str, Any]
+    worker: _Worker
+    opened_in: int = 0
+    earlier: list[tuple[str, bytes]] = field(default_factory=list)
+    _is_open: bool = True
+
+    def __post_init__(self) -> None:
+        self.worker.answers += 1
+
+    async def feed(self, text: str, tokens: Sequence[int], *, is_last: bool) -> list[Event]:
+        """Return the events that the next part of the answer completes. Raises AnswerParserError."""
+        piece = (text, array("i", tokens).tobytes())
+        reply = await self.worker.call(_Parse(self, piece, is_last))
+        if (reason := reply.get("failed")) is not None:
+            raise AnswerParserError(f"vLLM's parser failed: {reason}")
+        self.opened_in = self.worker.generation
+        self.earlier.append(piece)
+        return [CallBegin(text) if kind == CALL else _CLASSES[kind](text) for kind, text in reply["events"]]
+
+    def close(self) -> None:
+        """Drop the parser. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self.worker.forget(self.key)

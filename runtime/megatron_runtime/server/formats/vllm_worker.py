@@ -1,0 +1,354 @@
+"""vLLM's renderer and parsers in processes of their own: a parent that imports vLLM once, and workers that it forks.
+
+The server (vllm_processes.py) runs this module. The parent answers with the parsers that it has, and forks a worker for
+each socket that it receives. A worker serves batches of operations until the server closes the socket, within limits of
+memory and time. Only this module of the server imports vLLM. Messages are msgpack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_runtime.process.children import be_child
+from megatron_runtime.process.sacrificial_process import OUT_OF_MEMORY, limit_memory
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.answer_formats import REASONING_FORMATS, TOOL_FORMATS
+from megatron_runtime.protocol.codec import UnpackLimits, pack, unpack
+from megatron_runtime.server.formats.vllm_parsers import REASONING_PARSERS, TOOL_PARSERS, parsers_of
+
+MESSAGE_LIMITS = UnpackLimits(frame_bytes=1 << 30, elements=1 << 27, containers=1 << 24, depth=300)
+"""The other side is this program: the limits only stop a damaged stream."""
+HEADER = struct.Struct("<dQ")
+"""Seconds that a batch may take, and its length in bytes."""
+SIZE = struct.Struct("<Q")
+
+TEXT, REASONING, CALL, ARGUMENTS = range(4)
+"""Kinds of events in replies: each is [kind, text]."""
+
+
+class Formats:
+    """The renderer and the parsers of one model.
+
+    setup: `directory` of the model; `tools` and `reasoning`: the settings of the server; `tool_format` and
+           `reasoning_format`: our names of the formats of its template, or None; `is_open`: its prompts end within
+           the reasoning; `written`: what it writes of the call `call`, in each form.
+    Raises UnknownParserError, and what vLLM raises for a model that it cannot read.
+    """
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        from vllm.config import VllmConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.renderers import renderer_from_config
+        from vllm.renderers.online_renderer import OnlineRenderer
+        from vllm.tool_parsers import ToolParserManager
+
+        config = AsyncEngineArgs(model=setup["directory"]).create_model_config()
+        config.quantization = None  # no weights are read
+        config.max_model_len = (1 << 31) - 1  # the server checks lengths itself
+        installed = (
+            sorted(ToolParserManager.list_registered()),
+            sorted(ReasoningParserManager.list_registered()),
+        )
+        chosen = parsers_of(
+            config.hf_config.model_type,
+            setup["tool_format"],
+            setup["reasoning_format"],
+            is_open=setup["is_open"],
+            installed=installed,
+        )
+        self.tools = _chosen(setup["tools"], chosen.tools, installed[0], TOOL_PARSERS, option="--tool-call-parser")
+        self.reasoning = _chosen(
+            setup["reasoning"], chosen.reasoning, installed[1], REASONING_PARSERS, option="--reasoning-parser"
+        )
+        self._config = config
+        renderer = renderer_from_config(VllmConfig(model_config=config))
+        self._tokenizer = renderer.get_tokenizer()
+        if setup["tools"] == "auto" and not self._reads(setup["written"], setup["call"]):
+            self.tools = None
+        if setup["reasoning"] == "auto" and not self._fits():
+            self.reasoning = None
+        self._renderer = OnlineRenderer(
+            model_config=config,
+            renderer=renderer,
+            request_logger=None,
+            chat_template=None,
+            chat_template_content_format="auto",
+            enable_auto_tools=self.tools is not None,
+            tool_parser=self.tools,
+            reasoning_parser=self.reasoning,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.skips_special = [self._skips_special(has_tools=has_tools) for has_tools in (False, True)]
+
+    def _fits(self) -> bool:
+        """Return whether the parser of reasoning can be made: some need tokens that the tokenizer may lack."""
+        from vllm.parser import ParserManager
+
+        try:
+            ParserManager.get_parser(reasoning_parser_name=self.reasoning, tokenizer=self._tokenizer)
+        except Exception:
+            return False
+        return True
+
+    def _reads(self, written: Sequence[str], call: Sequence[Any]) -> bool:
+        """Return whether the parser of calls returns the call that the chat template writes.
+
+        written: the call, in each form; none: the template writes no calls. call: its name and its arguments.
+        """
+        from vllm.parser import ParserManager
+
+        try:
+            make = ParserManager.get_parser(
+                tool_parser_name=self.tools, enable_auto_tools=True, tokenizer=self._tokenizer
+            )
+        except Exception:
+            return False
+        return make is not None and (not written or any(_finds(make, self._tokenizer, text, call) for text in written))
+
+    def _skips_special(self, *, has_tools: bool) -> bool:
+        """Return whether the parsers read answers without special tokens."""
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}] if has_tools else []
+        request = self.request(tools, {})
+        if self._renderer.parser is not None:
+            request = self.parser(request, {}).adjust_request(request)
+        return bool(request.skip_special_tokens)
+
+    def request(self, tools: Sequence[Any], variables: Mapping[str, Any], **fields: Any) -> Any:
+        """Return a request of a chat for vLLM."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        question = [{"role": "user", "content": ""}]
+        offered = {"tools": list(tools), "tool_choice": "auto"} if tools else {}
+        values = {"messages": question, "chat_template_kwargs": dict(variables) or None, **offered, **fields}
+        return ChatCompletionRequest.model_validate(values)
+
+    def parser(self, request: Any, variables: Mapping[str, Any]) -> Any:
+        """Return a new parser of one choice."""
+        assert self._renderer.parser is not None
+        return self._renderer.parser(
+            self._tokenizer, request.tools, chat_template_kwargs=dict(variables), model_config=self._config
+        )
+
+    def render(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the text and the tokens of a conversation; `rejected`: why it has none."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        conversation = json.loads(operation["conversation"])
+        tools, variables = conversation["tools"] or (), conversation["variables"]
+        fields = {
+            "messages": conversation["messages"],
+            "add_generation_prompt": variables.pop("add_generation_prompt", True),
+        }
+        try:
+            # vLLM may take `auto` for a model without a parser only if the request has no choice of tools.
+            request = self.request(tools, variables, **fields)
+            if self.tools is None and tools:
+                request.tool_choice = "none"
+            answer = self._loop.run_until_complete(self._renderer.render_chat(request))
+        except MemoryError:
+            raise
+        except Exception as error:
+            return {"rejected": str(error) or type(error).__name__}
+        if not isinstance(answer, tuple):
+            return {"rejected": answer.error.message}
+        (prompt,) = answer[1]
+        tokens = prompt["prompt_token_ids"]
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return {"text": text, "tokens": array("i", tokens).tobytes()}
+
+
+def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
+    """Return whether a parser finds one call in a text, and no other."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    name, arguments = call
+    tool = {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    values = {"messages": [{"role": "user", "content": ""}], "tools": [tool], "tool_choice": "auto"}
+    try:
+        request = ChatCompletionRequest.model_validate(values)
+        parser = make(tokenizer, request.tools)
+        request = parser.adjust_request(request)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        _, _, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
+        return [(found.name, json.loads(found.arguments)) for found in calls or ()] == [(name, arguments)]
+    except Exception:
+        return False
+
+
+class UnknownParserError(ValueError):
+    """A setting names a parser that neither vLLM nor this server has."""
+
+
+def _chosen(
+    setting: str, automatic: str | None, installed: Sequence[str], ours: Mapping[str, str], *, option: str
+) -> str | None:
+    """Return the name of a parser for a setting of the server. ours: vLLM's names, by those of our formats."""
+    if setting in ("auto", "none"):
+        return automatic if setting == "auto" else None
+    if setting in installed:
+        return setting
+    if setting in (TOOL_FORMATS if option == "--tool-call-parser" else REASONING_FORMATS):
+        return None if ours.get(setting) not in installed else ours[setting]
+    raise UnknownParserError(
+        f"{option} {setting!r} is no parser of the installed vLLM: use auto, none or one of {', '.join(installed)}"
+    )
+
+
+class ChoiceParser:
+    """The parser of one choice."""
+
+    def __init__(self, formats: Formats, opening: Mapping[str, Any]) -> None:
+        said = json.loads(opening["request"])
+        self._request = formats.request(said["tools"], said["variables"])
+        self._parser = formats.parser(self._request, said["variables"])
+        self._request = self._parser.adjust_request(self._request)
+        self._prompt = _tokens(opening["prompt"])
+        self._has_begun = False
+
+    def read(self, text: str, tokens: list[int], *, is_last: bool) -> list[list[Any]]:
+        """Return the events of a piece. The whole answer in one piece is parsed as a whole."""
+        is_first, self._has_begun = not self._has_begun, True
+        if is_first and is_last:
+            self._parser.set_prompt_token_ids(self._prompt)
+            reasoning, content, calls = self._parser.parse(
+                text, self._request, enable_auto_tools=True, model_output_token_ids=tokens
+            )
+            events: list[list[Any]] = [[REASONING, reasoning]] if reasoning else []
+            events += [[TEXT, content]] if content else []
+            for call in calls or ():
+                events += [[CALL, call.name], [ARGUMENTS, call.arguments]]
+            return events
+        delta = self._parser.parse_delta(text, tokens, self._request, self._prompt, finished=is_last)
+        if delta is None:
+            return []
+        events = [[REASONING, delta.reasoning]] if delta.reasoning else []
+        events += [[TEXT, delta.content]] if delta.content else []
+        for call in delta.tool_calls or ():
+            if call.function is not None and call.function.name:
+                events.append([CALL, call.function.name])
+            if call.function is not None and call.function.arguments:
+                events.append([ARGUMENTS, call.function.arguments])
+        return events
+
+
+def _tokens(packed: bytes) -> list[int]:
+    tokens = array("i")
+    tokens.frombytes(packed)
+    return tokens.tolist()
+
+
+class Worker:
+    """Handles the operations of one socket."""
+
+    def __init__(self, formats: Formats) -> None:
+        self._formats = formats
+        self._answers: dict[int, ChoiceParser] = {}
+
+    def handle(self, operation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the reply to an operation; `failed`: the error of a parser."""
+        for closed in operation.get("closed", ()):
+            self._answers.pop(closed, None)
+        if operation["do"] == "render":
+            return self._formats.render(operation)
+        key = operation["answer"]
+        try:
+            if "opening" in operation:
+                self._answers[key] = ChoiceParser(self._formats, operation["opening"])
+                for text, tokens in operation["earlier"]:
+                    self._answers[key].read(text, _tokens(tokens), is_last=False)
+            events = self._answers[key].read(
+                operation["text"], _tokens(operation["tokens"]), is_last=operation["is_last"]
+            )
+        except MemoryError:
+            raise
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+        return {"events": events}
+
+
+def serve(channel: socket.socket, formats: Formats, *, memory_bytes: int) -> None:
+    """Run as a worker until the server closes the socket. Does not return."""
+    status = 1
+    try:
+        be_child()
+        limit_memory(memory_bytes)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        # A parser may print a client's text. Keep it out of the log.
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+            os.dup2(nothing.fileno(), sys.stderr.fileno())
+        worker = Worker(formats)
+        while True:
+            seconds, size = HEADER.unpack(_received(channel, HEADER.size))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            batch = unpack(_received(channel, size), MESSAGE_LIMITS)
+            reply = pack([worker.handle(operation) for operation in batch])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            channel.sendall(SIZE.pack(len(reply)) + reply)
+    except ConnectionError:
+        status = 0
+    except MemoryError:
+        status = OUT_OF_MEMORY
+    finally:
+        os._exit(status)
+
+
+def _received(channel: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        part = channel.recv(min(size - len(received), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the server closed the connection")
+        received += part
+    return bytes(received)
+
+
+def main() -> None:
+    """Run as the parent: answer with the parsers, then fork a worker for each socket that arrives."""
+    control, setup = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
+    be_child()
+    try:
+        formats = Formats(setup)
+    except Exception as error:
+        is_setting = isinstance(error, UnknownParserError)
+        reason = str(error) if is_setting else f"{type(error).__name__}: {error}"
+        _send(control, {"unusable": reason, "is_setting": is_setting})
+        return
+    _send(
+        control,
+        {"tools": formats.tools, "reasoning": formats.reasoning, "skips_special": formats.skips_special},
+    )
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that ended
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        with socket.socket(fileno=descriptors[0]) as channel:
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                serve(channel, formats, memory_bytes=setup["memory_bytes"])
+        with contextlib.suppress(ConnectionError):
+            _send(control, {"pid": pid})
+
+
+def _send(control: socket.socket, message: Mapping[str, Any]) -> None:
+    data = pack(message)
+    control.sendall(SIZE.pack(len(data)) + data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""See the README."""
+
+from __future__ import annotations
+
+from vllm.config import ModelConfig
+
+
+class AsyncEngineArgs:
+    def __init__(self, *, model: str) -> None:
+        self.model = model
+
+    def create_model_config(self) -> ModelConfig:
+        return ModelConfig(self.model)
