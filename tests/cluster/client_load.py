@@ -15,7 +15,7 @@ from fleet import Record
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import RESOURCE
 from megatron_operator.cluster.watching import watch
-from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys
@@ -34,8 +34,9 @@ class ClientLoad:
     """
 
     def __init__(self, node: FakeNode, name: str, clients: int) -> None:
+        address = f"tcp://{node.coordinator_host}:{node.ports.client}"
         keys = PeerKeys.load(node.keys_folder(name), Role.CLIENT)
-        self._clients = [InferenceClient(node.ports.client, deserialize=False, keys=keys) for _ in range(clients)]
+        self._clients = [CoordinatorClient(address, keys=keys) for _ in range(clients)]
         self._open: dict[int, float] = {}
         self._ending = False
         self.answers = 0
@@ -65,7 +66,7 @@ class ClientLoad:
 
         await eventually(enough, seconds=seconds, what=f"{wanted} answers, {self.answers} so far")
 
-    async def _stream(self, number: int, client: InferenceClient) -> None:
+    async def _stream(self, number: int, client: CoordinatorClient) -> None:
         await client.start(connect_timeout_seconds=LONG_SECONDS)
         sequence = 0
         while not self._ending:
