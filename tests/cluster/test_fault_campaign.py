@@ -161,18 +161,20 @@ class Campaign:
 
     async def compare(self, statuses: list[tuple[float, dict[str, Any]]]) -> None:
         """Compare the last status with the processes for ever, and record how long each wrong one lasts."""
-        since: tuple[float, str, str] | None = None
+        since: float | None = None
         answers: list[tuple[float, int]] = []
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
             answers = [entry for entry in answers if entry[0] > now - 1] + [(now, self.load.answers)]
             what = "" if self.unled or not statuses else self._mistake(statuses[-1][1], answers)
-            if since is not None and what != since[1]:
-                self.wrong.append((now - since[0], since[2], since[1]))
+            if not what:
                 since = None
-            if what and since is None:
-                since = (now, what, self.fault)
+            elif since is None:
+                since = now
+                self.wrong.append((0.0, self.fault, what))
+            else:
+                self.wrong[-1] = (now - since, *self.wrong[-1][1:])
 
     def _mistake(self, status: dict[str, Any], answers: list[tuple[float, int]]) -> str:
         """Return what is wrong with a status; nothing if it is right."""
