@@ -94,5 +94,5 @@ async def test_the_operator_sees_the_objects_of_the_past_and_the_processes_of_th
         async def undone() -> bool:
             return bool((await api.get(DEPLOYMENT, namespace, "demo-server"))["spec"]["replicas"] == 1)
 
-        await eventually(undone, seconds=DEADLINE_SECONDS, what="a change of a child is seen and undone")
+        await eventually(undone, seconds=DEADLINE_SECONDS, what="a change of a child is undone")
         await resource.settled("Running")
