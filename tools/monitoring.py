@@ -102,8 +102,11 @@ ALERTS: list[Object] = [
         'megatron_operator_resource_state{state="Unknown"} == 1',
         wait="5m",
         severity="warning",
-        summary="{{ $labels.namespace }}/{{ $labels.name }}: its coordinator does not answer the operator.",
-        action="Check the coordinator's pod, and the NetworkPolicies between the two.",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: the operator cannot tell its state: the coordinator does "
+        "not answer, or the operator may not watch what it needs, or its network is down.",
+        action="Read the condition Ready. CoordinatorUnreachable: check the coordinator's pod, the NetworkPolicies "
+        "between the two, and the operator's network if several resources have it. WatchDenied: its message names the "
+        "permission or namespace.",
     ),
     _alert(
         "MegatronNoEngineServes",

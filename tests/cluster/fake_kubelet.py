@@ -32,12 +32,14 @@ class PodState:
     waiting:   reason for which its crashed container waits.
     exit_code: of a pod that has ended; None: it runs.
     message:   its log or termination message.
+    restarts:  number of times that its container was restarted after SIGKILL.
     """
 
     ready: bool = True
     waiting: str = ""
     exit_code: int | None = None
     message: str = ""
+    restarts: int = 0
 
 
 class FakeKubelet(ABC):
@@ -123,7 +125,7 @@ def status_of(pod: Mapping[str, Any], now: PodState) -> dict[str, Any]:
         "name": pod["spec"]["containers"][0]["name"],
         "image": "fake",
         "imageID": "fake",
-        "restartCount": 0,
+        "restartCount": now.restarts,
         "ready": now.ready,
         "state": {"running": {"startedAt": None}},
     }
@@ -139,6 +141,9 @@ def status_of(pod: Mapping[str, Any], now: PodState) -> dict[str, Any]:
             "state": {"waiting": {"reason": now.waiting}},
             "lastState": {"terminated": crash},
         }
+    elif now.restarts:
+        killed = {"exitCode": 137, "reason": "Error", "containerID": f"fake://{now.restarts}"}
+        container["lastState"] = {"terminated": killed}
     ready = {"type": "Ready", "status": str(bool(container["ready"]))}
     return {"phase": phase, "conditions": [ready], "containerStatuses": [container]}
 

@@ -53,6 +53,7 @@ class Container:
     process: WarmProcess | None
     health_port: int
     ready: bool | None = None
+    command: list[str] = field(default_factory=list)
 
     @property
     def component(self) -> str:
@@ -76,6 +77,9 @@ class FakeNode(FakeKubelet):
         self.containers: dict[str, Container] = {}
         self.start_engines = True
         """False: engine pods stay Pending, as when no node has capacity."""
+        self.engine_program = (echo_engine.PROGRAM,)
+        self.coordinator_host = "127.0.0.1"
+        """The host at which engines reach the coordinator."""
         self.engine_arguments: tuple[str, ...] = ()
         """Appended to the arguments of engines that start from now on."""
         self._cut_off: list[Container] = []
@@ -151,8 +155,8 @@ class FakeNode(FakeKubelet):
             keys = await self._keys(container.instance)
             if keys is None:
                 return None
-            arguments = self._localize(spec["args"], container.health_port, keys)
-            container.process = self._spawn(pod["metadata"]["name"], arguments)
+            container.command = self._localize(spec["args"], container.health_port, keys)
+            container.process = self._spawn(pod["metadata"]["name"], container.command)
         return container
 
     def _spawn(self, name: str, arguments: list[str]) -> WarmProcess:
@@ -167,7 +171,7 @@ class FakeNode(FakeKubelet):
             "--engine-port": str(ports.engine),
             "--admin-port": str(ports.admin),
             "--health-port": str(health_port),
-            "--coordinator": f"tcp://127.0.0.1:{ports.engine}",
+            "--coordinator": f"tcp://{self.coordinator_host}:{ports.engine}",
             "--keys-dir": str(keys),
             "--kv-cache-memory": "1Mi",
             "--threads": "1",
@@ -178,7 +182,7 @@ class FakeNode(FakeKubelet):
                 found[index + 1] = local[argument]
         if found[0] != ENGINE or ("--check" in found and ECHO_MODEL not in found):
             return ["-m", "megatron_runtime.cli", *found]
-        return [echo_engine.PROGRAM, *found[1:], *self.engine_arguments]
+        return [*self.engine_program, *found[1:], *self.engine_arguments]
 
     def keys_folder(self, instance: str) -> Path:
         """Return the folder with a resource's keys, for its processes and for the test's client."""

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,21 @@ class OperatorProcess:
         everywhere: bool = False,
         program: tuple[str, ...] = ("-m", "megatron_operator.cli"),
         warm: bool = True,
+        sources: Sequence[Path] = (),
     ) -> None:
         """
         pod:     the pod's name, which identifies the holder of the Lease: a restarted pod leads at once.
         program: the script or module that Python runs.
         warm:    fork it from a process that has imported the modules, whose memory counts as its own.
+        sources: folders of another version's packages, which a new interpreter imports instead of the current ones.
         """
         self._environment = {**os.environ, "POD_NAME": pod, "POD_UID": f"{pod}-uid"}
+        if sources:
+            self._environment["PYTHONPATH"] = os.pathsep.join(map(str, sources))
         (self.health_port,) = free_ports(1)
         self.log = log
         self._process: subprocess.Popen[bytes] | WarmProcess | None = None
-        self._warm = warm
+        self._warm = warm and not sources
         self._command = [
             *(*program, "run"),
             *("--kubeconfig", str(kubeconfig)),

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .earlier_release import CHART, REMEDY, REPOSITORY, git, unpack
+
 pytestmark = pytest.mark.cluster
 
-REPOSITORY = Path(__file__).parents[2]
-CHART = "charts/megatron-inference"
 GUIDE = REPOSITORY / "docs/guides/upgrade.md"
 LIMITED = "app.kubernetes.io/instance=limited"
 
@@ -23,19 +22,10 @@ LIMITED = "app.kubernetes.io/instance=limited"
 @pytest.fixture(scope="session")
 def earlier_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chart before its last change, from the repository's history."""
-
-    def git(*arguments: str) -> bytes:
-        return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], check=True, capture_output=True).stdout
-
-    try:
-        commits = git("log", "-n2", "--format=%H", "--", CHART).decode().split()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no history to take an earlier chart from: {error}")
+    commits = git("log", "-n2", "--format=%H", "--", CHART).decode().split()
     if len(commits) < 2:
-        pytest.skip("the history does not reach back to an earlier chart")
-    folder = tmp_path_factory.mktemp("earlier")
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=git("archive", commits[1], CHART), check=True)
-    return folder / CHART
+        pytest.fail(f"the history has no earlier commit of {CHART}. {REMEDY}", pytrace=False)
+    return unpack(commits[1], CHART, into=tmp_path_factory.mktemp("earlier")) / CHART
 
 
 async def test_upgrade_and_uninstall_do_not_interrupt_serving(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from eventually import LONG_SECONDS, eventually
 
-from megatron_operator.cluster.kinds import SERVICE, kind_of
+from megatron_operator.cluster.cache import FIGHT_APPLIES, FIGHT_SECONDS
+from megatron_operator.cluster.kinds import CHILD_KINDS, SECRET, SERVICE, kind_of
 from megatron_operator.resource.names import FIELD_MANAGER
+
+from .conftest import condition
 
 pytestmark = pytest.mark.cluster
 
 PART_OF = "app.kubernetes.io/component"
 DEPLOYMENT = kind_of("apps/v1", "Deployment")
+KINDS = {kind.kind: kind for kind in (*CHILD_KINDS, SECRET)}
 
 
 def written(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -62,6 +67,55 @@ async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
 
     await eventually(restored, seconds=60, what="a change without an operator is undone")
     assert await operator.writes() == {"apply Service": 1.0}
+
+
+async def test_another_program_that_writes_fields_of_its_own_costs_no_write(
+    resource: Any, make_operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    operator = make_operator("--resync-seconds", "1")
+    await operator.start()
+    await resource.create()
+    await resource.settled("Running")
+    await resource.until(lambda status: "plan" not in status)
+    await operator.passed(await operator.passes() + 2)
+    before, children = await operator.writes(), written(await resource.children())
+
+    for number in range(3):
+        for name, obj in (await resource.children()).items():
+            # A label: an annotation of a Deployment is a new generation, which its controller has to observe.
+            note = {"metadata": {"labels": {"other.example/number": str(number)}}}
+            await api.merge_patch(KINDS[name.split()[0]], namespace, obj["metadata"]["name"], note, manager="other")
+        await operator.passed(await operator.passes() + 2)
+    assert await operator.writes() == before
+    assert written(await resource.children()) == children
+
+
+async def test_a_fight_costs_at_most_one_write_per_minute(
+    resource: Any, make_operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    operator = make_operator("--resync-seconds", "1")
+    await operator.start()
+    await resource.create(server={"replicas": 1})
+    await resource.settled("Running")
+    await resource.until(lambda status: "plan" not in status)
+    before = await operator.writes()
+
+    async def meddle() -> None:
+        while True:
+            await api.merge_patch(DEPLOYMENT, namespace, "demo-server", {"spec": {"replicas": 0}}, manager="meddler")
+            await asyncio.sleep(0.1)
+
+    meddling = asyncio.create_task(meddle())
+    began = time.monotonic()
+    status = await resource.until(lambda status: condition(status, "Degraded").get("reason") == "ChildContested")
+    assert "field manager meddler" in condition(status, "Degraded")["message"]
+    assert "ChildContested" in {event["reason"] for event in await resource.events()}
+    await operator.passed(await operator.passes() + 5)
+    assert not meddling.done()
+    meddling.cancel()
+    writes = await operator.writes()
+    applies = writes["apply Deployment"] - before["apply Deployment"]
+    assert 1 <= applies <= FIGHT_APPLIES + (time.monotonic() - began) // FIGHT_SECONDS
 
 
 async def test_a_changed_or_deleted_child_is_restored(

@@ -45,7 +45,7 @@ async def test_the_second_operator_writes_nothing_until_the_first_is_gone(
     resource: Any, make_operator: Callable[..., OperatorProcess], node: Any, namespace: str, other_home: str
 ) -> None:
     lease = ("--lease-seconds", str(LEASE_SECONDS))
-    first = make_operator(*lease, "--lease-name", "first", pod="first-0")
+    first = make_operator(*lease, "--lease-name", "first", "--resync-seconds", "1", pod="first-0")
     second = make_operator(
         *lease, "--lease-name", "second", "--operator-namespace", other_home, "--resync-seconds", "1", pod="second-0"
     )
@@ -57,8 +57,12 @@ async def test_the_second_operator_writes_nothing_until_the_first_is_gone(
     await leaves_alone(second, f"{namespace}/first")
     await resource.patch(desiredState="Paused")
     await resource.settled("Paused")
-    version = (await resource.get())["metadata"]["resourceVersion"]
+    await resource.until(lambda status: "plan" not in status)
+    await first.passed(await first.passes() + 2)  # the last Events and conditions are written
+    version, before = (await resource.get())["metadata"]["resourceVersion"], await first.writes()
+    await first.passed(await first.passes() + 3)
     await second.passed(await second.passes() + 3)
+    assert await first.writes() == before, "it writes although nothing changes"
     assert await second.writes() == {"create Secret": 1.0}, "nothing but its admin key"
     assert (await resource.get())["metadata"]["resourceVersion"] == version
 

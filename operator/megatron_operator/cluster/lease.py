@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import LEASE
+from megatron_operator.cluster.projection import version_of
 from megatron_operator.resource.names import (
     FIELD_MANAGER,
     NAMESPACES_ANNOTATION,
@@ -230,6 +231,12 @@ class Elector:
         if lease is None or holder != self._settings.identity or _term(lease) != self.term:
             self._trusted_until = float("-inf")
             raise LeadershipLostError(f"lease {self._settings.name}: now held by {holder or 'no process'}")
+        if self._lease is not None and version_of(lease) < version_of(self._lease):
+            # Watches at versions of the future show nothing, and known objects count as newer than those that exist.
+            self._trusted_until = float("-inf")
+            raise LeadershipLostError(
+                f"lease {self._settings.name}: its version went back, so etcd was restored: reading everything again"
+            )
         self._lease = lease
 
     async def _get(self) -> Object | None:

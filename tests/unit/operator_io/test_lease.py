@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
@@ -176,6 +177,18 @@ async def test_an_error_of_the_read_after_a_failed_swap_does_not_end_the_leader(
     await asyncio.sleep(0.2)
     assert not hold.done()
     hold.cancel()
+
+
+async def test_a_lease_of_the_past_ends_the_leader_because_all_that_it_knows_is_of_the_future(store: Any) -> None:
+    first = elector(store, Clock(), "a", duration=0.3)
+    await first.acquire()
+    backup = copy.deepcopy(stored(store))
+    await first._renew()
+    store.objects["Lease", "system", "op"] = backup
+    with pytest.raises(LeadershipLostError, match="etcd was restored"):
+        await asyncio.wait_for(first.hold(), LONG_SECONDS)
+    assert not first.leading
+    await elector(store, Clock(), "a").acquire()
 
 
 def _raising(error: KubeApiError) -> Any:
