@@ -34,6 +34,8 @@ DOCUMENTED = {
     "model_inference_wrappers.gpt.gpt_inference_wrapper": "GPTInferenceWrapper",
     "sampling_params": "SamplingParams",
     "text_generation_controllers.text_generation_controller": "TextGenerationController",
+    "text_generation_server.dynamic_text_gen_server.text_generation_server": "start_text_gen_server "
+    "stop_text_gen_server",
 }
 """Names of the documents by sub-path."""
 

@@ -87,8 +87,9 @@ def test_the_front_end_uses_its_settings(make, caplog) -> None:
     finally:
         access.removeHandler(caplog.handler)
     assert "GET /v1/models" in caplog.text
-    # Only this process has the tokenizer, so there are no replicas.
-    assert own_children() <= children
+    # Only this process has the tokenizer, so there are no replicas: nothing but the process that renders templates.
+    added = [psutil.Process(child).cmdline() for child in own_children() - children]
+    assert all("megatron_runtime.tokenization.chat_sandbox" in command for command in added), added
 
 
 def test_a_front_end_that_cannot_connect_closes_its_socket_and_may_be_restarted(make, monkeypatch) -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from eventually import LONG_SECONDS
 
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.sampling.answer_guide import AnswerGuide
@@ -169,9 +170,9 @@ def test_a_call_waits_for_its_grammar_and_follows_it(compiler: GrammarCompiler, 
     assert not guide.is_ready
     assert not guide.wait(0)
     compiling.finish()
-    assert guide.wait(10)
+    assert guide.wait(LONG_SECONDS)
     for token in ids(CALL + "</tool_call>"):
-        assert guide.wait(10)
+        assert guide.wait(LONG_SECONDS)
         assert allows(guide, token)
         assert not allows(guide, ids("Paris")[0])
         guide.accept(token)
@@ -191,8 +192,8 @@ def test_the_state_after_a_failover_is_the_same_at_every_token(compiler: Grammar
         assert bool(begin.begun) == bool(compiling.begun)
         if begin.begun:
             begin.finish()
-            assert other.wait(10)
-            assert whole.wait(10)
+            assert other.wait(LONG_SECONDS)
+            assert whole.wait(LONG_SECONDS)
             assert other.failure is whole.failure is None
             assert (other.allowed() == whole.allowed()).all()
         whole.accept(tokens[count])
@@ -214,7 +215,7 @@ def test_a_grammar_that_is_not_available_or_fails_leaves_the_answer_free(compile
     unmatched = guide_after("<tool_call>Paris", compiling)
     compiling.finish()
     for guide in (rejected, unmatched, guide_after("<tool_call>", None)):
-        assert guide.wait(10)
+        assert guide.wait(LONG_SECONDS)
         assert guide.is_ready
         assert (guide.allowed(), guide.failure, guide.is_complete) == (None, None, False)
         guide.accept(ids("x")[0])

@@ -713,8 +713,8 @@ async def test_a_load_reports_its_stages_and_the_cache_that_vllm_measured(
     await running.backend.load()
     size = (model / "model.safetensors").stat().st_size
     stages = [report for report in reports if report[0] is not Stage.VERIFY]
+    stages.remove((Stage.LOAD, 0, size))  # vLLM's output is read at the same time
     assert stages == [
-        (Stage.LOAD, 0, size),
         *((Stage.LOAD, 10 * n, 1000) for n in (0, 50, 100)),
         (Stage.CAPTURE, 40, 100),
     ]
