@@ -50,7 +50,7 @@ class _Applied:
     count: int = 1
     """Number of applies of this manifest onto this object in short succession."""
     opponent: str = ""
-    """The field manager that changed the object before the last apply."""
+    """The field manager that changed the object before one of these applies, the last one that was seen."""
 
 
 @dataclass(slots=True)
@@ -194,7 +194,7 @@ class ResourceCache:
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
         again = last is not None and (last.uid, last.manifest) == (child.uid, manifest)
-        recent = last is not None and now < last.at + 2 * FIGHT_SECONDS
+        fought = last if again and last is not None and now < last.at + 2 * FIGHT_SECONDS else None
         if child.ref.kind in _UNWATCHED:
             self._unwatched[child.ref] = child
         else:
@@ -204,8 +204,9 @@ class ResourceCache:
             owned_fields=child.view.owned_fields,
             manifest=manifest,
             at=now,
-            count=last.count + 1 if last is not None and again and recent else 1,
-            opponent=before.changed_by if before is not None else "",
+            count=1 if fought is None else fought.count + 1,
+            opponent=(before.changed_by if before is not None else "")
+            or (fought.opponent if fought is not None else ""),
         )
 
     def observed(self, ref: ChildRef, child: SeenChild | None, *, before: SeenChild | None) -> None:

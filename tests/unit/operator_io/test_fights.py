@@ -95,6 +95,15 @@ def test_a_fight_costs_at_most_one_apply_per_child_and_minute() -> None:
     assert _fight(cache, index, clock, seconds=1.0) == FIGHT_APPLIES, "a later fight is a new one"
 
 
+def test_the_opponent_stays_named_if_the_last_version_does_not_show_it() -> None:
+    clock, index = Clock(), Index(children={}, pods={}, resources={})
+    cache = ResourceCache(uid="u", key=("prod", "demo"), index=index, clock=clock)
+    _fight(cache, index, clock, seconds=5.0)
+    index.children["prod", "demo"] = [project_child(_server(90, "megatron-operator", ours=False))]
+    cache.applied(project_child(_server(91, "megatron-operator")))
+    assert cache.contests()[SERVER].opponent == "other"
+
+
 def test_another_manifest_or_a_new_object_is_no_fight() -> None:
     clock = Clock()
     cache = ResourceCache(uid="u", key=("prod", "demo"), index=Index(children={}, pods={}, resources={}), clock=clock)
