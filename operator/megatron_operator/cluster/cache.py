@@ -50,7 +50,7 @@ class _Applied:
     count: int = 1
     """Number of applies of this manifest onto this object in short succession."""
     opponent: str = ""
-    """The field manager that changed the object before one of these applies, the last one that was seen."""
+    """The field manager that changed the object before one of these applies, the last one that is known."""
 
 
 @dataclass(slots=True)
