@@ -51,7 +51,7 @@ CLIENTS = {
     "openai": Client(pypi=("openai", *TESTS)),
     "anthropic": Client(pypi=("anthropic", *TESTS)),
     "aider": Client(pypi=("aider-chat",)),
-    # Releases 1.82.7, 1.82.8 and 1.107.0 had malicious code. This is the last one before them.
+    # Malicious code is reported in 1.82.7 and 1.82.8, and in a later release. This is the last one before them.
     "litellm": Client(pypi=("litellm", *TESTS), pins={"litellm": "1.82.6"}),
     "llm": Client(pypi=("llm",)),
     "lm-eval": Client(pypi=("lm-eval[api]", "transformers")),
