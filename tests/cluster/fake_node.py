@@ -147,7 +147,7 @@ class FakeNode(FakeKubelet):
         return self.start_engines or component != ENGINE
 
     async def _start(self, pod: Mapping[str, Any]) -> Container | None:
-        """Start the container of a pod. None if its keys are deleted: a kubelet does not start it then."""
+        """Start the container of a pod. None if its keys are deleted: a kubelet cannot mount them then."""
         container = Container(pod, None, _free_port())
         if container.component in (CHECK, COORDINATOR, ENGINE):
             name = ENGINE if container.component == CHECK else container.component
@@ -189,14 +189,14 @@ class FakeNode(FakeKubelet):
         return self._folder / f"{instance}-keys"
 
     async def _keys(self, instance: str) -> Path | None:
-        """Write the keys of a resource as they are now. None if they are deleted and no pod has started with them."""
+        """Write the keys of a resource as they are now. None if they are deleted; running pods keep theirs then."""
         folder = self.keys_folder(instance)
         secret = await self._api.get(SECRET, self._namespace, f"{instance}-keys")
         if secret is None:
             resource = await self._api.get(RESOURCE, self._namespace, instance)
             is_deleted = resource is None or "deletionTimestamp" in resource["metadata"]
             assert is_deleted or folder.exists(), f"a pod of {instance} was made before its keys"
-            return folder if folder.exists() else None
+            return None
         write_keys(secret, folder)
         return folder
 

@@ -10,7 +10,7 @@ import pytest
 from eventually import LONG_SECONDS, eventually
 
 from megatron_operator.cluster.cache import FIGHT_APPLIES, FIGHT_SECONDS
-from megatron_operator.cluster.kinds import CHILD_KINDS, SECRET, SERVICE, kind_of
+from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, SECRET, SERVICE, kind_of
 from megatron_operator.resource.names import FIELD_MANAGER
 
 from .conftest import condition
@@ -81,10 +81,13 @@ async def test_another_program_that_writes_fields_of_its_own_costs_no_write(
     before, children = await operator.writes(), written(await resource.children())
 
     for number in range(3):
+        mark = {"other.example/number": str(number)}
+        note = {"metadata": {"labels": mark, "annotations": mark}}
         for name, obj in (await resource.children()).items():
-            # A label: an annotation of a Deployment is a new generation, which its controller has to observe.
-            note = {"metadata": {"labels": {"other.example/number": str(number)}}}
             await api.merge_patch(KINDS[name.split()[0]], namespace, obj["metadata"]["name"], note, manager="other")
+        for pod in await api.list(POD, namespace):
+            await api.merge_patch(POD, namespace, pod["metadata"]["name"], note, manager="other")
+        await api.merge_patch(RESOURCE, namespace, "demo", note, manager="other")
         await operator.passed(await operator.passes() + 2)
     assert await operator.writes() == before
     assert written(await resource.children()) == children

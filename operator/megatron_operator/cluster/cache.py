@@ -75,6 +75,8 @@ class ResourceCache:
         self._written: dict[ChildRef, _Written] = {}
         self._unwatched: dict[ChildRef, SeenChild] = {}
         self._applied: dict[ChildRef, _Applied] = {}
+        self._rolled_out: dict[ChildRef, tuple[str, str, str]] = {}
+        """UID, hash and owned fields of children whose rollout was complete."""
         self._created: dict[str, PodView] = {}
         self._deleted: set[str] = set()
         self._gone: set[str] = set()
@@ -102,9 +104,19 @@ class ResourceCache:
                 owned=seen.may_be_of(self._uid),
                 deleting=seen.view.deleting or seen.uid in self._deleted,
                 verified=self._is_verified(ref, seen),
+                rolled_out=self._is_rolled_out(seen),
             )
             for ref, seen in self._merged().items()
         }
+
+    def _is_rolled_out(self, seen: SeenChild) -> bool:
+        """Return whether a rollout is complete. A new annotation of another program, which changes the generation too,
+        begins none."""
+        view = seen.view
+        kept = (seen.uid, view.hash, view.owned_fields)
+        if view.rolled_out:
+            self._rolled_out[seen.ref] = kept
+        return view.rolled_out or (view.unobserved and self._rolled_out.get(seen.ref) == kept)
 
     def _is_verified(self, ref: ChildRef, seen: SeenChild) -> bool:
         applied = self._applied.get(ref)

@@ -40,6 +40,9 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     annotations = metadata.get("annotations") or {}
     template = spec.get("template") or {}
+    is_deployment = obj["kind"] == "Deployment"
+    complete = not is_deployment or _complete(spec, status)
+    observed = not is_deployment or int(status.get("observedGeneration") or 0) >= int(metadata.get("generation") or 0)
     return ChildView(
         ref=ChildRef.of(obj),
         uid=metadata.get("uid", ""),
@@ -53,7 +56,8 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         ready_replicas=int(status.get("readyReplicas") or 0),
         release=annotations.get(ANNOTATION_RELEASE, ""),
         inputs=annotations.get(ANNOTATION_INPUTS, ""),
-        rolled_out=obj["kind"] != "Deployment" or _rolled_out(obj),
+        rolled_out=complete and observed,
+        unobserved=complete and not observed,
         stuck=_stuck(status),
         creation_error=_creation_error(status),
         data=_revision_data(obj),
@@ -76,12 +80,11 @@ def _owned_fields(metadata: Object) -> str:
     return ""
 
 
-def _rolled_out(deployment: Object) -> bool:
-    spec, status = deployment.get("spec") or {}, deployment.get("status") or {}
+def _complete(spec: Object, status: Object) -> bool:
+    """Return whether the status of a Deployment counts only new pods that are ready."""
     wanted = int(spec.get("replicas", 1))
-    seen = int(status.get("observedGeneration") or 0) >= int(deployment["metadata"].get("generation") or 0)
     counts = (int(status.get(name) or 0) for name in ("replicas", "updatedReplicas", "readyReplicas"))
-    return seen and all(count == wanted for count in counts)
+    return all(count == wanted for count in counts)
 
 
 def _stuck(status: Object) -> str:

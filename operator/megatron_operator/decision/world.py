@@ -136,6 +136,8 @@ class ChildView:
     """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the fields of the spec in its template."""
     rolled_out: bool = True
     """All pods of a Deployment are of its current template, and ready."""
+    unobserved: bool = False
+    """That was so for an earlier generation; the Deployment's controller has not seen the current one yet."""
     stuck: str = ""
     """Why the rollout of a Deployment makes no progress: the message of its condition Progressing."""
     creation_error: str = ""

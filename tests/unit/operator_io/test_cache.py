@@ -10,6 +10,7 @@ from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCa
 from megatron_operator.cluster.projection import project_child, project_resource
 from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import ChildRef
+from megatron_operator.resource.names import ANNOTATION_HASH
 
 KEY = ("prod", "demo")
 REF = ChildRef("Deployment", "demo-coordinator", "apps/v1")
@@ -98,6 +99,23 @@ def test_a_child_changed_by_another_manager_is_not_verified(index: Index, cache:
     assert cache.views()[REF].verified, "a field that the operator does not apply"
     index.children[KEY] = [project_child(deployment(31, owned=(), replicas=7))]
     assert not cache.views()[REF].verified
+
+
+def test_an_annotation_of_another_program_begins_no_rollout(index: Index, cache: ResourceCache) -> None:
+    def rolled_out(version: int, *, generation: int, observed: int, **spec: Any) -> bool:
+        obj = deployment(version, **spec)
+        obj["metadata"] |= {"generation": generation, "annotations": {ANNOTATION_HASH: spec.get("hash", "1")}}
+        obj["status"] = {"observedGeneration": observed, "replicas": 1, "updatedReplicas": 1, "readyReplicas": 1}
+        index.children[KEY] = [project_child(obj)]
+        return cache.views()[REF].rolled_out
+
+    assert not rolled_out(20, generation=2, observed=1), "this process does not know what has changed"
+    assert rolled_out(21, generation=2, observed=2)
+    assert rolled_out(22, generation=3, observed=2), "neither the manifest nor its fields' owner has changed"
+    assert rolled_out(23, generation=3, observed=3)
+    assert not rolled_out(24, generation=4, observed=3, hash="2"), "another manifest was applied"
+    assert rolled_out(25, generation=4, observed=4, hash="2")
+    assert not rolled_out(26, generation=5, observed=4, hash="2", owned=()), "another program has changed our field"
 
 
 def test_child_never_applied_by_this_process_is_not_verified(index: Index, cache: ResourceCache) -> None:
