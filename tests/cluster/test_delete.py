@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from itertools import permutations
 from typing import Any
 
@@ -12,9 +10,7 @@ from eventually import eventually
 from soak import SOAK
 
 from megatron_operator.cluster.api import KubeApiError
-from megatron_operator.cluster.kinds import POD, RESOURCE, SECRET, ObjectKind
-
-from .conftest import condition
+from megatron_operator.cluster.kinds import POD, RESOURCE, ObjectKind
 
 pytestmark = pytest.mark.cluster
 
@@ -55,11 +51,9 @@ async def test_children_of_an_orphaning_deletion_are_adopted_by_the_next_resourc
         return await resource.get() is None
 
     await eventually(is_gone, seconds=60, what="the resource is gone")
-    await resource.create()
-    status = await resource.until(lambda status: "kubectl patch secret" in str(condition(status, "Ready")))
-    patch = re.search(r"-p '(.*)'", condition(status, "Ready")["message"])
-    assert patch is not None
-    await api.merge_patch(SECRET, namespace, f"{resource.name}-keys", json.loads(patch[1]), manager="test")
+    await resource.create(desiredState="Paused")
+    await resource.settled("Paused")
+    await resource.patch(desiredState="Running")
     await resource.settled("Running")
     uid = (await resource.get())["metadata"]["uid"]
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import zmq
 
-from megatron_operator.cluster.keys import keys_view, new_resource_keys, rotation_patch
+from megatron_operator.cluster.keys import keys_view, new_keys_secret, rotation_patch
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.reduce import lost_since, reduce_child, reduce_pod
 from megatron_operator.decision.world import (
@@ -47,7 +47,6 @@ from megatron_operator.decision.world import (
     World,
 )
 from megatron_operator.render.context import RenderContext
-from megatron_operator.render.keys import keys_secret
 from megatron_operator.resource.names import ANNOTATION_SERVER_KEY
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
@@ -358,8 +357,8 @@ class Cluster:
     def act(self, action: Any) -> None:
         if isinstance(action, CreateKeys):
             ctx = RenderContext(self.name, "default", OWNER_UID, parse_stored_spec(self.spec)[0], self.settings)
-            files = new_resource_keys(self.admin)
-            self._store(keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(self.now)))
+            now = stamp_seconds(self.now)
+            self._store(new_keys_secret(ctx, self.admin, generation=action.generation, since=now))
         elif isinstance(action, RotateKeys):
             patch = rotation_patch(self.objects[self.secret], action, self.admin, now=stamp_seconds(self.now))
             if patch is not None:

@@ -7,6 +7,8 @@ never listed or watched.
 from __future__ import annotations
 
 import base64
+import hashlib
+import hmac
 import logging
 from collections.abc import Mapping
 
@@ -14,21 +16,25 @@ from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.decision.world import KeysView, RotateKeys
+from megatron_operator.render.context import Manifest, RenderContext, owner_reference
 from megatron_operator.render.keys import (
     ADMIN_SECRET,
     AFTER,
     ANNOTATION_GENERATION,
+    ANNOTATION_SEAL,
     ANNOTATION_SERVER,
     ANNOTATION_SINCE,
     ANNOTATION_STAGE,
     KEY_NAMES,
     PEERS,
     encode,
+    keys_secret,
     next_files,
     stage_annotations,
 )
 from megatron_operator.resource.names import LABEL_MANAGED_BY, LABEL_NAME
 from megatron_operator.resource.states import KeyStage
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.security import KeyPair, PeerKeys, generate_key_files
 
 logger = logging.getLogger(__name__)
@@ -73,6 +79,33 @@ def new_resource_keys(admin: KeyPair) -> dict[str, str]:
     files = generate_key_files(roles=("server", "engine", "client"))
     files["admin.pub"] = admin.public.decode()
     return {name: files[name] for name in KEY_NAMES}
+
+
+def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Manifest:
+    """Return a new `NAME-keys` with its seal."""
+    manifest = keys_secret(ctx, new_resource_keys(admin), generation=generation, since=since)
+    metadata = manifest["metadata"]
+    metadata["annotations"][ANNOTATION_SEAL] = seal(metadata, manifest["data"], admin)
+    return manifest
+
+
+def adoption_patch(secret: Object, ctx: RenderContext) -> Object:
+    """Return the merge patch, with preconditions, that makes a resource the owner of a Secret without one."""
+    return {"metadata": {**_preconditions(secret), "ownerReferences": [owner_reference(ctx)]}}
+
+
+def seal(metadata: Object, data: Object, admin: KeyPair) -> str:
+    """Return the annotation that proves that this operator wrote the data of `NAME-keys`: a keyed hash over it and its
+    name. Whoever may create Secrets could otherwise leave keys for a resource to come, and pose as its coordinator."""
+    text = json.dumps([metadata["namespace"], metadata["name"], sorted(data.items())])
+    return hmac.new(admin.secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def is_sealed(secret: Object, admin: KeyPair) -> bool:
+    """Return whether this operator wrote the data of a resource's Secret."""
+    metadata = secret["metadata"]
+    found = (metadata.get("annotations") or {}).get(ANNOTATION_SEAL, "")
+    return hmac.compare_digest(found.encode(), seal(metadata, secret.get("data") or {}, admin).encode())
 
 
 def keys_view(secret: Object, admin: KeyPair) -> KeysView:
@@ -120,10 +153,14 @@ def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: s
     elif view.admin_admitted:
         return None
     files["admin.pub"] = admin.public.decode()
-    metadata = secret["metadata"]
-    preconditions = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+    data = encode(files)
     annotations = stage_annotations(generation, stage, server=server, since=since)
-    return {"metadata": {**preconditions, "annotations": annotations}, "data": encode(files)}
+    annotations[ANNOTATION_SEAL] = seal(secret["metadata"], data, admin)
+    return {"metadata": {**_preconditions(secret), "annotations": annotations}, "data": data}
+
+
+def _preconditions(obj: Object) -> Object:
+    return {field: obj["metadata"][field] for field in ("uid", "resourceVersion")}
 
 
 def admin_peer_keys(secret: Object, admin: KeyPair) -> PeerKeys:

@@ -36,8 +36,8 @@ class SeenChild:
         return self.view.uid
 
     def may_be_of(self, owner_uid: str) -> bool:
-        """Return whether a resource owns the child, or may adopt it. Keys are never adopted: who made them could pose
-        as a coordinator."""
+        """Return whether a resource owns the child, or may adopt it. Keys are adopted only if this operator made them
+        (see `Observer`): who else made them could pose as a coordinator."""
         return self.owner_uid == owner_uid or (self.view.orphan and self.ref.kind != SECRET.kind)
 
 

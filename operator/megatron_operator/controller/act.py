@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
-from megatron_operator.cluster.api import KubeApiError
+from megatron_operator.cluster.api import KubeApiError, Object
 from megatron_operator.cluster.cache import ResourceCache
-from megatron_operator.cluster.keys import new_resource_keys, rotation_patch
+from megatron_operator.cluster.keys import adoption_patch, new_keys_secret, rotation_patch
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
 from megatron_operator.cluster.projection import SeenResource
@@ -21,6 +21,7 @@ from megatron_operator.controller.observe import Observer
 from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import (
     Action,
+    AdoptKeys,
     ApplyChild,
     ApplyRejection,
     AskCanary,
@@ -37,7 +38,6 @@ from megatron_operator.decision.world import (
 )
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.render.context import RenderContext
-from megatron_operator.render.keys import keys_secret
 from megatron_operator.resource.settings import Settings
 from megatron_operator.resource.spec import parse_stored_spec
 from megatron_operator.resource.states import SignalKind
@@ -123,8 +123,8 @@ class Actor:
             match action:
                 case CreateKeys():
                     going_on = await self._accepted(self._create_keys(action, resource), _secret(action.name))
-                case RotateKeys():
-                    going_on = await self._accepted(self._rotate_keys(action, resource), _secret(action.name))
+                case AdoptKeys() | RotateKeys():
+                    going_on = await self._accepted(self._change_keys(action, resource), _secret(action.name))
                 case VetChild():
                     going_on = await self._accepted(self._vet(action, resource), action.ref, action.hash)
                 case CreatePod():
@@ -212,11 +212,9 @@ class Actor:
     async def _create_keys(self, action: CreateKeys, resource: SeenResource) -> bool:
         if self.admin is None:
             raise ValueError(f"Secret {action.name}: keys were asked for, but this operator runs without security")
-        spec, _ = parse_stored_spec(resource.spec)
-        ctx = RenderContext(resource.name, resource.namespace, resource.uid, spec, self.settings)
+        now = stamp_seconds(datetime.now(UTC))
+        manifest = new_keys_secret(self._context(resource), self.admin, generation=action.generation, since=now)
         try:
-            files = new_resource_keys(self.admin)
-            manifest = keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(datetime.now(UTC)))
             created = await self.writer.create(manifest)
         except KubeApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
@@ -225,16 +223,24 @@ class Actor:
         self.observer.remember_keys(created)
         return True
 
-    async def _rotate_keys(self, action: RotateKeys, resource: SeenResource) -> bool:
+    def _context(self, resource: SeenResource) -> RenderContext:
+        spec, _ = parse_stored_spec(resource.spec)
+        return RenderContext(resource.name, resource.namespace, resource.uid, spec, self.settings)
+
+    async def _change_keys(self, action: AdoptKeys | RotateKeys, resource: SeenResource) -> bool:
         if self.admin is None:
-            raise ValueError(f"Secret {action.name}: keys were to be rotated, but this operator runs without security")
+            raise ValueError(f"Secret {action.name}: keys were to be changed, but this operator runs without security")
         secret = await self.observer.reread_keys(resource)
         if secret is None:
             return False
-        patch = rotation_patch(secret, action, self.admin, now=stamp_seconds(datetime.now(UTC)))
+        if isinstance(action, AdoptKeys):
+            patch: Object | None = adoption_patch(secret, self._context(resource))
+        else:
+            patch = rotation_patch(secret, action, self.admin, now=stamp_seconds(datetime.now(UTC)))
         if patch is None:
             return True
-        logger.info("rotating keys", extra={"secret": action.name, "stage": action.stage.value})
+        stage = "Adopted" if isinstance(action, AdoptKeys) else action.stage.value
+        logger.info("changing keys", extra={"secret": action.name, "stage": stage})
         try:
             written = await self.writer.patch(SECRET, action.name, namespace=resource.namespace, body=patch)
         except KubeApiError as error:

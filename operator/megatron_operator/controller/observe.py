@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.cache import ResourceCache
-from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
+from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, is_sealed, keys_view
 from megatron_operator.cluster.kinds import (
     CHILD_KINDS,
     CHILD_SELECTOR,
@@ -473,8 +473,10 @@ class Observer:
 
     async def _read_secret(self, resource: SeenResource) -> Object | None:
         ref = ChildRef(SECRET.kind, f"{resource.name}-keys", SECRET.api_version)
-        obj = await self._api.get(SECRET, resource.namespace, ref.name)
+        obj, admin = await self._api.get(SECRET, resource.namespace, ref.name), self._options.admin
         seen = None if obj is None else project_child(obj, SECRET)
+        if obj is not None and seen is not None and seen.view.orphan and admin is not None and is_sealed(obj, admin):
+            seen = replace(seen, owner_uid=resource.uid)
         self._cache.read_unwatched(ref, seen)
         return obj if seen is not None and seen.owner_uid == resource.uid else None
 

@@ -16,6 +16,7 @@ from megatron_operator.decision.rollout import keeps_revision
 from megatron_operator.decision.scene import Scene
 from megatron_operator.decision.world import (
     Action,
+    AdoptKeys,
     ApplyChild,
     ChildRef,
     ChildView,
@@ -69,12 +70,15 @@ def upkeep(scene: Scene) -> list[Action]:
 
 
 def _keys(scene: Scene) -> list[Action]:
-    """Create the Secret once, and let it accept the current admin key of this operator."""
+    """Create the Secret once or adopt it, and let it accept the current admin key of this operator."""
     name, keys = scene.ctx.keys_name, scene.world.keys
     if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
-    if ChildRef("Secret", name) not in scene.world.children:
+    view = scene.world.children.get(ChildRef("Secret", name))
+    if view is None:
         return [CreateKeys(name, scene.keys.first_generation)]
+    if view.orphan:
+        return [AdoptKeys(name)]
     if keys is not None and not keys.admin_admitted:
         return [RotateKeys(name, keys.generation, keys.stage)]
     return []

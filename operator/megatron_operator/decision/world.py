@@ -549,6 +549,13 @@ class CreateKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptKeys:
+    """Make the resource the owner of `NAME-keys`, which the operator made for an earlier resource of this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class RotateKeys:
     """Bring `NAME-keys` from the previous stage to this stage of this generation, and let it accept only this
     operator's admin key. Does nothing if that is already so."""
@@ -652,7 +659,7 @@ class EmitEvent:
     message: str
 
 
-OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | CreatePod | DeleteChild | DeletePods
+OnChildren = CreateKeys | AdoptKeys | RotateKeys | ApplyChild | VetChild | CreatePod | DeleteChild | DeletePods
 Action = OnChildren | Signal | AskCanary | EmitEvent
 
 

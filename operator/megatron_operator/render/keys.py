@@ -29,6 +29,7 @@ ANNOTATION_GENERATION = f"{GROUP}/keys-generation"
 ANNOTATION_STAGE = f"{GROUP}/keys-stage"
 ANNOTATION_SINCE = f"{GROUP}/keys-since"
 ANNOTATION_SERVER = f"{GROUP}/keys-server"
+ANNOTATION_SEAL = f"{GROUP}/keys-seal"
 
 _STAGES = tuple(KeyStage)
 AFTER = dict(zip(_STAGES, (*_STAGES[1:], KeyStage.SETTLED), strict=True))

@@ -32,6 +32,16 @@ from megatron_runtime.protocol.messages import (
 )
 
 
+def merged(old: Any, patch: Any) -> Any:
+    """Return the result of a JSON merge patch (RFC 7386)."""
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(old) if isinstance(old, dict) else {}
+    for name, value in patch.items():
+        found[name] = merged(found.get(name), value)
+    return {name: value for name, value in found.items() if value is not None}
+
+
 class Store:
     """Objects by kind, namespace and name; versions grow; a stale version or another UID is a conflict."""
 
@@ -94,7 +104,11 @@ class Store:
     ) -> dict[str, Any]:
         self._maybe_reject()
         key = (kind.kind, namespace, name)
-        return self._store(key, {**self.objects[key], **body}, uid="same", verb="patch")
+        old = self.objects[key]
+        expected = body.get("metadata", {}).get("resourceVersion")
+        if expected not in (None, old["metadata"]["resourceVersion"]):
+            raise KubeApiError(409, "Conflict", "the object has been modified")
+        return self._store(key, merged(old, body), uid=old["metadata"]["uid"], verb="patch")
 
     def _key(self, kind: ObjectKind, body: dict[str, Any]) -> tuple[str, str, str]:
         return kind.kind, body["metadata"]["namespace"], body["metadata"]["name"]

@@ -1,4 +1,4 @@
-"""A Secret that has the name of a resource's keys and belongs to another owner is never used and never written."""
+"""A Secret with the name of a resource's keys is used only if the resource owns it, or if this operator made it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from in_memory_cluster import MINIMAL, OWNER_UID, Cluster
 
 from megatron_operator.cluster.cache import Index, ResourceCache
-from megatron_operator.cluster.keys import new_resource_keys
+from megatron_operator.cluster.keys import is_sealed, new_resource_keys
 from megatron_operator.cluster.projection import project_resource
 from megatron_operator.cluster.writer import Recorder, Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.decision.decide import decide
-from megatron_operator.decision.world import ChildRef, CoordinatorSnapshot, CreateKeys, Decision, RotateKeys
+from megatron_operator.decision.world import AdoptKeys, ChildRef, CoordinatorSnapshot, CreateKeys, Decision, RotateKeys
 from megatron_operator.render.context import RenderContext
-from megatron_operator.render.keys import keys_secret
+from megatron_operator.render.keys import ANNOTATION_SEAL, keys_secret
 from megatron_operator.resource.spec import parse_spec
 from megatron_operator.resource.states import KeyStage
 
@@ -119,6 +119,39 @@ async def test_keys_of_this_resource_are_created_and_used(site: Site) -> None:
     assert world.keys is not None
     assert world.keys.admin_admitted
     assert site.store.writes == [("create", "Secret")]
+
+
+async def test_keys_that_this_operator_made_are_adopted_from_an_earlier_resource(site: Site) -> None:
+    create = CreateKeys("demo-keys")
+    await site.actor.act([create], site.resource)
+    made = copy.deepcopy(site.store.objects[SECRET])
+    del site.store.objects[SECRET]["metadata"]["ownerReferences"]
+    await site.observer.reread_keys(site.resource)
+    decision = await site.decision()
+    assert decision.reason != "ChildNotOwned"
+    (adopt,) = (action for action in decision.actions if isinstance(action, AdoptKeys))
+    await site.actor.act([adopt], site.resource)
+    assert site.store.objects[SECRET]["metadata"]["ownerReferences"] == made["metadata"]["ownerReferences"]
+    assert site.store.objects[SECRET]["data"] == made["data"]
+    decision = await site.decision()
+    assert not any(isinstance(action, CreateKeys | AdoptKeys | RotateKeys) for action in decision.actions)
+
+
+@pytest.mark.parametrize("change", ["data", "name", "namespace", "seal", "admin"])
+def test_a_seal_holds_for_the_data_and_name_that_the_operator_wrote(change: str) -> None:
+    cluster = Cluster(MINIMAL).settled()
+    secret, admin = copy.deepcopy(cluster.objects[cluster.secret]), cluster.admin
+    assert is_sealed(secret, admin)
+    match change:
+        case "data":
+            secret["data"]["server.pub"] = secret["data"]["client.pub"]
+        case "seal":
+            del secret["metadata"]["annotations"][ANNOTATION_SEAL]
+        case "admin":
+            admin = Cluster(MINIMAL).admin
+        case _:
+            secret["metadata"][change] = "other"
+    assert not is_sealed(secret, admin)
 
 
 async def test_the_time_without_a_coordinator_counts_while_its_keys_are_missing(

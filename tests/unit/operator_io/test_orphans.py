@@ -45,7 +45,7 @@ async def test_children_without_an_owner_are_adopted_and_not_replaced() -> None:
     assert cluster.deleted_pods == []
 
 
-def test_keys_without_an_owner_are_used_only_after_the_command_of_the_message() -> None:
+def test_keys_of_another_operator_are_used_only_after_the_command_of_the_message() -> None:
     """Who makes a Secret could otherwise pose as the coordinator."""
     cluster = Cluster(copy.deepcopy(MINIMAL)).settled()
     orphan(cluster, cluster.secret)
