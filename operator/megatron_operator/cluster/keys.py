@@ -96,7 +96,7 @@ def adoption_patch(secret: Object, ctx: RenderContext) -> Object:
 
 def seal(metadata: Object, data: Object, admin: KeyPair) -> str:
     """Return the annotation that proves that this operator wrote the data of `NAME-keys`: a keyed hash over it and its
-    name. A user who may create Secrets could otherwise leave keys for a resource to come, and pose as its coordinator."""
+    name. A user who may create Secrets could otherwise leave keys for a resource to come and be its coordinator."""
     text = json.dumps([metadata["namespace"], metadata["name"], sorted(data.items())])
     return hmac.new(admin.secret, text.encode(), hashlib.sha256).hexdigest()
 
