@@ -1,9 +1,10 @@
 """A fake kubelet that runs the operator's pods of one namespace as processes on this machine, with echo engines.
 
 A coordinator pod is a real coordinator on loopback. An engine pod is an echo engine with the keys of the real Secret. A
-server pod has no process and is only marked Ready. A pod is Ready when its process reports ready; its process ends when
-the pod is deleted. A check pod runs `megatron engine --check`, and ends with it. Command lines are those of the
-rendered containers, with local addresses, ports and paths. Processes are not restarted.
+server pod is only marked Ready, unless a test has servers run: then it is a real server of SERVED_MODEL. A pod is Ready
+when its process reports ready; its process ends when the pod is deleted. A check pod runs `megatron engine --check`,
+and ends with it. Command lines are those of the rendered containers, with local addresses, ports and paths. Processes
+are not restarted.
 """
 
 from __future__ import annotations
@@ -23,13 +24,23 @@ from warm_python import PLATFORM, WarmProcess
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import RESOURCE, SECRET
-from megatron_operator.resource.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
+from megatron_operator.resource.names import (
+    CHECK,
+    COORDINATOR,
+    ENGINE,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_INSTANCE,
+    SERVER,
+)
 from megatron_runtime.cli.processes import free_ports
 
 from .fake_kubelet import FakeKubelet, PodState, label_of, uid_of, write_keys
 
 ECHO_MODEL = "builtin:echo"
 """The model of the resources here. It does not exist: an echo engine reads no model."""
+SERVED_MODEL = "builtin:smollm2-135m"
+"""The model of servers, which need a tokenizer."""
 
 
 def _free_port() -> int:
@@ -47,11 +58,12 @@ class Ports:
 
 @dataclass
 class Container:
-    """One pod and its process; server pods have none."""
+    """One pod and its process; None: there is none, as in server pods that are only marked Ready."""
 
     pod: Mapping[str, Any]
     process: WarmProcess | None
     health_port: int
+    http_port: int = field(default_factory=_free_port)
     ready: bool | None = None
     command: list[str] = field(default_factory=list)
 
@@ -82,6 +94,8 @@ class FakeNode(FakeKubelet):
         """The host at which engines reach the coordinator."""
         self.engine_arguments: tuple[str, ...] = ()
         """Appended to the arguments of engines that start from now on."""
+        self.server_program: tuple[str, ...] = ()
+        """Runs `megatron`; empty: server pods have no process."""
         self._cut_off: list[Container] = []
 
     async def stop(self) -> None:
@@ -149,13 +163,14 @@ class FakeNode(FakeKubelet):
     async def _start(self, pod: Mapping[str, Any]) -> Container | None:
         """Start the container of a pod. None if its keys are deleted: a kubelet cannot mount them then."""
         container = Container(pod, None, _free_port())
-        if container.component in (CHECK, COORDINATOR, ENGINE):
+        running = {CHECK, COORDINATOR, ENGINE} | ({SERVER} if self.server_program else set())
+        if container.component in running:
             name = ENGINE if container.component == CHECK else container.component
             spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == name)
             keys = await self._keys(container.instance)
             if keys is None:
                 return None
-            container.command = self._localize(spec["args"], container.health_port, keys)
+            container.command = self._localize(spec["args"], container, keys)
             container.process = self._spawn(pod["metadata"]["name"], container.command)
         return container
 
@@ -163,23 +178,27 @@ class FakeNode(FakeKubelet):
         log = self._folder / f"{name}.log"
         return WarmProcess(*arguments, environment=os.environ, log=log, modules=PLATFORM)
 
-    def _localize(self, arguments: list[str], health_port: int, keys: Path) -> list[str]:
-        ports = self.ports
+    def _localize(self, arguments: list[str], container: Container, keys: Path) -> list[str]:
+        ports, serves = self.ports, container.component == SERVER
         local = {
             "--listen": "127.0.0.1",
             "--client-port": str(ports.client),
             "--engine-port": str(ports.engine),
             "--admin-port": str(ports.admin),
-            "--health-port": str(health_port),
-            "--coordinator": f"tcp://{self.coordinator_host}:{ports.engine}",
+            "--health-port": str(container.health_port),
+            "--host": "127.0.0.1",
+            "--port": str(container.http_port),
+            "--coordinator": f"tcp://{self.coordinator_host}:{ports.client if serves else ports.engine}",
             "--keys-dir": str(keys),
             "--kv-cache-memory": "1Mi",
             "--threads": "1",
-        }
+        } | ({"--model": SERVED_MODEL} if serves else {})
         found = list(arguments)
         for index, argument in enumerate(found[:-1]):
             if argument in local:
                 found[index + 1] = local[argument]
+        if serves:
+            return [*self.server_program, *found]
         if found[0] != ENGINE or ("--check" in found and ECHO_MODEL not in found):
             return ["-m", "megatron_runtime.cli", *found]
         return [*self.engine_program, *found[1:], *self.engine_arguments]

@@ -1,8 +1,8 @@
 """A campaign of faults on two nodes: no request fails while a server is left, and no status is wrong for long.
 
-Six clients compare each answer with that of an undisturbed engine. A status is wrong if it reports more serving engines
-than processes that can answer, or that none serves although answers arrive. It may be wrong for STATUS_SECONDS; the
-time counts while an operator leads and the API server answers.
+Six clients of two servers compare each answer with that of an undisturbed engine. A status is wrong if it reports more
+serving engines than processes that can answer, or that none serves although answers arrive. It may be wrong for
+STATUS_SECONDS; the time counts while an operator leads and the API server answers.
 
 `make soak` holds each fault for longer, and runs all of them several times in an order of the seed.
 """
@@ -26,9 +26,9 @@ from machine import scaled
 from soak import repeated, size
 
 from localcluster import LocalCluster, processes
-from megatron_operator.resource.names import COORDINATOR, ENGINE
+from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER
 
-from .client_load import ClientLoad, client_load, every_status
+from .client_load import HttpLoad, client_load, every_status
 from .conftest import Resource, condition
 from .fake_node import Ports
 from .operator_process import OperatorProcess
@@ -52,6 +52,7 @@ async def nodes(
     made = TwoNodes(api, namespace=namespace, folder=tmp_path, ports=ports)
     made.coordinator_host = frozen_dns.HOST
     made.engine_program = (frozen_dns.PROGRAM, *made.engine_program)
+    made.server_program = (frozen_dns.PROGRAM, "-m", "megatron_runtime.cli")
     await made.create()
     made.start()
     yield made
@@ -62,7 +63,7 @@ class Campaign:
     """The faults, and what is true meanwhile."""
 
     def __init__(
-        self, *, nodes: TwoNodes, operator: OperatorProcess, cluster: LocalCluster, resource: Resource, load: ClientLoad
+        self, *, nodes: TwoNodes, operator: OperatorProcess, cluster: LocalCluster, resource: Resource, load: HttpLoad
     ) -> None:
         self.nodes, self.operator, self.cluster = nodes, operator, cluster
         self.resource, self.load = resource, load
@@ -77,9 +78,11 @@ class Campaign:
         return {
             "engine killed": self.kill_engine,
             "coordinator killed": self.kill_coordinator,
+            "server killed": self.kill_server,
             "operator killed": self.kill_operator,
             "engine stopped": lambda: self.stop(ENGINE),
             "coordinator stopped": lambda: self.stop(COORDINATOR),
+            "server stopped": lambda: self.stop(SERVER),
             "operator stopped": self.stop_operator,
             "DNS frozen, coordinator killed": self.freeze_dns,
             "API server frozen, engine killed": lambda: self.freeze_server("kube-apiserver"),
@@ -98,6 +101,9 @@ class Campaign:
 
     async def kill_coordinator(self) -> None:
         self._kill(COORDINATOR)
+
+    async def kill_server(self) -> None:
+        self._kill(SERVER)
 
     def _kill(self, component: str) -> None:
         process = self.nodes.one(component).process
@@ -210,7 +216,7 @@ async def test_no_request_fails_and_no_status_stays_wrong(
     async with (
         operator.kept_running(),
         every_status(api, resource.namespace, resource.name) as statuses,
-        client_load(nodes, resource.name) as load,
+        client_load(HttpLoad(nodes)) as load,
     ):
         campaign = Campaign(nodes=nodes, operator=operator, cluster=control_plane, resource=resource, load=load)
         comparison = asyncio.create_task(campaign.compare(statuses))
@@ -227,8 +233,9 @@ async def test_no_request_fails_and_no_status_stays_wrong(
             await asyncio.gather(comparison, return_exceptions=True)
     longest = max(campaign.wrong, default=(0.0, "", ""))
     print(
-        f"\n{ROUNDS * len(campaign.faults)} faults, {load.answers} answers compared, 0 failed; slowest answer "
-        f"{load.longest:.1f} s; longest wrong status {longest[0]:.1f} s ({longest[1]}: {longest[2]})"
+        f"\n{ROUNDS * len(campaign.faults)} faults, {load.answers} answers compared, 0 failed; "
+        f"{load.again} requests sent again, slowest answer {load.longest:.1f} s; "
+        f"longest wrong status {longest[0]:.1f} s ({longest[1]}: {longest[2]})"
     )
     late = [entry for entry in campaign.wrong if entry[0] > scaled(STATUS_SECONDS)]
     assert late == [], "a status was wrong for too long"

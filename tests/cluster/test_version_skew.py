@@ -12,7 +12,7 @@ from eventually import eventually
 
 from megatron_operator.cluster.kinds import kind_of
 
-from .client_load import ClientLoad, client_load, every_status
+from .client_load import ClientLoad, CoordinatorLoad, client_load, every_status
 from .earlier_release import CHART, REPOSITORY, unpack
 from .operator_process import OperatorProcess
 
@@ -88,7 +88,7 @@ async def test_upgrade_rollback_and_upgrade_under_load(
     await resource.settled("Running")
     async with (
         every_status(api, resource.namespace, "demo") as statuses,
-        client_load(node, "demo") as load,
+        client_load(CoordinatorLoad(node, "demo")) as load,
     ):
         await heals_and_obeys(resource, api, load)
         for operator, successor, change in (

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.kinds import NODE, POD
-from megatron_operator.resource.names import COORDINATOR, ENGINE, LABEL_COMPONENT
+from megatron_operator.resource.names import CHECK, COORDINATOR, ENGINE, LABEL_COMPONENT, SERVER
 from megatron_operator.resource.text import stamp_seconds
 
 from .fake_kubelet import PodState, label_of, uid_of
@@ -126,9 +126,17 @@ class TwoNodes(FakeNode):
         await super().run_pods(pods)
 
     async def _bind(self, pod: Mapping[str, Any]) -> None:
-        """Choose a node: engine N runs on node N modulo two, everything else on the last one, while it is not lost."""
-        name = pod["metadata"]["name"]
-        wanted = int(name.split("-")[-2]) % 2 if label_of(pod, LABEL_COMPONENT) == ENGINE else 1
+        """Choose a node that is not lost: engine N runs on node N modulo two, a server on the one with fewer servers,
+        everything else on the last one."""
+        name, component = pod["metadata"]["name"], label_of(pod, LABEL_COMPONENT)
+        servers = Counter(
+            entry["spec"].get("nodeName") for entry in self._pods.values() if label_of(entry, LABEL_COMPONENT) == SERVER
+        )
+        wanted = 1
+        if component == ENGINE:
+            wanted = int(name.split("-")[-2]) % 2
+        elif component == SERVER:
+            wanted = int(servers[self.nodes[1]] < servers[self.nodes[0]])
         alive = [node for node in self.nodes if node not in self.lost]
         chosen = self.nodes[wanted] if self.nodes[wanted] in alive else alive[0]
         target = {"apiVersion": "v1", "kind": "Node", "name": chosen}
@@ -136,9 +144,9 @@ class TwoNodes(FakeNode):
         await self._api.request("POST", POD.path(self._namespace, name, subresource="binding"), body=binding)
 
     def _restart(self, container: Container) -> None:
-        """Start a crashed container of a coordinator or an engine again, as a kubelet does."""
+        """Start a crashed container again, as a kubelet does."""
         process = container.process
-        if container.component not in (COORDINATOR, ENGINE) or process is None or process.poll() is None:
+        if container.component == CHECK or process is None or process.poll() is None:
             return
         self._restarts[uid_of(container.pod)] += 1
         container.ready = False

@@ -24,7 +24,8 @@ from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferen
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import Status
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.server.formats import call_grammars
+from megatron_runtime.server.formats.call_grammars import written_with
+from megatron_runtime.server.formats.table import PARSERS
 from megatron_runtime.tokenization import load_tokenizer
 
 PERSON = {
@@ -136,7 +137,7 @@ def test_a_budget_ends_the_reasoning_also_after_a_failover(random_model: CpuExec
 
 
 def test_a_call_fits_its_schema_from_its_marker_on_also_after_a_failover(random_model: CpuExecutor) -> None:
-    markers, grammar = call_grammars.hermes({"meet": PERSON}, json.dumps, True)
+    markers, grammar = PARSERS["hermes"].grammar({"meet": PERSON}, written_with({}), True)
     structure = {"markers": markers, "grammar": grammar}
     marker = random_model.controller.tokenizer.encode("<tool_call>", add_special=False)
     params = SamplingParams(num_tokens_to_generate=200, call_structure=structure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache
@@ -16,7 +15,8 @@ from megatron_runtime.sampling.answer_guide import AnswerGuide
 from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
 from megatron_runtime.sampling.batch import AnswerState
 from megatron_runtime.sampling.structured_output import GrammarCompiler
-from megatron_runtime.server.formats import call_grammars
+from megatron_runtime.server.formats.call_grammars import written_with
+from megatron_runtime.server.formats.table import PARSERS
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
 OPENING, CLOSING = [901, 902], [903]
@@ -45,7 +45,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def call_structure(format_: str = "hermes", *, is_single: bool = False) -> dict[str, Any]:
-    markers, grammar = getattr(call_grammars, format_)(TOOLS, json.dumps, is_single)
+    markers, grammar = PARSERS[format_].grammar(TOOLS, written_with({}), is_single)
     return {"markers": markers, "grammar": grammar}
 
 

@@ -228,10 +228,10 @@ async def test_a_budget_of_reasoning_is_sent_where_the_format_has_an_end(start_w
     assert await sent(plain, thinking_token_budget=5, reasoning_effort="low") is None
 
 
-def test_the_end_of_gpt_oss_begins_its_final_message_and_calls_have_none() -> None:
-    use = ReasoningUse(FORMATS["gpt_oss"], (), (5, 6), is_open=True, ending=(1, 5, 6))
+def test_the_end_of_gpt_oss_begins_its_final_message_unless_a_call_may_follow() -> None:
+    use = ReasoningUse(FORMATS["gpt_oss"], (), (5, 6), is_open=True, ending=(1, 5, 6), message=((7, 8), (1,)))
     expected = {"closing": [5, 6], "ending": [1, 5, 6], "is_open": True, "budget": 3}
     assert use.parameter(3, has_tools=False) == expected
-    assert use.parameter(3, has_tools=True) is None
+    assert use.parameter(3, has_tools=True) == {"opening": [7, 8], "closing": [1], "is_open": False, "budget": 3}
     answer = ReasoningUse(FORMATS["think"], (4,), (5,), is_open=False, ending=(5,), continues=True)
     assert answer.parameter(3, has_tools=False) is None

@@ -1,64 +1,48 @@
-"""Grammars of tool calls, in Lark's notation, by the format in which a model writes them.
+"""Grammars of tool calls, in Lark's notation: of the formats without an entry in the table, and parts of the others.
 
-Each function takes the JSON schemas of the arguments by the name of the tool, a function that writes a marker as Lark
-has it, and whether the answer may have one call only. It returns the rules by the text that an answer begins with, and
-the grammar that defines them. A rule describes what follows this text, up to the end of the answer.
+A grammar is made from the JSON schemas of the arguments by the name of the tool, a function that writes a text of the
+format as Lark has it, and whether the answer may have one call only. It has the rules by the text that an answer begins
+with. A rule describes what follows this text, up to the end of the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.sampling.grammar_limits import JSON_OPTIONS
+from megatron_runtime.server.formats.head import Head
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 Written: TypeAlias = Callable[[str], str]
 CallGrammar: TypeAlias = tuple[dict[str, str], str]
 
-_SPACE = r"SPACE: /[ \t\r\n]{1,20}/"
+Role: TypeAlias = Literal["name", "arguments", "id"]
+Keys: TypeAlias = tuple[tuple[str, Role], ...]
+"""The keys of a call in JSON in their order, and what each of them is. Only an id may be missing."""
+KEYS: Keys = (("name", "name"), ("arguments", "arguments"))
+_KEYS_OF_LLAMA: Keys = (("name", "name"), ("parameters", "arguments"))
+_ID = {"type": "string", "pattern": "^[0-9A-Za-z_-]{1,64}$"}
+
+SPACE = r"SPACE: /[ \t\r\n]{1,20}/"
 _OF_JSON = ("integer", "number", "boolean", "array", "object")
 """Types of parameters that are written as JSON where values are text."""
 
+_PYTHON_STRING = r"""'([^'\\\n]|\\[\\'"nrt])*'"""
 _ANNOTATIONS = ("$comment", "description", "title")
+_DEFINITIONS = ("$defs", "definitions")
 
 
-def hermes(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other."""
-    begin, end = written("<tool_call>"), written("</tool_call>")
-    return {"<tool_call>": "calls"}, _lines(
-        f"calls: {_repeated('call', f'SPACE? {begin} call', is_single)}",
-        f"call: SPACE? %json {_dumped(any_call(tools))} SPACE? {end}",
-        _SPACE,
-    )
-
-
-def qwen3_coder(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`: parameters as declared."""
-    begin, end = written("<tool_call>"), written("</tool_call>")
-    value_end, rules = '"</parameter>"', []
-    for place, (name, schema) in enumerate(tools.items()):
-        declared, required = schema.get("properties"), schema.get("required")
-        properties = declared if isinstance(declared, Mapping) else {}
-        parts = [f'"<function={_inner(name)}>" SPACE?']
-        for number, (key, value) in enumerate(properties.items()):
-            rule = f"value_{place}_{number}"
-            is_needed = isinstance(required, list) and key in required
-            parts.append(f'("<parameter={_inner(key)}>" {rule} SPACE?){"" if is_needed else "?"}')
-            if isinstance(value, Mapping) and value.get("type") in _OF_JSON:
-                own = _dumped(_with_definitions(value, root=schema))
-                rules.append(f"{rule}: SPACE? %json {own} SPACE? {value_end}")
-            else:
-                rules.append(f"{rule}[suffix={value_end}]: /(?s:.*)/")
-        rules.append(f'function_{place}: {" ".join(parts)} "</function>"')
-    functions = " | ".join(f"function_{place}" for place in range(len(tools)))
-    return {"<tool_call>": "calls"}, _lines(
-        f"calls: {_repeated('call', f'SPACE? {begin} call', is_single)}",
-        f"call: SPACE? ({functions}) SPACE? {end}",
-        *rules,
-        _SPACE,
-    )
+def all_calls(
+    openings: Sequence[str], group: str, rules: Sequence[str], written: Written, *, is_single: bool
+) -> CallGrammar:
+    """Return the grammar of groups of calls, each after one of the texts that open it. group: what follows them."""
+    opening = " | ".join(map(written, openings))
+    more = "" if is_single else f" (SPACE? ({opening}) group)*"
+    return dict.fromkeys(openings, "calls"), lines(f"calls: group{more}", f"group: {group}", *rules, SPACE)
 
 
 def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
@@ -68,30 +52,238 @@ def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGramma
     more = "" if is_single else ' (SPACE? ";" SPACE? call)*'
     for place, (name, schema) in enumerate(tools.items()):
         rule = f"rest_{place}"
-        quoted = json.dumps(name)
-        starts |= {f'{{"name": {quoted}': rule, f'{{"name":{quoted}': rule}
+        starts |= {f'{{"name":{space}{json.dumps(name)}': rule for space in ("", " ")}
         rules.append(
             f'{rule}: SPACE? "," SPACE? ("\\"parameters\\"" | "\\"arguments\\"") SPACE? ":" SPACE? '
-            f'%json {_dumped(schema)} SPACE? "}}"{more}'
+            f'%json {dumped(schema)} SPACE? "}}"{more}'
         )
-    call = f"call: %json {_dumped(any_call(tools, arguments='parameters'))}"
-    return starts, _lines(f"calls: SPACE? call{more}", call, *rules, _SPACE)
+    call = f"call: %json {dumped(any_call(tools, keys=_KEYS_OF_LLAMA))}"
+    return starts, lines(f"calls: SPACE? call{more}", call, *rules, SPACE)
 
 
-def mistral(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`."""
-    begin, arguments, number = map(written, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))
-    named = " | ".join(f"named_{place}" for place in range(len(tools)))
-    head = f"SPACE? ({number} SPACE? /[0-9A-Za-z]{{1,32}}/)? ({arguments} SPACE?)?"
-    return {"[TOOL_CALLS]": "calls"}, _lines(
-        f"calls: SPACE? (list | {_repeated(f'({named})', f'SPACE? {begin} SPACE? ({named})', is_single)})",
-        f"list: %json {_dumped(list_of_calls(tools, is_single=is_single))}",
-        *(
-            f'named_{place}: "{_inner(name)}" {head} %json {_dumped(schema)}'
-            for place, (name, schema) in enumerate(tools.items())
-        ),
-        _SPACE,
+def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+    """`name`, a newline and the arguments, with `>>>` before a further call."""
+    call = " | ".join(f"{quoted(name + chr(10))} rest_{place}" for place, name in enumerate(tools))
+    more = "" if is_single else f" (SPACE? {written('>>>')} ({call}))*"
+    rest = [f"rest_{place}: %json {dumped(schema)}" for place, schema in enumerate(tools.values())]
+    starts = {f"{name}\n": f"calls_{place}" for place, name in enumerate(tools)}
+    return starts, lines(*(f"calls_{place}: rest_{place}{more}" for place in range(len(tools))), *rest, SPACE)
+
+
+def pythonic(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+    """`[name(argument="value"), …]`: a Python list of calls, whose arguments are in the order of their declaration."""
+    starts = {f"[{name}(": f"calls_{place}" for place, name in enumerate(tools)}
+    further, rules = _python_calls(tools, is_single=is_single)
+    first = [f'calls_{place}: arguments_{place} ")"{further} "]"' for place in range(len(tools))]
+    return starts, lines(*first, *rules, SPACE)
+
+
+def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+    """`<|tool_call_start|>[name(argument="value"), …]<|tool_call_end|>`."""
+    begin, end = "<|tool_call_start|>", written("<|tool_call_end|>")
+    further, rules = _python_calls(tools, is_single=is_single)
+    return {begin: "calls"}, lines(f'calls: SPACE? "[" call{further} "]" {end}', *rules, SPACE)
+
+
+def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
+    """Return what may follow a call in a list, and the rules of `call` and of the arguments of each tool."""
+    calls = " | ".join(f'{quoted(f"{name}(")} arguments_{place} ")"' for place, name in enumerate(tools))
+    rules = [f"call: {calls}"]
+    for place, schema in enumerate(tools.values()):
+        entries = list(parameters_of(schema))
+        values = [f"{quoted(f'{entry.name}=')} value_{place}_{number}" for number, entry in enumerate(entries)]
+        required = [entry.is_required for entry in entries]
+        rules += _separated(f"arguments_{place}", list(zip(values, required, strict=True)), '"," SPACE?')
+        rules += [f"value_{place}_{number}: {_python_value(entry)}" for number, entry in enumerate(entries)]
+    return "" if is_single else ' ("," SPACE? call)*', rules
+
+
+def gemma4(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+    """`<|tool_call>call:name{key:<|"|>text<|"|>,…}<tool_call|>`: keys and texts are written as they are."""
+    rules = _Gemma4Rules(written)
+    calls = [
+        f"{quoted(f'call:{name}')} {rules.value(f'arguments_{place}', {**schema, 'type': 'object'})}"
+        for place, (name, schema) in enumerate(tools.items())
+    ]
+    group = f"({' | '.join(calls)}) {written('<tool_call|>')}"
+    return all_calls(("<|tool_call>",), group, rules.rules, written, is_single=is_single)
+
+
+def minimax_m3(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+    """`<invoke name="…"><key>value</key>…</invoke>` with a marker before each tag, nested."""
+    tag = "]<]minimax[>["
+    rules = _MiniMaxM3Rules(tag, written)
+    calls = [
+        f"{written(f'{tag}<invoke name={quoted(name)}>')} "
+        f"{rules.value(f'arguments_{place}', {**schema, 'type': 'object'}, f'{tag}</invoke>')}"
+        for place, (name, schema) in enumerate(tools.items())
+    ]
+    call = f"SPACE? ({' | '.join(calls)})"
+    group = f"call{'' if is_single else '+'} (SPACE? {written(f'{tag}</tool_call>')})?"
+    openings = (f"{tag}<tool_call>",)
+    return all_calls(openings, group, [f"call: {call}", *rules.rules], written, is_single=is_single)
+
+
+def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`, which ends the answer."""
+    channel, begin = "<|channel|>commentary", "<|start|>assistant"
+    starts = dict.fromkeys((f"{channel} to=functions.", f"{begin}{channel} to=functions."), "calls")
+    starts |= dict.fromkeys(("to=functions.", f"{begin} to=functions."), "calls_of_recipient")
+    kind = f'(SPACE "json" | SPACE? {written("<|constrain|>")} "json")?'
+    head = f"{kind} SPACE? {written('<|message|>')}"
+    end = f"{written('<|call|>')}?"
+    rules = [f"arguments_{place}: {head} %json {dumped(schema)} {end}" for place, schema in enumerate(tools.values())]
+    names = [(quoted(name), f"arguments_{place}") for place, name in enumerate(tools)]
+    before, after = (
+        " | ".join(f"{name} {middle}{arguments}" for name, arguments in names)
+        for middle in ("", f"{written(channel)} ")
     )
+    return starts, lines(f"calls: {before}", f"calls_of_recipient: {after}", *rules, SPACE)
+
+
+class _Gemma4Rules:
+    """Makes the rules of values in Gemma 4's notation. Members of objects are sorted by name, as its template does."""
+
+    QUOTE = '<|"|>'
+
+    def __init__(self, written: Written) -> None:
+        quote = written(self.QUOTE)
+        attributes, text = until(self.QUOTE, written)
+        self._quote = quote
+        self.rules = [
+            f"text: {quote} text_end",
+            f"text_end{attributes}: {text}",
+            r"KEY: /[^:{}\[\],<>\s]{1,128}/",
+            'any: text | any_object | any_list | %json {"type":["number","boolean","null"]}',
+            'any_object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"',
+            'any_list: "[" (any ("," any)*)? "]"',
+        ]
+
+    def value(self, rule: str, schema: Mapping[str, Any]) -> str:
+        """Return the expression of a value. rule: begin of the names of its rules."""
+        entry = Parameter("", schema, is_required=True)
+        match entry.kind:
+            case "string" if entry.choices:
+                return f"{self._quote} ({' | '.join(map(quoted, entry.choices))}) {self._quote}"
+            case "string":
+                return "text"
+            case "integer" | "number" | "boolean":
+                return f"%json {dumped(schema)}"
+            case "array":
+                items = schema.get("items")
+                if isinstance(items, Mapping):
+                    self.rules.append(f"{rule}_item: {self.value(f'{rule}_item', items)}")
+                    return f'"[" ({rule}_item ("," {rule}_item)*)? "]"'
+                return "any_list"
+            case "object" if (members := list(parameters_of(schema))) or schema.get("additionalProperties") is False:
+                entries = []
+                for number, member in enumerate(sorted(members, key=lambda member: member.name.lower())):
+                    name = f"{rule}_{number}"
+                    self.rules.append(f"{name}: {self.value(name, member.schema)}")
+                    entries.append((f"{quoted(f'{member.name}:')} {name}", member.is_required))
+                self.rules += _separated(rule, entries, '","')
+                return f'"{{" {rule} "}}"'
+            case "object":
+                return "any_object"
+        return "any"
+
+
+class _MiniMaxM3Rules:
+    """Makes the rules of values in MiniMax M3's notation."""
+
+    def __init__(self, tag: str, written: Written) -> None:
+        self._tag, self._written = tag, written
+        self.rules: list[str] = []
+
+    def value(self, rule: str, schema: Mapping[str, Any], end: str) -> str:
+        """Return the expression of a value and of the tag that ends it. rule: begin of the names of its rules."""
+        entry, ending = Parameter("", schema, is_required=True), self._written(end)
+        items = schema.get("items")
+        match entry.kind:
+            case "object" if (members := list(parameters_of(schema))) or schema.get("additionalProperties") is False:
+                parts = []
+                for number, member in enumerate(members):
+                    element = self._element(f"{rule}_{number}", member.name, member.schema)
+                    parts.append(f"({element}){'' if member.is_required else '?'}")
+                return " ".join([*parts, ending])
+            case "array" if isinstance(items, Mapping):
+                return f"({self._element(f'{rule}_item', 'item', items)})* {ending}"
+            case "integer" | "number" | "boolean":
+                return f"%json {dumped(schema)} {ending}"
+            case "string" if entry.choices:
+                return f"({' | '.join(map(quoted, entry.choices))}) {ending}"
+        attributes, text = until(end, self._written)
+        self.rules.append(f"{rule}_text{attributes}: {text}")
+        return f"{rule}_text"
+
+    def _element(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
+        begin, end = f"{self._tag}<{name}>", f"{self._tag}</{name}>"
+        self.rules.append(f"{rule}: {self._written(begin)} {self.value(rule, schema, end)}")
+        return rule
+
+
+def _separated(rule: str, entries: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+    """Return the rules of a list of entries in their order, each of which is required or may be missing."""
+    rules = []
+    first = rule
+    for number, (entry, is_required) in enumerate(entries):
+        after_none, after_one = f"{rule}_first_{number + 1}", f"{rule}_more_{number + 1}"
+        rules.append(f"{first}: {entry} {after_one}{'' if is_required else f' | {after_none}'}")
+        if number:
+            more = f"{separator} {entry} {after_one}{'' if is_required else f' | {after_one}'}"
+            rules.append(f"{rule}_more_{number}: {more}")
+        first = after_none
+    return [*rules, f'{first}: ""', *([f'{rule}_more_{len(entries)}: ""'] if entries else [])]
+
+
+def _python_value(entry: Parameter) -> str:
+    if entry.kind == "boolean":
+        return '"True" | "False"'
+    values = [f"%json {dumped(entry.schema)}"]
+    values += (
+        [f"/{_PYTHON_STRING}/"]
+        if entry.is_any_string
+        else [quoted(f"'{choice}'") for choice in entry.choices if not {"'", "\\"} & set(choice)]
+    )
+    return " | ".join(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a tool, with the schema of its value, and its type if that is one of the schema's."""
+
+    name: str
+    schema: Mapping[str, Any]
+    is_required: bool
+
+    @property
+    def kind(self) -> str:
+        kind = self.schema.get("type")
+        return kind if isinstance(kind, str) else ""
+
+    @property
+    def choices(self) -> Sequence[str]:
+        """The texts that are its only values; empty if it has others."""
+        choices = self.schema.get("enum")
+        is_of_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+        return choices if isinstance(choices, list) and is_of_texts else ()
+
+    @property
+    def is_any_string(self) -> bool:
+        return self.kind == "string" and self.schema.keys() <= {"type", "default", *_ANNOTATIONS, *_DEFINITIONS}
+
+    @property
+    def is_json(self) -> bool:
+        """Whether its value is written as JSON where other values are text."""
+        return self.kind in _OF_JSON
+
+
+def parameters_of(schema: Mapping[str, Any]) -> Iterator[Parameter]:
+    """Yield the declared parameters of a tool."""
+    declared, required = schema.get("properties"), schema.get("required")
+    for name, value in declared.items() if isinstance(declared, Mapping) else ():
+        own = _with_definitions(value, root=schema) if isinstance(value, Mapping) else {}
+        yield Parameter(name, own, isinstance(required, list) and name in required)
 
 
 def without_annotations(schema: Any) -> Any:
@@ -107,30 +299,46 @@ def without_annotations(schema: Any) -> Any:
     }
 
 
-def any_call(tools: Schemas, *, arguments: str = "arguments", at: str = "#/anyOf") -> dict[str, Any]:
-    """Return the schema of a call of any of the tools.
+def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[str, Any]:
+    """Return the schema of a call of any of the tools. at: the place of the list of calls in the schema around it."""
+    calls = []
+    for place, (name, schema) in enumerate(tools.items()):
+        of_role: dict[Role, Any] = {"name": {"const": name}, "id": _ID}
+        properties = {
+            key: _referring(schema, to=f"{at}/{place}/properties/{key}") if role == "arguments" else of_role[role]
+            for key, role in keys
+        }
+        required = [key for key, role in keys if role != "id"]
+        calls.append({"type": "object", "properties": properties, "required": required, "additionalProperties": False})
+    return {"anyOf": calls}
 
-    arguments: the key of the arguments. at: the place of the list of calls in the schema around it.
-    """
-    calls = [
+
+def keyed_calls(tools: Schemas, *, is_single: bool) -> dict[str, Any]:
+    """Return the schema of a list of objects, each with the arguments of a call under the name of its tool."""
+    entries = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": name},
-                arguments: _referring(schema, to=f"{at}/{place}/properties/{arguments}"),
-            },
-            "required": ["name", arguments],
+            "properties": {name: _referring(schema, to=f"#/items/anyOf/{place}/properties/{name}")},
+            "required": [name],
             "additionalProperties": False,
         }
         for place, (name, schema) in enumerate(tools.items())
     ]
-    return {"anyOf": calls}
+    return {"type": "array", "minItems": 1, **_at_most_one(is_single), "items": {"anyOf": entries}}
 
 
-def list_of_calls(tools: Schemas, *, is_single: bool) -> dict[str, Any]:
+def list_of_calls(tools: Schemas, *, is_single: bool, keys: Keys = KEYS) -> dict[str, Any]:
     """Return the schema of a list of calls."""
-    limit = {"maxItems": 1} if is_single else {}
-    return {"type": "array", "minItems": 1, **limit, "items": any_call(tools, at="#/items/anyOf")}
+    return {
+        "type": "array",
+        "minItems": 1,
+        **_at_most_one(is_single),
+        "items": any_call(tools, keys=keys, at="#/items/anyOf"),
+    }
+
+
+def _at_most_one(is_single: bool) -> dict[str, int]:
+    return {"maxItems": 1} if is_single else {}
 
 
 def _referring(schema: Any, *, to: str) -> Any:
@@ -148,22 +356,44 @@ def _referring(schema: Any, *, to: str) -> Any:
 
 def _with_definitions(value: Mapping[str, Any], *, root: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a property as a schema of its own, with the definitions of the one around it."""
-    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **value}
+    return {**{key: root[key] for key in _DEFINITIONS if key in root}, **value}
 
 
-def _repeated(first: str, further: str, is_single: bool) -> str:
-    return first if is_single else f"{first} ({further})*"
+def quoted(text: str) -> str:
+    """Return a text as a string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _inner(text: str) -> str:
-    """Return a text as it is within quotes of Lark."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def until(end: str, written: Written) -> tuple[str, str]:
+    """Return attributes and expression of a rule for any text with what ends it."""
+    if written(end) == quoted(end):
+        return f"[suffix={quoted(end)}]", "/(?s:.*)/"
+    return "", f"/(?s:.*)/ {written(end)}"  # the text ends before a special token
 
 
-def _dumped(schema: Mapping[str, Any]) -> str:
+def written_with(special_tokens: Mapping[int, str]) -> Written:
+    """Return a function that writes a text of a format. special_tokens: texts of those that occur in the format."""
+    by_text = {text: id_ for id_, text in special_tokens.items()}
+    longest_first = sorted(by_text, key=len, reverse=True)
+    pieces = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "(?!)")
+
+    def written(text: str) -> str:
+        found = filter(None, pieces.split(text))
+        return " ".join(f"<[{by_text[piece]}]>" if piece in by_text else quoted(piece) for piece in found)
+
+    return written
+
+
+def written_head(head: Head, written: Written, **holes: str) -> str:
+    """Return the expression of a head. holes: the expression of each hole."""
+    expressions = {"text": written, "space": lambda _: "SPACE?", "hole": lambda name: holes[name]}
+    return " ".join(expressions[kind](text) for kind, text in head.parts)
+
+
+def dumped(schema: Mapping[str, Any]) -> str:
     """Return a schema as %json has it."""
     return json.dumps({**schema, "x-guidance": JSON_OPTIONS}, ensure_ascii=False, separators=(",", ":"))
 
 
-def _lines(*rules: str) -> str:
+def lines(*rules: str) -> str:
     return "\n".join(rules) + "\n"

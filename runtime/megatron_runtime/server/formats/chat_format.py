@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import MAX_MARKERS
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
+from megatron_runtime.server.formats.call_grammars import written_with
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.formats.parser import Event, NamedParser, RequiredParser, ToolParser
 from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningFormat, ReasoningUse
@@ -208,6 +208,8 @@ class NativeChatFormat:
         )
         self._calls: ToolFormat | None = formats.tools
         self._reasoning: ReasoningFormat | None = formats.reasoning
+        texts = self._calls.texts if self._calls is not None else ()
+        self._written = written_with(tokenizer.special_tokens_in(texts))
         self.tool_format = None if formats.tools is None else formats.tools.name
         self.reasoning_format = formats.reasoning_name
         self.offers_tools = formats.offers_tools
@@ -241,14 +243,10 @@ class NativeChatFormat:
         """Do nothing."""
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure` of an answer that may be a call; None: no grammar, or one beyond the limits."""
-        if self._calls is None or self._calls.grammar is None:
+        """Return `call_structure` of an answer that may be a call; None: no format, or a grammar beyond the limits."""
+        if self._calls is None:
             return None
 
-        def written(marker: str) -> str:
-            token = self._tokenizer.token_id(marker)
-            return f"<[{token}]>" if token in self._tokenizer.special_ids else json.dumps(marker)
-
-        markers, grammar = self._calls.grammar(tools, written, is_single)
+        markers, grammar = self._calls.grammar(tools, self._written, is_single)
         structure = {"markers": markers, "grammar": grammar}
         return structure if len(grammar) <= MAX_GRAMMAR_BYTES and len(markers) <= MAX_MARKERS else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Literal
 
 _ELEMENT = re.compile(r"\{(\w+)\}|\{\?(.)\}|(\s+)|(.)", re.DOTALL)
 _WHITE_SPACE = r"\s{0,64}"
@@ -25,6 +28,19 @@ class Head:
     spec: str
     pattern: re.Pattern[str] = field(init=False)
     begin: re.Pattern[str] = field(init=False)
+
+    @property
+    def parts(self) -> Iterator[tuple[Literal["text", "space", "hole"], str]]:
+        """Yield the parts, without what follows the head: literal text, white space, and the name of a hole."""
+        for literal, group in groupby(_ELEMENT.finditer(self.spec), key=lambda element: element[4] is not None):
+            if literal:
+                yield "text", "".join(element[4] for element in group)
+                continue
+            for hole, _, space, _ in (element.groups() for element in group):
+                if hole is not None:
+                    yield "hole", hole
+                elif space is not None:
+                    yield "space", space
 
     def __post_init__(self) -> None:
         whole: list[str] = []

@@ -7,6 +7,20 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from megatron_runtime.server.formats.call_grammars import (
+    KEYS,
+    CallGrammar,
+    Keys,
+    Schemas,
+    Written,
+    all_calls,
+    any_call,
+    dumped,
+    keyed_calls,
+    list_of_calls,
+    quoted,
+    written_head,
+)
 from megatron_runtime.server.formats.head import Head
 from megatron_runtime.server.formats.parser import Reading, ToolParser
 
@@ -20,6 +34,7 @@ class JsonCalls:
     open:    texts before the calls, any of them.
     bodies:  what may follow: `{"name": …, "arguments": {…}}`, one or several; a list of them; a list of
              `{name: {…}}`.
+    keys:    of `{"name": …, "arguments": {…}}`, as this family writes it.
     heads:   texts before the arguments alone, with the name of the function; in place of bodies, or before them.
     end:     text after each call that is not in a list; a model may omit it.
     close:   text after the last call; a model may omit it.
@@ -28,6 +43,7 @@ class JsonCalls:
 
     open: tuple[str, ...]
     bodies: tuple[Body, ...] = ("object", "list")
+    keys: Keys = KEYS
     heads: tuple[Head, ...] = ()
     end: str = ""
     close: str = ""
@@ -40,6 +56,34 @@ class JsonCalls:
 
     def parser(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
         return _JsonCallParser(self, tools)
+
+    def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+        """Return how an answer that begins with one of `open` goes on (see call_grammars)."""
+        rules: list[str] = []
+        calls: list[str] = []
+        lists: list[str] = []
+        for body in self.bodies:
+            match body:
+                case "object":
+                    rules.append(f"object: %json {dumped(any_call(tools, keys=self.keys))}")
+                    calls.append("object")
+                case "list":
+                    rules.append(f"list: %json {dumped(list_of_calls(tools, is_single=is_single, keys=self.keys))}")
+                    lists.append("list")
+                case "keyed":
+                    rules.append(f"list: %json {dumped(keyed_calls(tools, is_single=is_single))}")
+                    lists.append("list")
+        for place, (name, schema) in enumerate(tools.items() if self.heads else ()):
+            holes = {"name": quoted(name), "index": "/[0-9]{1,4}/", "id": "/[0-9A-Za-z_-]{1,64}/"}
+            heads = " | ".join(written_head(head, written, **holes) for head in self.heads)
+            rules.append(f"call_{place}: ({heads}) SPACE? %json {dumped(schema)}")
+            calls.append(f"call_{place}")
+        if calls:
+            end = f" SPACE? {written(self.end)}" if self.end else ""
+            rules.append(f"call: SPACE? ({' | '.join(calls)}){end}")
+            lists.append("call" if is_single or not self.close else "call+")
+        close = f" (SPACE? {written(self.close)})?" if self.close else ""
+        return all_calls(self.open, f"SPACE? ({' | '.join(lists)}){close}", rules, written, is_single=is_single)
 
 
 class _JsonCallParser(ToolParser):

@@ -40,12 +40,14 @@ class ReasoningFormat:
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
     ending:  what ends the reasoning at its budget, and has the closing at its end; empty: the closing alone.
+    message: texts before and after a message of reasoning, if such messages come before calls too.
     """
 
     opening: str
     closing: str
     markers: tuple[str, ...]
     ending: str = ""
+    message: tuple[str, str] = ("", "")
 
 
 _TAGS: Mapping[str, tuple[str, str]] = {
@@ -67,6 +69,7 @@ _FORMATS: Mapping[str, ReasoningFormat] = {
         "<|channel|>final<|message|>",
         HarmonyParser.MARKERS,
         ending="<|end|><|start|>assistant<|channel|>final<|message|>",
+        message=("<|channel|>analysis<|message|>", "<|end|>"),
     ),
     "kimi_k3": ReasoningFormat("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>", "<|sep|>", "<|close|>")),
     "muse": ReasoningFormat("to=self<|message|>", "<|eom|>", ("<|message|>", "<|eom|>")),
@@ -84,6 +87,7 @@ class ReasoningUse:
     opening, closing, ending: tokens of the markers.
     is_open:          the answer begins within the reasoning.
     continues:        the answer continues a message of the prompt.
+    message:          tokens before and after a message of reasoning.
     """
 
     format: ReasoningFormat
@@ -92,6 +96,7 @@ class ReasoningUse:
     is_open: bool
     continues: bool = False
     ending: tuple[int, ...] = ()
+    message: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     @classmethod
     def of(
@@ -108,31 +113,40 @@ class ReasoningUse:
         prompt:     its tokens.
         continues:  the answer continues a message of the prompt; is_thought: which has ended within its reasoning.
         """
+
+        def encoded(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special=False))
+
         opening = format_.opening
+        before, after = format_.message
         end = tokenizer.decode(prompt[-_PROMPT_TOKENS:], skip_special=False).rstrip()
         return cls(
             format_,
-            tuple(tokenizer.encode(opening, add_special=False)),
-            tuple(tokenizer.encode(format_.closing, add_special=False)),
+            encoded(opening),
+            encoded(format_.closing),
             is_open=is_thought if continues else end.endswith(opening.rstrip()),
             continues=continues,
-            ending=tuple(tokenizer.encode(format_.ending or format_.closing, add_special=False)),
+            ending=encoded(format_.ending or format_.closing),
+            message=(encoded(before), encoded(after)),
         )
 
     def parameter(self, budget: int | None, *, has_tools: bool) -> dict[str, Any] | None:
         """Return the sampling parameter `reasoning`; None if the answer has none that an engine can end.
 
         budget:    tokens of reasoning; None: any number.
-        has_tools: the answer may be a call. In the format of gpt-oss, a call is a message beside the final one, which
-                   would come after the reasoning.
+        has_tools: the answer may be a call. In the format of gpt-oss, a call is a message beside the final one, and
+                   comes after one of reasoning.
         """
-        is_over = self.continues and not self.is_open
-        is_long = max(map(len, (self.opening, self.closing, self.ending))) > MAX_MARKER_TOKENS
-        if is_over or is_long or (has_tools and self.format is _HARMONY):
-            return None
         markers = {"opening": self.opening, "closing": self.closing, "ending": self.ending}
+        is_open = self.is_open
+        if has_tools and self.message[1]:
+            markers = {"opening": self.message[0], "closing": self.message[1]}
+            is_open = self.continues
+        is_over = self.continues and not self.is_open
+        if is_over or max(map(len, markers.values())) > MAX_MARKER_TOKENS:
+            return None
         tokens = {name: list(marker) for name, marker in markers.items() if marker}
-        return {**tokens, "is_open": self.is_open, "budget": budget}
+        return {**tokens, "is_open": is_open, "budget": budget}
 
     def count(self, tokens: Sequence[int]) -> int:
         """Return how many of the tokens of an answer belong to its reasoning, markers included."""

@@ -31,20 +31,22 @@ class ToolFormat:
     make:    returns a parser for one choice. Its argument has the JSON schema of the arguments of each tool.
     starts:  texts that begin a call; empty: a call has no mark, and is the whole answer.
     markers: special tokens of the vocabulary that the parser needs as text.
+    texts:   all texts of the format, in which special tokens of the vocabulary may occur.
     dropped: texts of the format outside of calls.
     hints:   texts of a chat template that show the format although the template writes no call.
     decides: the hints count more than what the template writes.
-    grammar: returns how an answer that begins with a call goes on; None: no grammar constrains the calls.
+    grammar: returns how an answer that begins with a call goes on.
     """
 
     name: str
     make: Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]
+    grammar: Callable[[Schemas, Written, bool], CallGrammar]
     starts: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     decides: bool = False
-    grammar: Callable[[Schemas, Written, bool], CallGrammar] | None = None
 
     def __call__(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
         return self.make(tools)
@@ -182,13 +184,22 @@ _FAMILIES: Mapping[str, JsonCalls | TaggedCalls] = {
     ),
     "mistral": JsonCalls(
         open=("[TOOL_CALLS]",),
+        keys=(("name", "name"), ("arguments", "arguments"), ("id", "id")),
         heads=(Head(" {name} [CALL_ID] {id}[ARGS]"), Head(" {name} [ARGS]"), Head(" {name} {?{}")),
     ),
     "minimax": JsonCalls(open=("<tool_calls>",), close="</tool_calls>"),
     "nemotron": JsonCalls(open=("<TOOLCALL>",), bodies=("list",), close="</TOOLCALL>"),
-    "command_a": JsonCalls(open=("<|START_ACTION|>",), bodies=("list",), close="<|END_ACTION|>"),
+    "command_a": JsonCalls(
+        open=("<|START_ACTION|>",),
+        bodies=("list",),
+        keys=(("tool_call_id", "id"), ("tool_name", "name"), ("parameters", "arguments")),
+        close="<|END_ACTION|>",
+    ),
     "command_r_plus": JsonCalls(
-        open=("Action:\n```json\n", "Action: ```json\n", "Action:```json\n"), bodies=("list",), close="```"
+        open=("Action:\n```json\n", "Action: ```json\n", "Action:```json\n"),
+        bodies=("list",),
+        keys=(("tool_name", "name"), ("parameters", "arguments")),
+        close="```",
     ),
     "apertus": JsonCalls(open=("<|tools_prefix|>",), bodies=("keyed",), close="<|tools_suffix|>"),
     "granite": JsonCalls(open=("<|tool_call|>",), bodies=("list",)),
@@ -216,15 +227,6 @@ _HINTS: Mapping[str, tuple[str, ...]] = {
 """Texts of chat templates by format, besides the texts that begin a call."""
 
 
-_GRAMMARS: Mapping[str, Callable[[Schemas, Written, bool], CallGrammar]] = {
-    "hermes": call_grammars.hermes,
-    "qwen3_coder": call_grammars.qwen3_coder,
-    "llama3_json": call_grammars.llama3_json,
-    "mistral": call_grammars.mistral,
-}
-"""Grammars of calls by format."""
-
-
 def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:
     return ToolFormat(
         name=name,
@@ -232,8 +234,9 @@ def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:
         starts=calls.open,
         dropped=calls.dropped,
         markers=tuple(dict.fromkeys(_SPECIAL.findall(" ".join(calls.texts)))),
+        texts=calls.texts,
         hints=_HINTS.get(name, ()),
-        grammar=_GRAMMARS.get(name),
+        grammar=calls.grammar,
     )
 
 
@@ -244,35 +247,50 @@ _FORMATS = (
         make=HarmonyParser,
         starts=("<|channel|>commentary to=functions.",),
         markers=(*HarmonyParser.MARKERS, *HarmonyParser.ENDS),
+        texts=(*HarmonyParser.MARKERS, *HarmonyParser.ENDS, "<|constrain|>"),
         hints=("<|channel|>",),
+        grammar=call_grammars.gpt_oss,
     ),
     ToolFormat(
         name="gemma4",
         make=Gemma4Parser,
         starts=(Gemma4Parser.OPEN,),
         markers=(Gemma4Parser.OPEN, Gemma4Parser.END, Gemma4Parser.QUOTE),
+        texts=(Gemma4Parser.OPEN, Gemma4Parser.END, Gemma4Parser.QUOTE),
+        grammar=call_grammars.gemma4,
     ),
     ToolFormat(
         name="minimax_m3",
         make=MiniMaxM3Parser,
         starts=(MiniMaxM3Parser.OPEN,),
         markers=(MiniMaxM3Parser.TAG,),
+        texts=(MiniMaxM3Parser.OPEN, MiniMaxM3Parser.HEAD.spec, MiniMaxM3Parser.END, MiniMaxM3Parser.CLOSE),
+        grammar=call_grammars.minimax_m3,
     ),
     ToolFormat(
         name="lfm2",
         make=Lfm2Parser,
         starts=(Lfm2Parser.OPEN,),
         markers=(Lfm2Parser.OPEN, Lfm2Parser.CLOSE),
+        texts=(Lfm2Parser.OPEN, Lfm2Parser.CLOSE),
         hints=_HINTS["lfm2"],
+        grammar=call_grammars.lfm2,
     ),
-    ToolFormat(name="functionary_v32", make=Functionary32Parser),
-    ToolFormat(name="pythonic", make=PythonicParser, hints=_HINTS["pythonic"], decides=True),
+    ToolFormat(name="functionary_v32", make=Functionary32Parser, grammar=call_grammars.functionary_v32),
+    ToolFormat(
+        name="pythonic",
+        make=PythonicParser,
+        hints=_HINTS["pythonic"],
+        decides=True,
+        grammar=call_grammars.pythonic,
+    ),
     ToolFormat(
         name="llama3_json",
         make=Llama3JsonParser,
         markers=(Llama3JsonParser.TAG,),
+        texts=(Llama3JsonParser.TAG,),
         hints=_HINTS["llama3_json"],
-        grammar=_GRAMMARS["llama3_json"],
+        grammar=call_grammars.llama3_json,
     ),
 )
 

@@ -8,11 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.formats.call_grammars import (
+    CallGrammar,
+    Parameter,
+    Schemas,
+    Written,
+    all_calls,
+    dumped,
+    parameters_of,
+    quoted,
+    until,
+    written_head,
+)
 from megatron_runtime.server.formats.head import Head
 from megatron_runtime.server.formats.parser import CallArguments, Event, Reading, Text, ToolParser
 from megatron_runtime.server.formats.pythonic import literal_of
 
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
+_TYPE_OF_STRING = 'string="{type}"'
 _STRING_TYPES = frozenset({"true", "string"})
 """What `type` of a parameter's head says of a string."""
 
@@ -50,6 +63,45 @@ class TaggedCalls:
 
     def parser(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
         return _TaggedCallParser(self, tools)
+
+    def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
+        """Return how an answer that begins with one of `open` goes on (see call_grammars): parameters as declared."""
+        rules: list[str] = []
+        for place, (name, schema) in enumerate(tools.items()):
+            parts = [written_head(self.call, written, name=quoted(name), index="/[0-9]{1,4}/")]
+            for number, parameter in enumerate(parameters_of(schema)):
+                value = f"value_{place}_{number}"
+                kind = parameter.kind if parameter.is_json else "string"
+                if _TYPE_OF_STRING in self.parameter.spec:
+                    kind = str(kind == "string").lower()
+                elif kind == "integer":
+                    kind = "number"
+                head = written_head(self.parameter, written, key=quoted(parameter.name), type=quoted(kind))
+                parts.append(f"({head} {value}){'' if parameter.is_required else '?'}")
+                rules += self._value(value, parameter, written)
+            rules.append(f"call_{place}: {' '.join(parts)}")
+        calls = " | ".join(f"call_{place}" for place in range(len(tools)))
+        close = f"SPACE? {written(self.close)}"
+        if self.call_end:
+            rules.append(f"call: ({calls}) SPACE? {written(self.call_end)}")
+            return all_calls(
+                self.open, f"call{'' if is_single else '+'} ({close})?", rules, written, is_single=is_single
+            )
+        return all_calls(self.open, f"({calls}) {close}", rules, written, is_single=is_single)
+
+    def _value(self, rule: str, parameter: Parameter, written: Written) -> list[str]:
+        """Return the rule of a value and of what ends it."""
+        values = ""
+        if parameter.kind == "boolean":  # some models write it as Python does
+            values = '"true" | "false" | "True" | "False"'
+        elif parameter.is_json:
+            values = f"%json {dumped(parameter.schema)}"
+        elif parameter.choices:
+            values = " | ".join(map(quoted, parameter.choices))
+        if values:
+            return [f"{rule}: SPACE? ({values}) SPACE? {written(self.value_end)}"]
+        attributes, text = until(self.value_end, written)
+        return [f"{rule}{attributes}: {text}"]
 
 
 class _TaggedCallParser(ToolParser):

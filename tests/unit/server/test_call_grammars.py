@@ -1,0 +1,136 @@
+"""Grammars of calls: they allow what the chat templates write, and what they allow is read as calls that fit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import jsonschema
+import llguidance
+import numpy as np
+import pytest
+from chat_templates import chat_templates
+
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.sampling.grammar_limits import check_structure
+from megatron_runtime.server.formats.call_grammars import written_with
+from megatron_runtime.server.formats.parser import CallArguments, CallBegin
+from megatron_runtime.server.formats.recognition import written_calls
+from megatron_runtime.server.formats.table import PARSERS, ToolFormat
+from megatron_runtime.tokenization import ChatTemplate
+
+from .test_chat_templates import RECOGNISED, SINGLE
+
+PROPERTIES: dict[str, Any] = {
+    "place": {"type": "string"},
+    "unit": {"type": "string", "enum": ["celsius", "kelvin"]},
+    "days": {"type": "integer", "minimum": 1, "maximum": 14},
+    "ratio": {"type": "number", "minimum": 0, "maximum": 2},
+    "is_on": {"type": "boolean"},
+}
+WEATHER = {"type": "object", "properties": PROPERTIES, "required": ["place", "days"], "additionalProperties": False}
+NOW = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+TOOLS = {"weather": WEATHER, "now": NOW}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("weather", {"place": 'Łódź "old" town', "unit": "kelvin", "days": 3, "ratio": 0.5, "is_on": True}),
+    ("now", {}),
+]
+ONE_GROUP = {"muse-glimmer": "writes each call as a message of its own"}
+"""Templates whose second call the grammar does not allow, and why."""
+
+BYTES = llguidance.LLTokenizer("byte")
+
+
+def matcher_of(format_: ToolFormat, tools: Any, start: str, *, is_single: bool = False) -> llguidance.LLMatcher:
+    starts, grammar = format_.grammar(tools, written_with({}), is_single)
+    text = f"start: {starts[start]}\n{grammar}"
+    check_structure({"type": "grammar", "value": text})
+    matcher = llguidance.LLMatcher(BYTES, text)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def starts_of(format_: ToolFormat, tools: Any) -> list[str]:
+    return list(format_.grammar(tools, written_with({}), False)[0])
+
+
+def calls_in(format_: ToolFormat, text: str, tools: Any) -> list[tuple[str, Any]]:
+    parser = format_(tools)
+    found: list[tuple[str, str]] = []
+    for event in (*parser.feed(text), *parser.finish()):
+        if isinstance(event, CallBegin):
+            found.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            found[-1] = (found[-1][0], found[-1][1] + event.text)
+    return [(name, json.loads(arguments)) for name, arguments in found]
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_the_grammar_allows_what_the_template_writes(name: str) -> None:
+    format_ = PARSERS[RECOGNISED[name]]
+    template = ChatTemplate(chat_templates()[name], special={"bos_token": "<s>", "eos_token": "</s>"})
+    tools = [
+        {"type": "function", "function": {"name": key, "description": "Tells.", "parameters": described(TOOLS[key])}}
+        for key in TOOLS
+    ]
+    for number in (1,) if name in SINGLE or name in ONE_GROUP else (1, 2):
+        answers = [text for text in written_calls(template, CALLS[:number], tools=tools) if '\\\\\\"old' not in text]
+        assert answers
+        allowed = [allowed_of(format_, answer) for answer in answers]
+        assert CALLS[:number] in [calls_in(format_, text, TOOLS) for text in allowed], answers
+
+
+def described(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema with the descriptions that some templates need."""
+    properties = {name: {**value, "description": f"The {name}."} for name, value in schema["properties"].items()}
+    return {**schema, "properties": properties}
+
+
+def allowed_of(format_: ToolFormat, answer: str) -> str:
+    """Return the longest answer that the grammar allows of what a template writes, which ends with more than that."""
+    found = [(answer.find(start), -len(start), start) for start in starts_of(format_, TOOLS) if start in answer]
+    if not found:
+        return ""
+    at, _, start = min(found)
+    matcher = matcher_of(format_, TOOLS, start)
+    accepted = at
+    for place in range(at + len(start), len(answer)):
+        if matcher.is_accepting():
+            accepted = place
+        if not matcher.consume_tokens(BYTES.tokenize_bytes(answer[place].encode())):
+            break
+    else:
+        accepted = len(answer) if matcher.is_accepting() else accepted
+    return answer[:accepted]
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("name", PARSERS)
+def test_what_a_grammar_allows_is_read_as_calls_that_fit(name: str, is_single: bool) -> None:
+    """A walk takes any of the allowed bytes."""
+    format_, draw = PARSERS[name], random.Random(name)
+    properties = {key: value for key, value in PROPERTIES.items() if key != "place"}
+    tools = {"weather": {**WEATHER, "properties": properties, "required": ["days"]}, "now": NOW}
+    for start in starts_of(format_, tools):
+        for _ in range(12):
+            matcher = matcher_of(format_, tools, start, is_single=is_single)
+            text = bytearray(start.encode())
+            while not (matcher.is_stopped() or (matcher.is_accepting() and draw.random() < 0.5)):
+                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:256])
+                byte = int(draw.choice([each for each in allowed if each not in b" \t\r\n"] or list(allowed)))
+                assert matcher.consume_token(byte), matcher.get_error()
+                text.append(byte)
+            calls = calls_in(format_, text.decode(), tools)
+            assert len(calls) == 1 if is_single else calls, text
+            for called, arguments in calls:
+                jsonschema.validate(arguments, tools[called])
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_special_tokens_are_written_by_their_numbers(name: str) -> None:
+    format_ = PARSERS[name]
+    special = {1000 + number: text for number, text in enumerate(format_.markers)}
+    _, grammar = format_.grammar(TOOLS, written_with(special), False)
+    quoted = {text for text in special.values() if json.dumps(text, ensure_ascii=False) in grammar}
+    assert not quoted
