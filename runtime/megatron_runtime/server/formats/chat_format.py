@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
+from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import MAX_MARKERS
+from megatron_runtime.sampling.grammar_dialects import normalised
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
-from megatron_runtime.server.formats.call_grammars import written_with
+from megatron_runtime.server.formats.call_grammars import without_annotations, written_with
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.formats.parser import Event, NamedParser, RequiredParser, ToolParser
 from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningFormat, ReasoningUse
@@ -192,6 +195,10 @@ class NativeAnswerFormat:
         return
 
 
+_KEPT_STRUCTURES = 64
+"""Lists of tools whose grammar is kept, of up to 64 KiB each."""
+
+
 class NativeChatFormat:
     """The model's chat template, our tokenizer, and a format of our tables (table.py, reasoning.py).
 
@@ -210,6 +217,8 @@ class NativeChatFormat:
         self._reasoning: ReasoningFormat | None = formats.reasoning
         texts = self._calls.texts if self._calls is not None else ()
         self._written = written_with(tokenizer.special_tokens_in(texts))
+        # An agent sends the same tools with each request.
+        self._structure = lru_cache(maxsize=_KEPT_STRUCTURES)(self._make_structure)
         self.tool_format = None if formats.tools is None else formats.tools.name
         self.reasoning_format = formats.reasoning_name
         self.offers_tools = formats.offers_tools
@@ -244,9 +253,13 @@ class NativeChatFormat:
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
         """Return `call_structure` of an answer that may be a call; None: no format, or a grammar beyond the limits."""
-        if self._calls is None:
-            return None
+        return None if self._calls is None else self._structure(json.dumps(tools), is_single)
 
-        markers, grammar = self._calls.grammar(tools, self._written, is_single)
+    def _make_structure(self, tools: str, is_single: bool) -> dict[str, Any] | None:
+        assert self._calls is not None
+        schemas = {
+            name: without_annotations(normalised(schema, closes=True)[0]) for name, schema in json.loads(tools).items()
+        }
+        markers, grammar = self._calls.grammar(schemas, self._written, is_single)
         structure = {"markers": markers, "grammar": grammar}
         return structure if len(grammar) <= MAX_GRAMMAR_BYTES and len(markers) <= MAX_MARKERS else None

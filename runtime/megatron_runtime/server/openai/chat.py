@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, invalid_value
-from megatron_runtime.server.formats.call_grammars import list_of_calls, without_annotations
+from megatron_runtime.server.formats.call_grammars import list_of_calls
 from megatron_runtime.server.formats.chat_format import ANY_CALLS, AnswerFormat, AnswerRequest, ChatFormat
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.formats.reasoning import AnswerParser
@@ -216,8 +216,8 @@ def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
         return _ToolUse(offered=offered, forced=ANY_CALLS, forced_format=forced)
     structure = None
     if not request.continue_final_message:
-        plain = {tool.function.name: without_annotations(_parameters(tool, is_strict=False)[0]) for tool in tools}
-        structure = chat_format.call_structure(plain, is_single=request.parallel_tool_calls is False)
+        declared = {tool.function.name: _declared(tool) for tool in tools}
+        structure = chat_format.call_structure(declared, is_single=request.parallel_tool_calls is False)
     return _ToolUse(offered=offered, call_structure=structure, is_unread=chat_format.tool_format is None)
 
 
@@ -225,16 +225,18 @@ def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
     return OutputFormat(structure={"type": "json_schema", "value": schema}, param="tool_choice", ignored=tuple(ignored))
 
 
-def _parameters(tool: Tool, *, is_strict: bool = True) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the schema of the arguments, and its keywords that are not enforced.
 
-    is_strict: raise ApiError 400 for such a keyword if the tool is strict.
+    Raises ApiError 400 for such a keyword if the tool is strict.
     """
-    function = tool.function
-    schema = function.parameters
-    if not schema or (schema.get("properties") == {} and schema.keys() <= _OF_NO_PARAMETERS):
-        return dict(_NO_PARAMETERS), ()
-    return enforceable(schema, param="tools", is_strict=is_strict and bool(function.strict), closes=True)
+    return enforceable(_declared(tool), param="tools", is_strict=bool(tool.function.strict), closes=True)
+
+
+def _declared(tool: Tool) -> Mapping[str, Any]:
+    schema = tool.function.parameters
+    has_none = not schema or (schema.get("properties") == {} and schema.keys() <= _OF_NO_PARAMETERS)
+    return _NO_PARAMETERS if has_none or schema is None else schema
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:
