@@ -25,7 +25,7 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys
 
-from .fake_node import ECHO_MODEL, FakeNode
+from .fake_node import FakeNode
 
 L = TypeVar("L", bound="ClientLoad")
 Answer = Callable[[list[int]], Awaitable[Record]]
@@ -118,9 +118,9 @@ class HttpLoad(ClientLoad):
     """Clients of the servers, each of whose connections is to one of those that are ready. A client whose connection
     breaks sends the request again, as a user of the Service would."""
 
-    def __init__(self, node: FakeNode, clients: int = 6) -> None:
+    def __init__(self, node: FakeNode, name: str, clients: int = 6) -> None:
         super().__init__(clients)
-        self._node, self._model = node, ECHO_MODEL.partition(":")[2]
+        self._node, self._name = node, name
         self.again = 0
         """Requests that were sent again."""
 
@@ -143,7 +143,7 @@ class HttpLoad(ClientLoad):
         if not servers:
             raise httpx.ConnectError("no server is ready")
         url = f"http://127.0.0.1:{random.choice(servers).http_port}/v1/completions"
-        body = {"model": self._model, "prompt": prompt, "max_tokens": LENGTH, "stream": True}
+        body = {"model": self._name, "prompt": prompt, "max_tokens": LENGTH, "stream": True}
         body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
         record = Record(prompt, LENGTH)
         async with http.stream("POST", url, json=body) as response:

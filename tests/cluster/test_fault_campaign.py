@@ -216,7 +216,7 @@ async def test_no_request_fails_and_no_status_stays_wrong(
     async with (
         operator.kept_running(),
         every_status(api, resource.namespace, resource.name) as statuses,
-        client_load(HttpLoad(nodes)) as load,
+        client_load(HttpLoad(nodes, resource.name)) as load,
     ):
         campaign = Campaign(nodes=nodes, operator=operator, cluster=control_plane, resource=resource, load=load)
         comparison = asyncio.create_task(campaign.compare(statuses))
