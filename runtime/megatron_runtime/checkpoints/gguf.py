@@ -84,7 +84,7 @@ class GGUFCheckpoint(Checkpoint):
             {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)},
             where=str(path),
         )
-        family = family_of_gguf(architecture, is_mixture=bool(fields.get("expert_count", 0)), where=str(path))
+        family = family_of_gguf(architecture, fields)
         if "token_embd.weight" not in stored:
             raise UnsupportedModelError(f"{path} has no tensor 'token_embd.weight', which every model needs")
         tokens = Fields(metadata, where=str(path))

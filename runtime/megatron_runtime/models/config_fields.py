@@ -154,6 +154,28 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
     return {"sliding": SlidingWindow(window=window, is_local=tuple(is_local), rope_theta=rope_theta)}
 
 
+def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
+    """Return the sliding window in the metadata of a GGUF file, in which zero means none. The arguments are as of
+    sliding_traits(); `is_local` is used if the file has no pattern of layers.
+    """
+    pattern, layers = "attention.sliding_window_pattern", fields.size("block_count")
+    if isinstance(fields.get(pattern), list):  # by layer; else it is a period
+        is_local = fields.listed(pattern, bool)
+        if len(is_local) != layers:
+            raise UnsupportedModelError(f"{fields.where} has {pattern} of {len(is_local)} layers: want {layers}")
+    elif fields.get(pattern) is not None:
+        is_local = is_local_by_period(layers, fields.size(pattern))
+    window = fields.get("attention.sliding_window") or None
+    return sliding_traits(
+        Fields({"sliding_window": window}, where=fields.where), is_local=is_local, rope_theta=rope_theta
+    )
+
+
+def is_local_by_period(num_layers: int, period: int) -> list[bool]:
+    """Return whether each layer is local, if the last of each `period` layers is not."""
+    return [bool((layer + 1) % period) for layer in range(num_layers)]
+
+
 def layer_types(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of the sliding window in config.json."""
     if config.sliding is None:

@@ -17,7 +17,13 @@ from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError, YarnScaling
+from megatron_runtime.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    SlidingWindow,
+    UnsupportedModelError,
+    YarnScaling,
+)
 from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
@@ -145,6 +151,32 @@ def test_linear_rope_scaling_is_read_and_other_kinds_are_rejected(tmp_path: Path
     write("gemma3_text", model, tmp_path / "long.gguf", add_rope_scaling_type=gguf.RopeScalingType.LONGROPE)
     with pytest.raises(UnsupportedModelError, match=r"'longrope'.*'linear'"):
         GGUFCheckpoint(tmp_path / "long.gguf")
+
+
+def test_windows_are_read_and_zero_is_none(tmp_path: Path) -> None:
+    model = make("phi3")
+    for window in (0, 7):
+        write("phi3", model, tmp_path / f"{window}.gguf", add_sliding_window=window)
+    assert GGUFCheckpoint(tmp_path / "0.gguf").config.sliding is None
+    assert GGUFCheckpoint(tmp_path / "7.gguf").config.sliding == SlidingWindow(window=7, is_local=(True, True, True))
+
+
+def test_an_olmo_3_may_have_a_period_of_layers_and_the_whole_factor_of_yarn(tmp_path: Path) -> None:
+    """Its converter writes the whole attention factor of YaRN, or none."""
+    model = make("olmo3")
+    more = {
+        "add_sliding_window_pattern": 3,
+        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+        "add_rope_scaling_factor": 8.0,
+        "add_rope_scaling_orig_ctx_len": 32,
+    }
+    for name, factor in (("own", {"add_rope_scaling_attn_factors": 1.25}), ("computed", {})):
+        write("olmo3", model, tmp_path / f"{name}.gguf", **more, **factor)
+    own, computed = (GGUFCheckpoint(tmp_path / f"{name}.gguf").config for name in ("own", "computed"))
+    assert own.sliding == SlidingWindow(window=5, is_local=(True, True, False), rope_theta=10_000.0)
+    yarn = YarnScaling(factor=8.0, original_max_position_embeddings=32, attention_factor=1.25)
+    assert own.rope_scaling == yarn
+    assert computed.rope_scaling == replace(yarn, attention_factor=0.1 * math.log(8.0) + 1.0)
 
 
 def test_yarn_is_read_with_the_magnitude_that_llama_cpp_computes(tmp_path: Path) -> None:
