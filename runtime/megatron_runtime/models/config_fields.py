@@ -222,9 +222,9 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
             beta_fast=fields.constant("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.constant("rope.scaling.yarn_beta_slow", 1.0),
         )
-    elif kind != "none":
+    elif kind not in ("none", "longrope"):  # the factors of 'longrope' are tensors: see long_rope()
         raise UnsupportedModelError(
-            f"{fields.where} has rope scaling {shown(kind)}: supported are 'none', 'linear' and 'yarn'"
+            f"{fields.where} has rope scaling {shown(kind)}: supported are 'none', 'linear', 'yarn' and 'longrope'"
         )
     return {"rope_theta": base, "rope_scaling": scaling}
 
@@ -351,8 +351,10 @@ def long_rope(
 
     factor:           the length of the model, in original lengths; determines the attention factor if that is None.
 
-    Raises UnsupportedModelError unless there is a factor above zero for each pair.
+    Raises UnsupportedModelError unless each pair has a factor above zero and the original length is above one.
     """
+    if original < 2:
+        raise UnsupportedModelError(f"{where} has an original length of {original} tokens: want at least 2")
     for factors in (short, long):
         if len(factors) != head_dim // 2 or not all(0 < each < math.inf for each in factors):
             raise UnsupportedModelError(
