@@ -20,7 +20,7 @@ from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, gguf_part
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.models.config import ModelConfig, RopeScaling, UnsupportedModelError
-from megatron_runtime.models.config_fields import Fields, long_rope, scaling_of_factors
+from megatron_runtime.models.config_fields import GGUF_OTHERS, Fields, long_rope, scaling_of_factors
 from megatron_runtime.models.families import Family, config_from_gguf, family_of_gguf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
@@ -253,7 +253,7 @@ def _entries(
     if unknown:
         raise UnsupportedModelError(
             f"{path} has tensors that {family.architecture} does not have: "
-            f"{', '.join(map(escaped, sorted(unknown)[:8]))}"
+            f"{', '.join(map(escaped, sorted(unknown)[:8]))}; {GGUF_OTHERS}"
         )
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow, UnsupportedModelError, YarnScaling
 from megatron_runtime.models.config_fields import (
+    GGUF_OTHERS,
     MAX_ALL_EXPERTS,
+    OTHERS,
     Fields,
     Traits,
     is_local_by_period,
@@ -571,9 +573,7 @@ def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
         return of_text, Fields({**of_text.text_defaults, **whole, **text.values}, where=text.where)
     supported = ", ".join(one.architecture for one in FAMILIES.values())
     named = ", ".join(map(shown, architectures[:4]))
-    raise UnsupportedModelError(
-        f"{fields.where} has architectures [{named}]: supported are {supported}; `backend: VLLM` runs others"
-    )
+    raise UnsupportedModelError(f"{fields.where} has architectures [{named}]: supported are {supported}; {OTHERS}")
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -606,7 +606,7 @@ def family_of_gguf(architecture: object, fields: Fields) -> Family:
             return family
     kind = f"architecture {shown(architecture)}" + (" with experts" if is_mixture else "")
     supported = ", ".join(GGUF_ARCHITECTURES)
-    raise UnsupportedModelError(f"{fields.where} has {kind}: supported are {supported}")
+    raise UnsupportedModelError(f"{fields.where} has {kind}: supported are {supported}; {GGUF_OTHERS}")
 
 
 def config_from_gguf(
@@ -642,7 +642,9 @@ def config_from_gguf(
         **traits,
     )
     if fields.get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise UnsupportedModelError(f"{fields.where} rotates a part of each head: supported are whole heads")
+        raise UnsupportedModelError(
+            f"{fields.where} rotates a part of each head: supported are whole heads; {GGUF_OTHERS}"
+        )
     return config
 
 
