@@ -29,20 +29,20 @@ def qk_norm_rope_append(
     num_kv_heads: int,
     q_norm_C: torch.Tensor | None = None,
     k_norm_C: torch.Tensor | None = None,
-    mean_squares_2T: torch.Tensor | None = None,
+    mean_squares_T2: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
     """Overwrite the queries of `qkv_TQ`, and write keys and values to the cache. The keys of `qkv_TQ` do not change.
 
     cos_TF, sin_TF: of the tokens' angles; rows may be strided, so that they can be views of a wider table.
     slots_T:        cache row of each token, page * X + offset; padding has a negative one and is not written.
-    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_2T they are [H C] and
+    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2 they are [H C] and
                         [K C], of RMSNorm over all heads.
-    mean_squares_2T:    float32, of each token's queries and of its keys, over all heads of the model.
+    mean_squares_T2:    float32, contiguous: of each token's queries and of its keys, over all heads of the model.
     """
     heads_TNC = qkv_TQ.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q_THC, k_TKC, v_TKC = heads_TNC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    q_means_T, k_means_T = (None, None) if mean_squares_2T is None else mean_squares_2T
+    q_means_T, k_means_T = (None, None) if mean_squares_T2 is None else mean_squares_T2.unbind(1)
     rotated_k_TKC = _rotate(_norm(k_TKC.float(), k_norm_C, k_means_T, epsilon), cos_TF, sin_TF).to(qkv_TQ.dtype)
     q_THC.copy_(_rotate(_norm(q_THC.float(), q_norm_C, q_means_T, epsilon), cos_TF, sin_TF))
     kv_TE = torch.cat((rotated_k_TKC, v_TKC), dim=1).flatten(1)

@@ -42,7 +42,6 @@ def _norm_rope_append(
     k_norm,
     mean_squares,
     epsilon,
-    stride_means,
     stride_qkv,
     stride_cos,
     stride_sin,
@@ -74,9 +73,9 @@ def _norm_rope_append(
         if IS_JOINT:
             queries = inside & is_query[:, None]
             keys = inside & (is_rotated & (heads >= num_heads))[:, None]
-            means, own = mean_squares + token, heads - num_heads
+            means, own = mean_squares + 2 * token, heads - num_heads
             query_x, query_y = _normalize_jointly(x, y, q_norm, heads, pairs, queries, means, epsilon, HALF)
-            key_x, key_y = _normalize_jointly(x, y, k_norm, own, pairs, keys, means + stride_means, epsilon, HALF)
+            key_x, key_y = _normalize_jointly(x, y, k_norm, own, pairs, keys, means + 1, epsilon, HALF)
         else:
             query_x, query_y = _normalize(x, y, q_norm, pairs, pairs_inside, epsilon, HALF)
             key_x, key_y = _normalize(x, y, k_norm, pairs, pairs_inside, epsilon, HALF)
@@ -108,7 +107,7 @@ def qk_norm_rope_append(
     num_kv_heads: int,
     q_norm_C: torch.Tensor | None = None,
     k_norm_C: torch.Tensor | None = None,
-    mean_squares_2T: torch.Tensor | None = None,
+    mean_squares_T2: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
     """As the reference.
@@ -134,9 +133,8 @@ def qk_norm_rope_append(
         slots_T,
         qkv_TQ if q_norm_C is None else q_norm_C,
         qkv_TQ if k_norm_C is None else k_norm_C,
-        qkv_TQ if mean_squares_2T is None else mean_squares_2T,
+        qkv_TQ if mean_squares_T2 is None else mean_squares_T2,
         epsilon,
-        0 if mean_squares_2T is None else mean_squares_2T.stride(0),
         qkv_TQ.stride(0),
         cos_TF.stride(0),
         sin_TF.stride(0),
@@ -146,7 +144,7 @@ def qk_norm_rope_append(
         num_heads,
         num_kv_heads,
         HAS_NORM=q_norm_C is not None,
-        IS_JOINT=mean_squares_2T is not None,
+        IS_JOINT=mean_squares_T2 is not None,
         HALF=half,
         PAIRS=next_power_of_2(half),
         HEADS=heads,

@@ -156,13 +156,13 @@ class Decoder(ABC):
         return x_TD if weight_D is None else self._norm(x_TD, weight_D)
 
     def _mean_squares(self, qkv_TQ: torch.Tensor) -> torch.Tensor:
-        """Return the mean squares of each token's queries and of its keys over the heads of all tensor ranks, float32
-        [2, T].
+        """Return means_T2 of the squares of each token's queries, and of its keys, over the heads of all tensor ranks,
+        float32.
         """
         sizes = [heads * self.config.head_dim for heads in (self._heads, self._kv_heads)]
         parts = qkv_TQ[:, : sum(sizes)].split(sizes, dim=1)
         norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) / part.shape[1] ** 0.5 for part in parts]
-        return self._mean_over_ranks(torch.stack(norms).square())
+        return self._mean_over_ranks(torch.stack(norms, dim=1).square())
 
     def _mean_over_ranks(self, means: torch.Tensor) -> torch.Tensor:
         """Return means over the heads of all tensor ranks, given the means over this rank's heads, which may change."""
@@ -233,8 +233,8 @@ class DecoderModel(Decoder):
             parts = heads_THC[:, :heads], heads_THC[:, heads:queries_and_keys]
             weights = layer.q_norm_C, layer.k_norm_C
             if self.config.joint_qk_norm:
-                scales_2T = torch.rsqrt(self._mean_squares(qkv_TQ) + self.config.rms_norm_eps)
-                for part_THC, weight, scale_T in zip(parts, weights, scales_2T, strict=True):
+                scales_T2 = torch.rsqrt(self._mean_squares(qkv_TQ) + self.config.rms_norm_eps)
+                for part_THC, weight, scale_T in zip(parts, weights, scales_T2.unbind(1), strict=True):
                     weight_HC = weight.view(part_THC.shape[1:])
                     part_THC.copy_(part_THC.float() * scale_T[:, None, None] * weight_HC)
             else:

@@ -41,7 +41,7 @@ def test_rope_append(slots, heads, head_dim, norm, dtype, tolerance, generator):
         sizes = [head_dim, head_dim] if norm == "of each head" else [num_heads * head_dim, num_kv_heads * head_dim]
         norms = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
     if norm == "of all heads":
-        means = torch.rand(2, len(slots), generator=generator) + 0.1
+        means = torch.rand(len(slots), 2, generator=generator) + 0.1
     cos, sin = views(angles(len(slots), head_dim // 2, generator), head_dim // 2)
     cache = torch.randn(PAGES, PAGE, 2 * num_kv_heads * head_dim, generator=generator).to(dtype)
     results = []
@@ -57,7 +57,7 @@ def test_rope_append(slots, heads, head_dim, norm, dtype, tolerance, generator):
             num_kv_heads=num_kv_heads,
             q_norm_C=norms[0],
             k_norm_C=norms[1],
-            mean_squares_2T=means,
+            mean_squares_T2=means,
         )
         results.append((own_qkv, own_cache))
     (expected_qkv, expected_cache), (actual_qkv, actual_cache) = results

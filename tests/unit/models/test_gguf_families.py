@@ -31,7 +31,7 @@ from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
 
 CONFIGS = {
-    # The number of float32 that the file has; transformers wants a multiple of the heads, of Phi-3 the heads themselves.
+    # The number of float32 that the file has; transformers wants a multiple of the heads, for Phi-3 their whole size.
     family: replace(config, rms_norm_eps=2**-20, hidden_size=48 if family == "phi3" else 24)
     for family, config in FAMILY_EXAMPLES.items()
     if FAMILIES[family].gguf_architecture is not None

@@ -147,7 +147,7 @@ class KernelDecoder(Decoder):
                 num_kv_heads=self._kv_heads,
                 q_norm_C=layer.q_norm_C,
                 k_norm_C=layer.k_norm_C,
-                mean_squares_2T=self._mean_squares(qkv_TQ) if config.joint_qk_norm else None,
+                mean_squares_T2=self._mean_squares(qkv_TQ) if config.joint_qk_norm else None,
                 epsilon=config.rms_norm_eps,
             )
             q_THC = qkv_TQ.unflatten(1, (-1, config.head_dim))[:, : self._heads]
