@@ -35,6 +35,7 @@ class QkNormRopeAppend(Protocol):
         num_kv_heads: int,
         q_norm_C: torch.Tensor | None = None,
         k_norm_C: torch.Tensor | None = None,
+        mean_squares_T2: torch.Tensor | None = None,
         epsilon: float = 1e-6,
     ) -> None: ...
 

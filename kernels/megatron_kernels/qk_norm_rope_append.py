@@ -5,8 +5,8 @@ Shapes: T tokens, H query heads, K key-value heads, C size of a head, F = C / 2 
 Types:  float32, bfloat16, float16 alike for qkv and cache; cos and sin of any float type; slots int64. Computed in
         float32, queries and keys rounded once, values copied bit by bit.
 Bound:  memory; bytes = (2 T Q + 4 T F) s without norm weights: qkv read, queries and cache written, cos and sin read.
-Source: RMSNorm of queries and keys as in Qwen3; rotary embedding of Su et al. 2021, arXiv:2104.09864, in the layout of
-        halves (pair i is elements i and i + F).
+Source: RMSNorm of queries and keys as in Qwen3, or over all heads as in OLMo 2 (arXiv:2501.00656); rotary embedding of
+        Su et al. 2021, arXiv:2104.09864, in the layout of halves (pair i is elements i and i + F).
 """
 
 from __future__ import annotations
@@ -29,27 +29,34 @@ def qk_norm_rope_append(
     num_kv_heads: int,
     q_norm_C: torch.Tensor | None = None,
     k_norm_C: torch.Tensor | None = None,
+    mean_squares_T2: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
     """Overwrite the queries of `qkv_TQ`, and write keys and values to the cache. The keys of `qkv_TQ` do not change.
 
     cos_TF, sin_TF: of the tokens' angles; rows may be strided, so that they can be views of a wider table.
     slots_T:        cache row of each token, page * X + offset; padding has a negative one and is not written.
-    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither.
+    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2 they are [H C] and
+                        [K C], of RMSNorm over all heads.
+    mean_squares_T2:    float32, contiguous: of each token's queries and of its keys, over all heads of the model.
     """
     heads_TNC = qkv_TQ.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q_THC, k_TKC, v_TKC = heads_TNC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    rotated_k_TKC = _rotate(_norm(k_TKC.float(), k_norm_C, epsilon), cos_TF, sin_TF).to(qkv_TQ.dtype)
-    q_THC.copy_(_rotate(_norm(q_THC.float(), q_norm_C, epsilon), cos_TF, sin_TF))
+    q_means_T, k_means_T = (None, None) if mean_squares_T2 is None else mean_squares_T2.unbind(1)
+    rotated_k_TKC = _rotate(_norm(k_TKC.float(), k_norm_C, k_means_T, epsilon), cos_TF, sin_TF).to(qkv_TQ.dtype)
+    q_THC.copy_(_rotate(_norm(q_THC.float(), q_norm_C, q_means_T, epsilon), cos_TF, sin_TF))
     kv_TE = torch.cat((rotated_k_TKC, v_TKC), dim=1).flatten(1)
     is_kept_T = slots_T >= 0
     cache_PXE.view(-1, cache_PXE.shape[2])[slots_T[is_kept_T]] = kv_TE[is_kept_T]
 
 
-def _norm(x_TNC: torch.Tensor, weight_C: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+def _norm(
+    x_TNC: torch.Tensor, weight_C: torch.Tensor | None, means_T: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
     if weight_C is None:
         return x_TNC
-    return x_TNC * torch.rsqrt(x_TNC.square().mean(dim=-1, keepdim=True) + epsilon) * weight_C.float()
+    means = x_TNC.square().mean(dim=-1, keepdim=True) if means_T is None else means_T[:, None, None]
+    return x_TNC * torch.rsqrt(means + epsilon) * weight_C.float().view(-1, x_TNC.shape[2])
 
 
 def _rotate(x_TNC: torch.Tensor, cos_TF: torch.Tensor, sin_TF: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,15 @@ def _normalize(first, second, weight, pairs, pairs_inside, epsilon, HALF: tl.con
 
 
 @triton.jit
+def _normalize_jointly(first, second, weight, heads, pairs, inside, mean_square, epsilon, HALF: tl.constexpr):
+    scale = tl.rsqrt(tl.load(mean_square) + epsilon)
+    place = weight + heads[:, None] * (2 * HALF) + pairs[None, :]
+    first_weight = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second_weight = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+    return first * scale * first_weight, second * scale * second_weight
+
+
+@triton.jit
 def _norm_rope_append(
     qkv,
     cos,
@@ -31,6 +40,7 @@ def _norm_rope_append(
     slots,
     q_norm,
     k_norm,
+    mean_squares,
     epsilon,
     stride_qkv,
     stride_cos,
@@ -41,6 +51,7 @@ def _norm_rope_append(
     num_heads,
     num_kv_heads,
     HAS_NORM: tl.constexpr,
+    IS_JOINT: tl.constexpr,
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -59,8 +70,15 @@ def _norm_rope_append(
     sine = tl.load(sin + token * stride_sin + pairs, mask=pairs_inside, other=0.0).to(tl.float32)[None, :]
     x, y = first.to(tl.float32), second.to(tl.float32)
     if HAS_NORM:
-        query_x, query_y = _normalize(x, y, q_norm, pairs, pairs_inside, epsilon, HALF)
-        key_x, key_y = _normalize(x, y, k_norm, pairs, pairs_inside, epsilon, HALF)
+        if IS_JOINT:
+            queries = inside & is_query[:, None]
+            keys = inside & (is_rotated & (heads >= num_heads))[:, None]
+            means, own = mean_squares + 2 * token, heads - num_heads
+            query_x, query_y = _normalize_jointly(x, y, q_norm, heads, pairs, queries, means, epsilon, HALF)
+            key_x, key_y = _normalize_jointly(x, y, k_norm, own, pairs, keys, means + 1, epsilon, HALF)
+        else:
+            query_x, query_y = _normalize(x, y, q_norm, pairs, pairs_inside, epsilon, HALF)
+            key_x, key_y = _normalize(x, y, k_norm, pairs, pairs_inside, epsilon, HALF)
         x = tl.where(is_query[:, None], query_x, key_x)
         y = tl.where(is_query[:, None], query_y, key_y)
     # Values are copied bit by bit.
@@ -89,6 +107,7 @@ def qk_norm_rope_append(
     num_kv_heads: int,
     q_norm_C: torch.Tensor | None = None,
     k_norm_C: torch.Tensor | None = None,
+    mean_squares_T2: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
     """As the reference.
@@ -114,6 +133,7 @@ def qk_norm_rope_append(
         slots_T,
         qkv_TQ if q_norm_C is None else q_norm_C,
         qkv_TQ if k_norm_C is None else k_norm_C,
+        qkv_TQ if mean_squares_T2 is None else mean_squares_T2,
         epsilon,
         qkv_TQ.stride(0),
         cos_TF.stride(0),
@@ -124,6 +144,7 @@ def qk_norm_rope_append(
         num_heads,
         num_kv_heads,
         HAS_NORM=q_norm_C is not None,
+        IS_JOINT=mean_squares_T2 is not None,
         HALF=half,
         PAIRS=next_power_of_2(half),
         HEADS=heads,

@@ -36,6 +36,7 @@ LLAMA = ModelConfig(
     bos_token_id=1,
 )
 _EXPERTS = MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=20, normalize=True)
+_OLMO = replace(LLAMA, qk_norm=True, joint_qk_norm=True, input_norms=False, output_norms=True)
 _SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 CONFIGS = {
     "llama": LLAMA,
@@ -74,6 +75,10 @@ CONFIGS = {
         num_layers=4,
         sliding=SlidingWindow(window=256, is_local=(False, False, False, True), rotates=False),
     ),
+    "olmo2": replace(_OLMO, family="olmo2"),
+    "olmo3": replace(
+        _OLMO, family="olmo3", sliding=SlidingWindow(window=5, is_local=(True, False, True), rope_theta=10_000.0)
+    ),
 }
 """Examples of every family: those of its tests against transformers, in GGUF files, of shards, of the kernels for GPUs
 and of the fuzzer. The first example of a family has its name.
@@ -96,6 +101,7 @@ GGUF_METADATA: dict[str, dict[str, Any]] = {
         "add_attention_scale": 0.25,
         "add_logit_scale": 8.0,
     },
+    "olmo3": {"add_sliding_window": 5, "add_sliding_window_pattern": (True, False, True)},
 }
 """What the converter adds to the metadata of a family's example: methods of GGUFWriter and their arguments."""
 

@@ -85,6 +85,7 @@ class Model(ctypes.Structure):
         ("head", Matrix),
         ("epsilon", c_double),
         ("scale", c_double),
+        ("joint_qk_norm", c_int64),
     )
 
 
@@ -116,6 +117,7 @@ class Step(ctypes.Structure):
         ("gathered", c_void_p),
         ("gathered_sums", c_void_p),
         ("routing", c_void_p),
+        ("means", c_void_p),
     )
 
 

@@ -19,13 +19,14 @@ from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, Qu
 from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, gguf_parts, read_gguf_header
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
-from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
-from megatron_runtime.models.config_fields import Fields, scaling_of_factors
+from megatron_runtime.models.config import ModelConfig, RopeScaling, UnsupportedModelError
+from megatron_runtime.models.config_fields import GGUF_OTHERS, Fields, long_rope, scaling_of_factors
 from megatron_runtime.models.families import Family, config_from_gguf, family_of_gguf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 _FACTORS = "rope_freqs.weight"
+_LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 _GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
 _LAYER_NAMES = {
     "attn_norm.weight": "attention_norm",
@@ -84,7 +85,7 @@ class GGUFCheckpoint(Checkpoint):
             {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)},
             where=str(path),
         )
-        family = family_of_gguf(architecture, is_mixture=bool(fields.get("expert_count", 0)), where=str(path))
+        family = family_of_gguf(architecture, fields)
         if "token_embd.weight" not in stored:
             raise UnsupportedModelError(f"{path} has no tensor 'token_embd.weight', which every model needs")
         tokens = Fields(metadata, where=str(path))
@@ -97,7 +98,7 @@ class GGUFCheckpoint(Checkpoint):
             ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
             bos=tokens.token("tokenizer.ggml.bos_token_id"),
         )
-        self.config = _with_factors(config, stored.get(_FACTORS), path)
+        self.config = _with_factors(config, fields, stored)
         self._entries = dict(_entries(stored, family, self.config, path))
         self.kinds = {
             name: TensorKind(entry.shape, PLAIN_DTYPES.get(entry.kind, torch.float32))
@@ -153,17 +154,48 @@ def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dic
     return metadata, stored
 
 
-def _with_factors(config: ModelConfig, entry: _Entry | None, path: Path) -> ModelConfig:
-    """Return `config` with the rope scaling in tensor `entry` of the file, if there is one."""
-    if entry is None:
-        return config
-    if entry.shape != (config.head_dim // 2,) or entry.kind not in PLAIN_DTYPES:
-        raise UnsupportedModelError(
-            f"tensor {_FACTORS!r} of {path} has shape {entry.shape} and type number {entry.kind}: "
-            f"want one value for each of {config.head_dim // 2} pairs"
+def _with_factors(config: ModelConfig, fields: Fields, stored: Mapping[str, _Entry]) -> ModelConfig:
+    """Return `config` with the rope scaling whose factors are tensors of the file, if there is one."""
+    where = fields.where
+
+    def factors(name: str) -> list[float]:
+        entry = stored.get(name)
+        if entry is None:
+            raise UnsupportedModelError(
+                f"{where} has rope scaling 'longrope' and no tensor {name!r}: convert the model again"
+            )
+        if entry.shape != (config.head_dim // 2,) or entry.kind not in PLAIN_DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {name!r} of {where} has shape {entry.shape} and type number {entry.kind}: "
+                f"want one value for each of {config.head_dim // 2} pairs"
+            )
+        values: list[float] = _whole(entry).tolist()
+        return values
+
+    if _FACTORS in stored:
+        scaling: RopeScaling = scaling_of_factors(
+            factors(_FACTORS), theta=config.rope_theta, head_dim=config.head_dim, where=where
         )
-    factors = _whole(entry).tolist()
-    scaling = scaling_of_factors(factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(path))
+        return replace(config, rope_scaling=scaling)
+    # Files of Phi-3 have the tensors without naming the scaling.
+    is_long = fields.get("rope.scaling.type") == "longrope" or not stored.keys().isdisjoint(_LONG_ROPE)
+    if not is_long:
+        return config
+    key = "rope.scaling.original_context_length"
+    if fields.get(key) is None:
+        raise UnsupportedModelError(
+            f"{where} has rope scaling 'longrope' and no field {key!r}, the length up to which the short factors "
+            "apply: convert the model again"
+        )
+    original, attention = fields.size(key), "rope.scaling.attn_factor"
+    scaling = long_rope(
+        *map(factors, _LONG_ROPE),
+        original=original,
+        factor=fields.constant("rope.scaling.factor", fields.size("context_length") / original),
+        head_dim=config.head_dim,
+        attention_factor=None if fields.get(attention) is None else fields.constant(attention),
+        where=where,
+    )
     return replace(config, rope_scaling=scaling)
 
 
@@ -198,7 +230,7 @@ def _entries(
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", own_name)
         layer = f"layers.{match[1]}." if match else ""
         short = _LAYER_NAMES.get(match[2]) if match else _GLOBAL_NAMES.get(own_name)
-        if own_name == _FACTORS:
+        if own_name in (_FACTORS, *_LONG_ROPE):
             continue
         if short == "up" and config.fused:
             short = "gate_up"
@@ -221,7 +253,7 @@ def _entries(
     if unknown:
         raise UnsupportedModelError(
             f"{path} has tensors that {family.architecture} does not have: "
-            f"{', '.join(map(escaped, sorted(unknown)[:8]))}"
+            f"{', '.join(map(escaped, sorted(unknown)[:8]))}; {GGUF_OTHERS}"
         )
 
 

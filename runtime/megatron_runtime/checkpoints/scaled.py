@@ -16,7 +16,7 @@ from math import ceil
 import torch
 
 from megatron_runtime.models.config import UnsupportedModelError
-from megatron_runtime.models.config_fields import Fields
+from megatron_runtime.models.config_fields import OTHERS, Fields
 from megatron_runtime.models.tensors import Part, TensorKind
 from megatron_runtime.protocol.text import shown
 
@@ -100,13 +100,13 @@ def scaled_matrices(
     if method not in (_FP8, _COMPRESSED):
         raise UnsupportedModelError(
             f"{quantization.where} has quant_method {shown(method)}: supported are {_FP8!r} and {_COMPRESSED!r}; "
-            "`backend: VLLM` runs others"
+            f"{OTHERS}"
         )
     written = quantization.get("format", _FORMATS[0])
     if method == _COMPRESSED and written not in _FORMATS:
         raise UnsupportedModelError(
             f"{quantization.where} has format {shown(written)}: supported are {', '.join(map(repr, _FORMATS))}; "
-            "`backend: VLLM` runs others"
+            f"{OTHERS}"
         )
     block = quantization.values.get("weight_block_size")
     found: dict[str, ScaledMatrix] = {}

@@ -101,7 +101,10 @@ class ModelConfig:
 
     family:             determines the names of tensors and configuration fields: a key of `families.FAMILIES`.
     eos_token_ids:      end a request unless the request has others.
+    qk_norm:            queries and keys are normalized, each head on its own.
+    joint_qk_norm:      with `qk_norm`, all heads of a token are normalized together instead.
     norm_weight_offset: added to the stored weight of every norm.
+    input_norms:        the inputs of attention and feed-forward are normalized.
     output_norms:       the outputs of attention and feed-forward are normalized before they are added.
     embedding_scale:    factor of the embeddings.
     query_scale:        factor of q·k; None means head_dim ** -0.5.
@@ -127,7 +130,9 @@ class ModelConfig:
     activation: Activation = "silu"
     qkv_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     norm_weight_offset: float = 0.0
+    input_norms: bool = True
     output_norms: bool = False
     embedding_scale: float = 1.0
     query_scale: float | None = None

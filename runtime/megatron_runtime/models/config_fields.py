@@ -25,6 +25,10 @@ from megatron_runtime.protocol.text import shown
 Traits = dict[str, Any]
 """Fields of a ModelConfig that differ between families."""
 
+OTHERS = "`backend: VLLM` runs others"
+"""The remedy for a directory of transformers that this runtime does not run."""
+GGUF_OTHERS = f"{OTHERS}, from safetensors"
+"""For a GGUF file: vLLM's engines read it with the readers of this runtime."""
 MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
 """Layers, experts of a layer, experts of all layers: each needs Python objects before any tensor is read."""
 MAX_SIZE = (1 << 31) - 1
@@ -121,7 +125,7 @@ class Fields:
         found = self.values.get(key)
         if found and found not in allowed:
             supported = f"supported: {', '.join(map(repr, allowed))}" if allowed else "supported without it"
-            raise self._wrong(key, found, supported)
+            raise self._wrong(key, found, f"{supported}; {OTHERS}")
 
     def _wrong(self, key: str, found: object, wanted: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.where} has {key} {shown(found)}: {wanted}")
@@ -146,12 +150,34 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
             among = f" and among them {shown(unknown[0])}" if unknown else ""
             raise UnsupportedModelError(
                 f"{fields.where} lists {len(kinds)} layer_types{among}: "
-                f"want {fields.size('num_hidden_layers')} of 'sliding_attention' and 'full_attention'"
+                f"want {fields.size('num_hidden_layers')} of 'sliding_attention' and 'full_attention'; {OTHERS}"
             )
         is_local = [kind == "sliding_attention" for kind in kinds]
     if window is None or not any(is_local):
         return {}
     return {"sliding": SlidingWindow(window=window, is_local=tuple(is_local), rope_theta=rope_theta)}
+
+
+def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
+    """Return the sliding window in the metadata of a GGUF file, in which zero means none. The arguments are as of
+    sliding_traits(); `is_local` is used if the file has no pattern of layers.
+    """
+    pattern, layers = "attention.sliding_window_pattern", fields.size("block_count")
+    if isinstance(fields.get(pattern), list):  # by layer; else it is a period
+        is_local = fields.listed(pattern, bool)
+        if len(is_local) != layers:
+            raise UnsupportedModelError(f"{fields.where} has {pattern} of {len(is_local)} layers: want {layers}")
+    elif fields.get(pattern) is not None:
+        is_local = is_local_by_period(layers, fields.size(pattern))
+    window = fields.get("attention.sliding_window") or None
+    return sliding_traits(
+        Fields({"sliding_window": window}, where=fields.where), is_local=is_local, rope_theta=rope_theta
+    )
+
+
+def is_local_by_period(num_layers: int, period: int) -> list[bool]:
+    """Return whether each layer is local, if the last of each `period` layers is not."""
+    return [bool((layer + 1) % period) for layer in range(num_layers)]
 
 
 def layer_types(config: ModelConfig) -> dict[str, Any]:
@@ -200,9 +226,10 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
             beta_fast=fields.constant("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.constant("rope.scaling.yarn_beta_slow", 1.0),
         )
-    elif kind != "none":
+    elif kind not in ("none", "longrope"):  # the factors of 'longrope' are tensors: see long_rope()
         raise UnsupportedModelError(
-            f"{fields.where} has rope scaling {shown(kind)}: supported are 'none', 'linear' and 'yarn'"
+            f"{fields.where} has rope scaling {shown(kind)}: supported are 'none', 'linear', 'yarn' and 'longrope'; "
+            f"{GGUF_OTHERS}"
         )
     return {"rope_theta": base, "rope_scaling": scaling}
 
@@ -228,7 +255,7 @@ def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int,
         if abs(factor * frequency - 1) > _TOLERANCE:
             raise UnsupportedModelError(
                 f"tensor 'rope_freqs.weight' of {where} divides the frequency of pair {pair} by {factor}: supported "
-                f"is the scaling of Llama 3, here {1 / frequency:.4g}"
+                f"is the scaling of Llama 3, here {1 / frequency:.4g}; {GGUF_OTHERS}"
             )
     return found
 
@@ -256,7 +283,7 @@ def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
     if kind != "llama3":
         raise UnsupportedModelError(
             f"{values.where} has rope type {shown(kind)}: supported are 'default', "
-            f"{', '.join(map(repr, _NAMES_OF_SCALINGS.values()))}, and 'dynamic' within the model's length"
+            f"{', '.join(map(repr, _NAMES_OF_SCALINGS.values()))}, and 'dynamic' within the model's length; {OTHERS}"
         )
     return Llama3Scaling(
         factor=values.constant("factor"),
@@ -329,8 +356,10 @@ def long_rope(
 
     factor:           the length of the model, in original lengths; determines the attention factor if that is None.
 
-    Raises UnsupportedModelError unless there is a factor above zero for each pair.
+    Raises UnsupportedModelError unless each pair has a factor above zero and the original length is above one.
     """
+    if original < 2:
+        raise UnsupportedModelError(f"{where} has an original length of {original} tokens: want at least 2")
     for factors in (short, long):
         if len(factors) != head_dim // 2 or not all(0 < each < math.inf for each in factors):
             raise UnsupportedModelError(

@@ -75,7 +75,7 @@ class CppDecoder(DecoderModel):
         self._thread_pool = shared_thread_pool()
         self._library = library()
         self._kept: list[Any] = []
-        self._phases = 2 * len(weights.layers)
+        self._phases = 3 * len(weights.layers)
         handle = self._library.megatron_create_decoder(self._model())
         if handle is None:
             raise MemoryError("the memory of a decoder's layers cannot be allocated")
@@ -124,16 +124,22 @@ class CppDecoder(DecoderModel):
         sums_TD = torch.empty_like(x_TD)
         step = self._step(plan, x_TD, cache_LPXE)
         step.sums = sums_TD.data_ptr()
-        for number, layer, phase in zip(self._layer_numbers, self.weights.layers, count(step=2), strict=False):
+        means_T2 = torch.empty(len(x_TD), 2)
+        is_joint = self.config.joint_qk_norm
+        step.means = means_T2.data_ptr() if is_joint else None
+        for number, layer, phase in zip(self._layer_numbers, self.weights.layers, count(step=3), strict=False):
             self._collectives.begin_layer(number)
-            self._run(step, phase, phase + 1)
-            self._add_sums(step, phase, sums_TD, sums_TD)
+            if is_joint:
+                self._run(step, phase, phase + 1)
+                means_T2.copy_(self._mean_over_ranks(means_T2))
+            self._run(step, phase + is_joint, phase + 2)
+            self._add_sums(step, phase + 1, sums_TD, sums_TD)
             if isinstance(layer.mlp, ExpertWeights):
-                mixed_TD = self._mixture(step, phase + 1, x_TD, None if routing_GTJ is None else routing_GTJ[number])
+                mixed_TD = self._mixture(step, phase + 2, x_TD, None if routing_GTJ is None else routing_GTJ[number])
             else:
-                self._run(step, phase + 1, phase + 2)
+                self._run(step, phase + 2, phase + 3)
                 mixed_TD = sums_TD
-            self._add_sums(step, phase + 1, mixed_TD, sums_TD)
+            self._add_sums(step, phase + 2, mixed_TD, sums_TD)
         return x_TD
 
     def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None) -> torch.Tensor:
@@ -208,6 +214,7 @@ class CppDecoder(DecoderModel):
             norm=self._address(weights.norm_D),
             epsilon=config.rms_norm_eps,
             scale=config.attention_scale,
+            joint_qk_norm=config.joint_qk_norm,
         )
         if weights.head_WD is not None:
             model.head = _matrix(weights.head_WD)

@@ -47,17 +47,20 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One transformer block. `qkv_QD` is fused: one product. Norms have their offset added."""
+    """One transformer block. `qkv_QD` is fused: one product. Norms have their offset added.
 
-    attention_norm_D: torch.Tensor
+    q_norm_C, k_norm_C: of this rank's heads, [H C] and [K C], if all heads are normalized together.
+    """
+
     qkv_QD: Linear
     output_DH: Linear
-    mlp_norm_D: torch.Tensor
     mlp: FeedForward | ExpertWeights
+    attention_norm_D: torch.Tensor | None = None
     qkv_bias_Q: torch.Tensor | None = None
     q_norm_C: torch.Tensor | None = None
     k_norm_C: torch.Tensor | None = None
     attention_output_norm_D: torch.Tensor | None = None
+    mlp_norm_D: torch.Tensor | None = None
     mlp_output_norm_D: torch.Tensor | None = None
 
 
@@ -149,8 +152,23 @@ class Decoder(ABC):
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         """Return the norm of `x_TD` times `weight_D`. Overwrites nothing."""
 
-    def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
+    def _optional_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
         return x_TD if weight_D is None else self._norm(x_TD, weight_D)
+
+    def _mean_squares(self, qkv_TQ: torch.Tensor) -> torch.Tensor:
+        """Return means_T2 of the squares of each token's queries, and of its keys, over the heads of all tensor ranks,
+        float32.
+        """
+        sizes = [heads * self.config.head_dim for heads in (self._heads, self._kv_heads)]
+        parts = qkv_TQ[:, : sum(sizes)].split(sizes, dim=1)
+        norms = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) / part.shape[1] ** 0.5 for part in parts]
+        return self._mean_over_ranks(torch.stack(norms, dim=1).square())
+
+    def _mean_over_ranks(self, means: torch.Tensor) -> torch.Tensor:
+        """Return means over the heads of all tensor ranks, given the means over this rank's heads, which may change."""
+        # Every rank has as many heads as the others, and equally many ranks have each of them.
+        ranks = self._shard.sizes.tensor
+        return means if ranks == 1 else self._collectives.all_reduce(means) / ranks
 
 
 class DecoderModel(Decoder):
@@ -190,12 +208,12 @@ class DecoderModel(Decoder):
             self._layer_numbers, self.weights.layers, cache_LPXE, self._is_local, strict=True
         ):
             self._collectives.begin_layer(number)
-            normed_TD = self._norm(x_TD, layer.attention_norm_D)
+            normed_TD = self._optional_norm(x_TD, layer.attention_norm_D)
             added_TD = self._attend(layer, normed_TD, cache_PXE, *(in_window if is_local else in_full))
-            x_TD = x_TD + self._output_norm(added_TD, layer.attention_output_norm_D)
+            x_TD = x_TD + self._optional_norm(added_TD, layer.attention_output_norm_D)
             routing_TJ = None if routing_GTJ is None else routing_GTJ[number]
-            added_TD = self._feed_forward(layer.mlp, self._norm(x_TD, layer.mlp_norm_D), routing_TJ)
-            x_TD = x_TD + self._output_norm(added_TD, layer.mlp_output_norm_D)
+            added_TD = self._feed_forward(layer.mlp, self._optional_norm(x_TD, layer.mlp_norm_D), routing_TJ)
+            x_TD = x_TD + self._optional_norm(added_TD, layer.mlp_output_norm_D)
         return x_TD
 
     def _attend(
@@ -212,8 +230,16 @@ class DecoderModel(Decoder):
             qkv_TQ += layer.qkv_bias_Q
         heads_THC = qkv_TQ.unflatten(1, (-1, self.config.head_dim))
         if layer.q_norm_C is not None and layer.k_norm_C is not None:
-            heads_THC[:, :heads] = self._norm(heads_THC[:, :heads], layer.q_norm_C)
-            heads_THC[:, heads:queries_and_keys] = self._norm(heads_THC[:, heads:queries_and_keys], layer.k_norm_C)
+            parts = heads_THC[:, :heads], heads_THC[:, heads:queries_and_keys]
+            weights = layer.q_norm_C, layer.k_norm_C
+            if self.config.joint_qk_norm:
+                scales_T2 = torch.rsqrt(self._mean_squares(qkv_TQ) + self.config.rms_norm_eps)
+                for part_THC, weight, scale_T in zip(parts, weights, scales_T2.unbind(1), strict=True):
+                    weight_HC = weight.view(part_THC.shape[1:])
+                    part_THC.copy_(part_THC.float() * scale_T[:, None, None] * weight_HC)
+            else:
+                for part_THC, weight_C in zip(parts, weights, strict=True):
+                    part_THC.copy_(self._norm(part_THC, weight_C))
         rotated.apply_(heads_THC[:, :queries_and_keys])
         kv_TE = qkv_TQ[:, heads * self.config.head_dim :]
         out_TH = self._attention(heads_THC[:, :heads], kv_TE, cache_PXE, attention)

@@ -7,14 +7,17 @@ tests/support/random_checkpoint.py, from which its tests follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow, UnsupportedModelError
+from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow, UnsupportedModelError, YarnScaling
 from megatron_runtime.models.config_fields import (
+    GGUF_OTHERS,
     MAX_ALL_EXPERTS,
+    OTHERS,
     Fields,
     Traits,
+    is_local_by_period,
     layer_types,
     longest_sequence,
     rope_of_gguf,
@@ -22,6 +25,7 @@ from megatron_runtime.models.config_fields import (
     rope_to_hf,
     sliding_traits,
     window_everywhere,
+    windows_of_gguf,
 )
 from megatron_runtime.protocol.text import shown
 
@@ -35,6 +39,7 @@ class Family:
     name:              model type in transformers.
     architecture:      class in transformers.
     gguf_architecture: `general.architecture` of GGUF files; None for a family whose files say that they are a Llama.
+    gguf_field:        metadata of its GGUF files that those of later families with this architecture lack.
     layer_names:       of a layer's tensors, short name -> name in transformers; `{expert}` stands for a number.
     activation_field:  field of config.json with the activation, and its only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
@@ -59,6 +64,7 @@ class Family:
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     from_gguf: Callable[[Fields], Traits] = lambda fields: {}
     gguf_architecture: str | None = None
+    gguf_field: str | None = None
     tied: bool = False
     rope_theta: float = 10000.0
     pairs_rotary_rows: bool = False
@@ -234,17 +240,32 @@ _GEMMA_NAMES = {
 }
 
 
-def _is_local(num_layers: int, period: int) -> list[bool]:
-    return [bool((layer + 1) % period) for layer in range(num_layers)]
+def _local_theta(fields: Fields, default: float) -> float:
+    """Return the base of the rotation of local layers, which are not scaled.
+
+    transformers 5 writes it beside the rotation of the other layers. default: of files of version 4.
+    """
+    rope = fields.below("rope_parameters").below("sliding_attention")
+    rope.only("rope_type", "default")
+    return rope.constant("rope_theta", default)
+
+
+def _rope_by_layer(config: ModelConfig) -> dict[str, Any]:
+    """Return the rotations of both kinds of layers as transformers 5 writes them."""
+    scaling = rope_to_hf(config)["rope_scaling"] or {"rope_type": "default"}
+    local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
+    return {
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": config.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        }
+    }
 
 
 def _gemma_of_hf(fields: Fields) -> Traits:
-    # transformers 5 writes the rotation of local layers beside the other. Version 4 had a field for its base.
-    rope = fields.below("rope_parameters").below("sliding_attention")
-    local = fields.constant("rope_local_base_freq", _GEMMA_LOCAL_THETA)
-    theta = rope.constant("rope_theta", local) if rope.get("rope_theta") else local
+    theta = _local_theta(fields, fields.constant("rope_local_base_freq", _GEMMA_LOCAL_THETA))
     key = "sliding_window_pattern" if fields.get("sliding_window_pattern") else "_sliding_window_pattern"
-    is_local = _is_local(fields.size("num_hidden_layers"), fields.size(key, _GEMMA_PERIOD))
+    is_local = is_local_by_period(fields.size("num_hidden_layers"), fields.size(key, _GEMMA_PERIOD))
     return {
         "embedding_scale": fields.size("hidden_size") ** 0.5,
         "query_scale": fields.constant("query_pre_attn_scalar", 256) ** -0.5,
@@ -253,15 +274,11 @@ def _gemma_of_hf(fields: Fields) -> Traits:
 
 
 def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
-    scaling = rope_to_hf(config)["rope_scaling"] or {"rope_type": "default"}
-    local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
+    rope = _rope_by_layer(config)
     return {
         "query_pre_attn_scalar": round(config.attention_scale**-2),
-        "rope_local_base_freq": local_theta,
-        "rope_parameters": {
-            "full_attention": {**scaling, "rope_theta": config.rope_theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
-        },
+        "rope_local_base_freq": rope["rope_parameters"]["sliding_attention"]["rope_theta"],
+        **rope,
         **layer_types(config),
     }
 
@@ -271,17 +288,9 @@ def _gemma_of_gguf(fields: Fields) -> Traits:
     heads = fields.size("attention.head_count")
     # Only the largest model divides by the hidden size per head; the file has no field for it.
     per_head = hidden // heads if layers == 62 else fields.size("attention.key_length")
-    # A period, or whether each layer is local.
-    key = "attention.sliding_window_pattern"
-    if isinstance(fields.get(key), list):
-        is_local = fields.listed(key, bool)
-        if len(is_local) != layers:
-            raise UnsupportedModelError(f"{fields.where} has {key} of {len(is_local)} layers: want {layers}")
-    else:
-        is_local = _is_local(layers, fields.size(key, _GEMMA_PERIOD))
-    sliding = sliding_traits(
-        Fields({"sliding_window": fields.get("attention.sliding_window")}, where=fields.where),
-        is_local=is_local,
+    sliding = windows_of_gguf(
+        fields,
+        is_local=is_local_by_period(layers, _GEMMA_PERIOD),
         rope_theta=fields.constant("rope.freq_base_swa", _GEMMA_LOCAL_THETA),
     )
     return {"embedding_scale": hidden**0.5, "query_scale": per_head**-0.5, **sliding}
@@ -375,7 +384,7 @@ def _smollm3_of_hf(fields: Fields) -> Traits:
     key = "no_rope_layers"
     listed = fields.listed(key, int)
     period = fields.size("no_rope_layer_interval", _NOPE_PERIOD)
-    rotates = [bool(each) for each in listed] if listed else _is_local(layers, period)
+    rotates = [bool(each) for each in listed] if listed else is_local_by_period(layers, period)
     if len(rotates) != layers:
         raise UnsupportedModelError(f"{fields.where} has {key} of {len(rotates)} layers: want {layers}")
     return _smollm3_traits(rotates, length)
@@ -398,6 +407,7 @@ _PHI3 = Family(
     traits={"fused": True},
     from_hf=window_everywhere,
     to_hf=lambda config: {**_NO_PADDING, **layer_types(config)},
+    from_gguf=lambda fields: windows_of_gguf(fields, is_local=[True] * fields.size("block_count")),
 )
 # A Llama whose embeddings, scores, outputs of layers and logits have factors.
 _GRANITE = Family(
@@ -421,10 +431,71 @@ _SMOLLM3 = Family(
     from_hf=_smollm3_of_hf,
     to_hf=_smollm3_to_hf,
     from_gguf=lambda fields: _smollm3_traits(
-        _is_local(fields.size("block_count"), _NOPE_PERIOD), fields.size("context_length")
+        is_local_by_period(fields.size("block_count"), _NOPE_PERIOD), fields.size("context_length")
     ),
     tied=True,
     pairs_rotary_rows=True,
+)
+
+# --- OLMo 2 and 3 -----------------------------------------------------------------------------------------------------
+
+_OLMO_PERIOD = 4
+_OLMO3_THETA = 500_000.0
+_OLMO_NAMES = {
+    **{name: own for name, own in _LLAMA_NAMES.items() if name not in ("attention_norm", "mlp_norm")},
+    **_QK_NORM_NAMES,
+    "attention_output_norm": "post_attention_layernorm.weight",
+    "mlp_output_norm": "post_feedforward_layernorm.weight",
+}
+_OLMO_TRAITS = {"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "output_norms": True}
+
+
+def _olmo3_of_hf(fields: Fields) -> Traits:
+    # transformers leaves out no field, but takes these values for files that do.
+    fields = Fields({"sliding_window": 4096, **fields.values}, where=fields.where)
+    whole_theta = rope_of_hf(fields, theta=_OLMO3_THETA)["rope_theta"]
+    is_local = is_local_by_period(fields.size("num_hidden_layers"), _OLMO_PERIOD)
+    return sliding_traits(fields, is_local=is_local, rope_theta=_local_theta(fields, whole_theta))
+
+
+def _olmo3_of_gguf(fields: Fields) -> Traits:
+    base = fields.constant("rope.freq_base", _OLMO3_THETA)
+    traits = windows_of_gguf(
+        fields,
+        is_local=is_local_by_period(fields.size("block_count"), _OLMO_PERIOD),
+        rope_theta=fields.constant("rope.freq_base_swa", base),
+    )
+    scaling = rope_of_gguf(fields, theta=base)["rope_scaling"]
+    if isinstance(scaling, YarnScaling) and fields.get("rope.scaling.attn_factor") is not None:
+        # The converter wrote the whole factor of transformers; in files of other families it is a further one.
+        attention = fields.constant("rope.scaling.attn_factor")
+        traits["rope_scaling"] = replace(scaling, attention_factor=attention)
+    return traits
+
+
+# arXiv:2501.00656. Its norms follow attention and feed-forward instead of preceding them, and those of q and k are over
+# all heads.
+_OLMO2 = Family(
+    name="olmo2",
+    architecture="Olmo2ForCausalLM",
+    gguf_architecture="olmo2",
+    layer_names=_OLMO_NAMES,
+    unsupported=("attention_bias",),
+    traits=_OLMO_TRAITS,
+)
+# An OLMo 2 in which three of four layers have a sliding window and no rope scaling (arXiv:2512.13961).
+_OLMO3 = Family(
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
+    gguf_architecture="olmo2",
+    gguf_field="attention.sliding_window",
+    layer_names=_OLMO_NAMES,
+    unsupported=("attention_bias",),
+    traits=_OLMO_TRAITS,
+    from_hf=_olmo3_of_hf,
+    to_hf=lambda config: {**_rope_by_layer(config), **layer_types(config)},
+    from_gguf=_olmo3_of_gguf,
+    rope_theta=_OLMO3_THETA,
 )
 
 # --- all families -----------------------------------------------------------------------------------------------------
@@ -442,6 +513,8 @@ FAMILIES: Mapping[str, Family] = {
         _PHI3,
         _GRANITE,
         _SMOLLM3,
+        _OLMO3,
+        _OLMO2,
     )
 }
 GGUF_ARCHITECTURES = tuple(
@@ -500,9 +573,7 @@ def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
         return of_text, Fields({**of_text.text_defaults, **whole, **text.values}, where=text.where)
     supported = ", ".join(one.architecture for one in FAMILIES.values())
     named = ", ".join(map(shown, architectures[:4]))
-    raise UnsupportedModelError(
-        f"{fields.where} has architectures [{named}]: supported are {supported}; `backend: VLLM` runs others"
-    )
+    raise UnsupportedModelError(f"{fields.where} has architectures [{named}]: supported are {supported}; {OTHERS}")
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -523,14 +594,19 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def family_of_gguf(architecture: object, *, is_mixture: bool, where: str) -> Family:
-    """Return the family of a GGUF file. Raises UnsupportedModelError naming the architecture and those supported."""
+def family_of_gguf(architecture: object, fields: Fields) -> Family:
+    """Return the family of a GGUF file. Raises UnsupportedModelError naming the architecture and those supported.
+
+    fields: as of config_from_gguf().
+    """
+    is_mixture = bool(fields.get("expert_count", 0))
     for family in FAMILIES.values():
         is_same = family.gguf_architecture == architecture and bool(family.expert_fields) == is_mixture
-        if architecture is not None and is_same:
+        if architecture is not None and is_same and (family.gguf_field is None or fields.get(family.gguf_field)):
             return family
     kind = f"architecture {shown(architecture)}" + (" with experts" if is_mixture else "")
-    raise UnsupportedModelError(f"{where} has {kind}: supported are {', '.join(GGUF_ARCHITECTURES)}")
+    supported = ", ".join(GGUF_ARCHITECTURES)
+    raise UnsupportedModelError(f"{fields.where} has {kind}: supported are {supported}; {GGUF_OTHERS}")
 
 
 def config_from_gguf(
@@ -566,7 +642,9 @@ def config_from_gguf(
         **traits,
     )
     if fields.get("rope.dimension_count", config.head_dim) != config.head_dim:
-        raise UnsupportedModelError(f"{fields.where} rotates a part of each head: only whole heads are supported")
+        raise UnsupportedModelError(
+            f"{fields.where} rotates a part of each head: supported are whole heads; {GGUF_OTHERS}"
+        )
     return config
 
 

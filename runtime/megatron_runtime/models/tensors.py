@@ -76,7 +76,8 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Return the shape of every tensor of one layer, by short name without the layer."""
     hidden, size = config.hidden_size, config.head_dim
     rows = {"q": config.num_heads * size, "k": config.num_kv_heads * size, "v": config.num_kv_heads * size}
-    shapes: dict[str, Shape] = {"attention_norm": (hidden,), "mlp_norm": (hidden,), "output": (hidden, rows["q"])}
+    shapes: dict[str, Shape] = {"attention_norm": (hidden,), "mlp_norm": (hidden,)} if config.input_norms else {}
+    shapes["output"] = (hidden, rows["q"])
     if config.fused:
         shapes["qkv"] = (sum(rows.values()), hidden)
     for name, count in rows.items():
@@ -85,7 +86,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
         if config.qkv_bias:
             shapes[f"{name}_bias"] = (count,)
     if config.qk_norm:
-        shapes |= {"q_norm": (size,), "k_norm": (size,)}
+        shapes |= {f"{name}_norm": (rows[name] if config.joint_qk_norm else size,) for name in "qk"}
     if config.output_norms:
         shapes |= {"attention_output_norm": (hidden,), "mlp_output_norm": (hidden,)}
     if config.moe is None or not config.is_mixture(layer):

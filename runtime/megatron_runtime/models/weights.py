@@ -128,7 +128,7 @@ class _Loader:
             embedding=embedding,
             layers=tuple(layers),
             # The head is linear: a factor of its input is a factor of the logits.
-            norm_D=self._norm("norm", self.config.logit_scale) if shard.has_head else None,
+            norm_D=self._norm("norm", scale=self.config.logit_scale) if shard.has_head else None,
             head_WD=head,
         )
 
@@ -155,15 +155,16 @@ class _Loader:
         bias = None
         if config.qkv_bias:
             bias = torch.cat([self._dense(f"{at}{name}_bias", (part,)) for name, part in rows.items()])
+        norm_rows = {name: (rows[name],) if config.joint_qk_norm else () for name in "qk"}
         return LayerWeights(
-            attention_norm_D=self._norm(f"{at}attention_norm"),
+            attention_norm_D=self._norm(f"{at}attention_norm") if config.input_norms else None,
             qkv_QD=self._linear(*qkv),
             qkv_bias_Q=bias,
-            q_norm_C=self._norm(f"{at}q_norm") if config.qk_norm else None,
-            k_norm_C=self._norm(f"{at}k_norm") if config.qk_norm else None,
+            q_norm_C=self._norm(f"{at}q_norm", norm_rows["q"]) if config.qk_norm else None,
+            k_norm_C=self._norm(f"{at}k_norm", norm_rows["k"]) if config.qk_norm else None,
             output_DH=self._linear((f"{at}output", (slice(None), rows["q"]))),
             attention_output_norm_D=self._norm(f"{at}attention_output_norm") if config.output_norms else None,
-            mlp_norm_D=self._norm(f"{at}mlp_norm"),
+            mlp_norm_D=self._norm(f"{at}mlp_norm") if config.input_norms else None,
             mlp=self._mlp(number),
             mlp_output_norm_D=self._norm(f"{at}mlp_output_norm") if config.output_norms else None,
         )
@@ -194,8 +195,8 @@ class _Loader:
             gate_up = [(f"{at}gate", (part,)), (f"{at}up", (part,))]
         return gate_up, (f"{at}down", (slice(None), part))
 
-    def _norm(self, name: str, scale: float = 1.0) -> torch.Tensor:
-        weight_D = self._dense(name)
+    def _norm(self, name: str, part: Part = (), *, scale: float = 1.0) -> torch.Tensor:
+        weight_D = self._dense(name, part)
         offset = self.config.norm_weight_offset
         is_stored = not offset and scale == 1.0
         return weight_D if is_stored else weight_D.float().add_(offset).mul_(scale).to(self.dtype)

@@ -49,6 +49,14 @@ TRAITS: dict[str, dict[str, Any]] = {
         "query_scale": 0.3,
         "sliding": SlidingWindow(window=20, is_local=(True, False, True), rope_theta=100.0),
     },
+    "norms of outputs and of all heads": {
+        "qk_norm": True,
+        "joint_qk_norm": True,
+        "input_norms": False,
+        "output_norms": True,
+        "qkv_bias": True,
+        "moe": EXPERTS,
+    },
     "experts": {"moe": EXPERTS},
     "experts, shares not normalized": {"moe": dataclasses.replace(EXPERTS, normalize=False, dense_layers=())},
 }
@@ -93,14 +101,14 @@ def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
     qkv = query + 2 * config.num_kv_heads * config.head_dim
     layers = tuple(
         LayerWeights(
-            attention_norm_D=1 + random(hidden),
+            attention_norm_D=norm(hidden, config.input_norms),
             qkv_QD=linears.linear(random(qkv, hidden)),
             output_DH=linears.linear(random(hidden, query)),
-            mlp_norm_D=1 + random(hidden),
+            mlp_norm_D=norm(hidden, config.input_norms),
             mlp=mlp(layer),
             qkv_bias_Q=random(qkv) if config.qkv_bias else None,
-            q_norm_C=norm(config.head_dim, config.qk_norm),
-            k_norm_C=norm(config.head_dim, config.qk_norm),
+            q_norm_C=norm(query if config.joint_qk_norm else config.head_dim, config.qk_norm),
+            k_norm_C=norm((qkv - query) // 2 if config.joint_qk_norm else config.head_dim, config.qk_norm),
             attention_output_norm_D=norm(hidden, config.output_norms),
             mlp_output_norm_D=norm(hidden, config.output_norms),
         )

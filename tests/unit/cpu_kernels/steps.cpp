@@ -169,7 +169,7 @@ bool run(const char* isa, const CacheType& cache_type, void* pool) {
     step.logit_rows = logit_rows.data();
     step.num_logits = static_cast<int64_t>(logit_rows.size());
     step.logits = logits.data();
-    if (megatron_run(decoder, pool, &step, 0, 2 * LAYERS + 1) != 0) return false;
+    if (megatron_run(decoder, pool, &step, 0, 3 * LAYERS + 1) != 0) return false;
     std::printf("%s %s %d", isa, cache_type.name, static_cast<int>(number++));
     for (const float logit : logits) std::printf(" %.9g", static_cast<double>(logit));
     std::printf("\n");

@@ -229,7 +229,10 @@ class Doubled(Collectives):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("traits", ["plain", "gemma", "experts", "experts, shares not normalized"])
+@pytest.mark.parametrize(
+    "traits",
+    ["plain", "gemma", "norms of outputs and of all heads", "experts", "experts, shares not normalized"],
+)
 def test_the_phases_of_a_rank_equal_torchs(traits: str) -> None:
     config = dataclasses.replace(PLAIN, **TRAITS[traits])
     ours, reference = in_cpp(config, "float32", collectives=Doubled())

@@ -97,7 +97,8 @@ def call_every_kernel() -> None:
         paged_decode_triton.paged_decode(wide_q, wide_cache, table, lengths, tuning=tuning, **wide)
         paged_prefill_triton.paged_prefill(wide_q, wide_cache, table, lengths, starts, **wide)
         angles, slots = torch.zeros(count, 64), torch.zeros(count, dtype=torch.int64)
-        for norms in ({}, {"q_norm_C": norm, "k_norm_C": norm}):
+        joint = {"q_norm_C": norm.repeat(32), "k_norm_C": norm.repeat(8), "mean_squares_T2": torch.zeros(count, 2)}
+        for norms in ({}, {"q_norm_C": norm, "k_norm_C": norm}, joint):
             qk_norm_rope_append_triton.qk_norm_rope_append(
                 qkv, angles, angles, cache, slots, num_heads=32, num_kv_heads=8, **norms
             )

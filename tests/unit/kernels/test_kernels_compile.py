@@ -18,7 +18,7 @@ VARIANTS = {
     "_choose": 1,
     "_decode_part": 4,
     "_expert_product": 4,
-    "_norm_rope_append": 2,
+    "_norm_rope_append": 3,
     "_place": 1,
     "_prefill_block": 3,
     "_reduce_parts": 2,
@@ -26,8 +26,9 @@ VARIANTS = {
     "_sum_blocks": 1,
     "_swiglu": 2,
 }
-"""Number of compilations by kernel: with and without an addition, splits, norms or a window; two head sizes; both
-activations; expert slots and pairs; tiles for few and for many tokens. Once for all batch sizes."""
+"""Number of compilations by kernel: with and without an addition, splits, norms of each or of all heads, or a window;
+two head sizes; both activations; expert slots and pairs; tiles for few and for many tokens. Once for all batch sizes.
+"""
 
 
 @pytest.fixture(scope="module")

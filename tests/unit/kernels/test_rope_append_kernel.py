@@ -29,14 +29,19 @@ def views(rotary, pairs):
     slots=st.lists(st.one_of(st.just(-1), st.integers(0, PAGES * PAGE - 1)), max_size=4, unique=True),
     heads=st.sampled_from([(1, 1), (9, 3), (4, 2)]),
     head_dim=st.sampled_from([64, 128, 80]),
-    has_norm=st.booleans(),
+    norm=st.sampled_from([None, "of each head", "of all heads"]),
 )
 @few
-def test_rope_append(slots, heads, head_dim, has_norm, dtype, tolerance, generator):
+def test_rope_append(slots, heads, head_dim, norm, dtype, tolerance, generator):
     num_heads, num_kv_heads = heads
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(len(slots), width + 8, generator=generator).to(dtype)[:, :width]
-    norms = [torch.randn(head_dim, generator=generator).to(dtype) for _ in range(2)] if has_norm else [None, None]
+    norms, means = [None, None], None
+    if norm is not None:
+        sizes = [head_dim, head_dim] if norm == "of each head" else [num_heads * head_dim, num_kv_heads * head_dim]
+        norms = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    if norm == "of all heads":
+        means = torch.rand(len(slots), 2, generator=generator) + 0.1
     cos, sin = views(angles(len(slots), head_dim // 2, generator), head_dim // 2)
     cache = torch.randn(PAGES, PAGE, 2 * num_kv_heads * head_dim, generator=generator).to(dtype)
     results = []
@@ -52,6 +57,7 @@ def test_rope_append(slots, heads, head_dim, has_norm, dtype, tolerance, generat
             num_kv_heads=num_kv_heads,
             q_norm_C=norms[0],
             k_norm_C=norms[1],
+            mean_squares_T2=means,
         )
         results.append((own_qkv, own_cache))
     (expected_qkv, expected_cache), (actual_qkv, actual_cache) = results

@@ -45,6 +45,7 @@ LONG_ROPE = LongRopeScaling(
 )
 """For a head of 16; sized() leaves as many factors as a head has pairs."""
 GEMMA = replace(CONFIGS["gemma3_text"], query_scale=11**-0.5)
+OLMO3 = CONFIGS["olmo3"]
 CASES = {
     **CONFIGS,
     "llama, rope of version 3": replace(CONFIGS["llama"], rope_theta=500.0, rope_scaling=SCALED),
@@ -56,6 +57,9 @@ CASES = {
     ),
     "gemma3_text, window of pages": replace(GEMMA, sliding=replace(GEMMA.sliding, window=33)),
     "gemma3_text, window longer than all": replace(GEMMA, sliding=replace(GEMMA.sliding, window=200)),
+    "olmo3, yarn, another base of local layers": replace(
+        OLMO3, rope_scaling=YARN, rope_theta=500.0, sliding=replace(OLMO3.sliding, window=20, rope_theta=2000.0)
+    ),
     "mixtral, window": replace(CONFIGS["mixtral"], sliding=SlidingWindow(window=30, is_local=(True, True, True))),
 }
 DECODERS: dict[type[DecoderModel], dict[str, Any]] = {

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -17,24 +18,31 @@ from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError, YarnScaling
+from megatron_runtime.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    SlidingWindow,
+    UnsupportedModelError,
+    YarnScaling,
+)
 from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
 
 CONFIGS = {
-    # The number of float32 that the file has; transformers wants a multiple of the heads.
-    family: replace(config, rms_norm_eps=2**-20, hidden_size=24)
+    # The number of float32 that the file has; transformers wants a multiple of the heads, for Phi-3 their whole size.
+    family: replace(config, rms_norm_eps=2**-20, hidden_size=48 if family == "phi3" else 24)
     for family, config in FAMILY_EXAMPLES.items()
     if FAMILIES[family].gguf_architecture is not None
 }
 
 
-def make(family: str) -> nn.Module:
+def make(family: str, **traits: Any) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = config_to_hf(CONFIGS[family])
+    config = config_to_hf(replace(CONFIGS[family], **traits))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
@@ -68,7 +76,7 @@ def write(
     model: nn.Module,
     path: Path,
     *,
-    factors: torch.Tensor | None = None,
+    factors: dict[str, torch.Tensor] | None = None,
     tensors_per_file: int = 0,
     **more: Any,
 ) -> None:
@@ -97,8 +105,8 @@ def write(
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         writer.add_tensor(own, tensor.contiguous().numpy())
-    if factors is not None:
-        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    for name, tensor in (factors or {}).items():
+        writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -130,9 +138,10 @@ def test_rope_scaling_of_llama_3_is_derived_from_its_factors(tmp_path: Path) -> 
         factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     plain, scaled = (inverse_frequencies(head_dim=8, theta=500000.0, scaling=one) for one in (None, scaling))
-    write("llama", model, tmp_path / "m.gguf", factors=plain / scaled)
+    write("llama", model, tmp_path / "m.gguf", factors={"rope_freqs.weight": plain / scaled})
     assert GGUFCheckpoint(tmp_path / "m.gguf").config.rope_scaling == scaling
-    write("llama", model, tmp_path / "other.gguf", factors=torch.tensor([1.0, 3.0, 2.0, 1.0]))
+    other = {"rope_freqs.weight": torch.tensor([1.0, 3.0, 2.0, 1.0])}
+    write("llama", model, tmp_path / "other.gguf", factors=other)
     with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight.*Llama 3"):
         GGUFCheckpoint(tmp_path / "other.gguf")
 
@@ -142,9 +151,82 @@ def test_linear_rope_scaling_is_read_and_other_kinds_are_rejected(tmp_path: Path
     linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0}
     write("gemma3_text", model, tmp_path / "linear.gguf", **linear)
     assert GGUFCheckpoint(tmp_path / "linear.gguf").config.rope_scaling == LinearScaling(factor=8.0)
-    write("gemma3_text", model, tmp_path / "long.gguf", add_rope_scaling_type=gguf.RopeScalingType.LONGROPE)
-    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*'linear'"):
-        GGUFCheckpoint(tmp_path / "long.gguf")
+    other = SimpleNamespace(value="dynamic")
+    write("gemma3_text", model, tmp_path / "other.gguf", add_rope_scaling_type=other)
+    with pytest.raises(UnsupportedModelError, match=r"'dynamic'.*'linear'"):
+        GGUFCheckpoint(tmp_path / "other.gguf")
+
+
+LONG_ROPE = LongRopeScaling(
+    short_factor=(1.0, 1.25, 1.5, 2.0),
+    long_factor=(1.0, 2.0, 4.0, 8.0),
+    original_max_position_embeddings=32,
+    attention_factor=math.sqrt(1 + math.log(256 / 32) / math.log(32)),
+)
+LONG_ROPE_TENSORS = {
+    "rope_factors_long.weight": torch.tensor(LONG_ROPE.long_factor),
+    "rope_factors_short.weight": torch.tensor(LONG_ROPE.short_factor),
+}
+
+
+def test_a_file_with_longrope_reads_as_the_model_of_transformers(tmp_path: Path) -> None:
+    """As llama.cpp's converter writes Phi-3: the tensors, and the original length without the kind of scaling."""
+    model = make("phi3", rope_scaling=LONG_ROPE)
+    write("phi3", model, tmp_path / "m.gguf", factors=LONG_ROPE_TENSORS, add_rope_scaling_orig_ctx_len=32)
+    found, expected = GGUFCheckpoint(tmp_path / "m.gguf"), model_in_memory(model).checkpoint
+    require_fitting(found)
+    assert found.config.rope_scaling == expected.config.rope_scaling == LONG_ROPE
+    assert found.config.short_length == 32
+    assert found.kinds == expected.kinds
+
+
+def test_the_attention_factor_of_longrope_is_read_if_the_file_has_it(tmp_path: Path) -> None:
+    more = {"add_rope_scaling_orig_ctx_len": 32, "add_rope_scaling_attn_factors": 1.25}
+    write("phi3", make("phi3"), tmp_path / "m.gguf", factors=LONG_ROPE_TENSORS, **more)
+    assert GGUFCheckpoint(tmp_path / "m.gguf").config.rope_scaling == replace(LONG_ROPE, attention_factor=1.25)
+
+
+def test_an_incomplete_longrope_is_rejected_by_name(tmp_path: Path) -> None:
+    model, length = make("phi3"), {"add_rope_scaling_orig_ctx_len": 32}
+    write("phi3", model, tmp_path / "no-length.gguf", factors=LONG_ROPE_TENSORS)
+    with pytest.raises(UnsupportedModelError, match=r"no field 'rope\.scaling\.original_context_length'.*convert"):
+        GGUFCheckpoint(tmp_path / "no-length.gguf")
+    (name, short), _ = sorted(LONG_ROPE_TENSORS.items(), reverse=True)
+    write("phi3", model, tmp_path / "half.gguf", factors={name: short}, **length)
+    with pytest.raises(UnsupportedModelError, match=r"no tensor 'rope_factors_long\.weight': convert"):
+        GGUFCheckpoint(tmp_path / "half.gguf")
+    write("phi3", model, tmp_path / "none.gguf", add_rope_scaling_type=gguf.RopeScalingType.LONGROPE, **length)
+    with pytest.raises(UnsupportedModelError, match=r"no tensor 'rope_factors_short\.weight': convert"):
+        GGUFCheckpoint(tmp_path / "none.gguf")
+    write("phi3", model, tmp_path / "short.gguf", factors={**LONG_ROPE_TENSORS, name: short[:3]}, **length)
+    with pytest.raises(UnsupportedModelError, match=r"rope_factors_short\.weight.*want one value for each of 4 pairs"):
+        GGUFCheckpoint(tmp_path / "short.gguf")
+
+
+def test_windows_are_read_and_zero_is_none(tmp_path: Path) -> None:
+    model = make("phi3")
+    for window in (0, 7):
+        write("phi3", model, tmp_path / f"{window}.gguf", add_sliding_window=window)
+    assert GGUFCheckpoint(tmp_path / "0.gguf").config.sliding is None
+    assert GGUFCheckpoint(tmp_path / "7.gguf").config.sliding == SlidingWindow(window=7, is_local=(True, True, True))
+
+
+def test_an_olmo_3_may_have_a_period_of_layers_and_the_whole_factor_of_yarn(tmp_path: Path) -> None:
+    """Its converter writes the whole attention factor of YaRN, or none."""
+    model = make("olmo3")
+    more = {
+        "add_sliding_window_pattern": 3,
+        "add_rope_scaling_type": gguf.RopeScalingType.YARN,
+        "add_rope_scaling_factor": 8.0,
+        "add_rope_scaling_orig_ctx_len": 32,
+    }
+    for name, factor in (("own", {"add_rope_scaling_attn_factors": 1.25}), ("computed", {})):
+        write("olmo3", model, tmp_path / f"{name}.gguf", **more, **factor)
+    own, computed = (GGUFCheckpoint(tmp_path / f"{name}.gguf").config for name in ("own", "computed"))
+    assert own.sliding == SlidingWindow(window=5, is_local=(True, True, False), rope_theta=10_000.0)
+    yarn = YarnScaling(factor=8.0, original_max_position_embeddings=32, attention_factor=1.25)
+    assert own.rope_scaling == yarn
+    assert computed.rope_scaling == replace(yarn, attention_factor=0.1 * math.log(8.0) + 1.0)
 
 
 def test_yarn_is_read_with_the_magnitude_that_llama_cpp_computes(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ MIXTURES = [family for family, config in FAMILY_EXAMPLES.items() if config.moe i
 CASES = [
     *((family, ParallelSizes(tensor=2)) for family in FAMILY_EXAMPLES),
     # Three ranks have each key-value head.
-    *((family, ParallelSizes(tensor=6)) for family in ("qwen2", "gemma3_text")),
+    *((family, ParallelSizes(tensor=6)) for family in ("qwen2", "gemma3_text", "olmo2")),
     *((family, ParallelSizes(pipeline=2)) for family in ("gemma3_text", "qwen3")),
     *((family, ParallelSizes(expert=2)) for family in MIXTURES),
     *((family, ParallelSizes(tensor=2, expert=2)) for family in MIXTURES),

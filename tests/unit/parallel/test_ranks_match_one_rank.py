@@ -138,6 +138,31 @@ def test_experts_of_ranks_in_the_kernels_equal_one_rank(
         assert np.shape(answer["routing"]) == (len(prompt) + 11, layers, per_token)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["CPU", "GPU-like"])
+def test_norms_over_the_heads_of_all_ranks_equal_one_rank(start, tmp_path: Path, *, kernels: bool) -> None:
+    """Two ranks have the key-value head, so its mean square is that of either."""
+    config = replace(
+        SMALL,
+        family="olmo2",
+        vocab_size=320,  # every size consists of whole panels and blocks
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=16,
+        qk_norm=True,
+        joint_qk_norm=True,
+        input_norms=False,
+        output_norms=True,
+    )
+    model = str(write_model(tmp_path / "model", config, random_tensors(config, seed=3)))
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model, "records_routing": False}
+    engine = start({**options, "tensor": 2, "pipeline": 1, "expert": 1, "kernels": kernels})
+    expected, found = alone(model, options, decoder=CppDecoder), engine.next_message()
+    assert engine.exit_codes() == [0, 0]
+    check_equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "expert", "kernels"),
     [

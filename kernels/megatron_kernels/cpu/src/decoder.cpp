@@ -64,14 +64,17 @@ void Decoder::run(ThreadPool& pool, const Step& step, int64_t first, int64_t end
   if (step.gathered != nullptr) plan_mixture(step.gathered_tokens);
   pool.run([&](Worker& worker) {
     for (int64_t phase = first; phase < end; ++phase) {
-      if (phase == 2 * model_.num_layers) {
+      const int64_t number = phase / 3;
+      if (number == model_.num_layers) {
         if (step.num_logits > 0) logits(worker, step);
-      } else if (phase % 2 == 0) {
-        attention(worker, step, phase / 2);
-      } else if (layers_[phase / 2].router != nullptr) {
-        mixture(worker, step, layers_[phase / 2], phase / 2 - first / 2);
+      } else if (phase % 3 == 0) {
+        project(worker, step, layers_[number]);
+      } else if (phase % 3 == 1) {
+        attention(worker, step, number);
+      } else if (layers_[number].router != nullptr) {
+        mixture(worker, step, layers_[number], number - first / 3);
       } else {
-        feed_forward(worker, step, layers_[phase / 2]);
+        feed_forward(worker, step, layers_[number]);
       }
     }
   });
@@ -166,14 +169,23 @@ void Decoder::plan_attention(const Step& step, int64_t threads) {
   }
 }
 
-void Decoder::attention(Worker& worker, const Step& step, int64_t number) {
-  const Layer& layer = layers_[number];
+// Queries, keys and values of all tokens, and their mean squares if other ranks need them.
+void Decoder::project(Worker& worker, const Step& step, const Layer& layer) {
   const int64_t width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
   const Prepared x = prepare(worker, layer.qkv[0], step.x, layer.attention_norm, step.tokens);
   float* qkv = qkv_.get();
   for (int64_t i = 0; i < layer.num_qkv; qkv += layer.qkv[i++].outputs) {
     product(worker, &layer.qkv[i], token_blocks_, x, qkv, width, false);
   }
+  if (step.means == nullptr) return;
+  worker.share(step.tokens, [&](int64_t token) {
+    if (layer.qkv_bias != nullptr) operations_.add(layer.qkv_bias, qkv_of(token), width);
+    mean_squares(qkv_of(token), step.means + 2 * token);
+  });
+}
+
+void Decoder::attention(Worker& worker, const Step& step, int64_t number) {
+  const Layer& layer = layers_[number];
   worker.share(step.tokens, [&](int64_t token) { append(step, number, token); });
   worker.share(static_cast<int64_t>(attention_work_.size()),
                [&](int64_t i) { attend(step, number, worker.number(), attention_work_[i]); });
@@ -185,15 +197,27 @@ void Decoder::attention(Worker& worker, const Step& step, int64_t number) {
 void Decoder::append(const Step& step, int64_t number, int64_t token) {
   const Layer& layer = layers_[number];
   const int64_t size = model_.head_dim, heads = model_.heads, kv_heads = model_.kv_heads;
-  const int64_t width = (heads + 2 * kv_heads) * size, angle = step.positions[token] * (size / 2);
-  float* qkv = qkv_.get() + token * width;
-  if (layer.qkv_bias != nullptr) operations_.add(layer.qkv_bias, qkv, width);
+  const int64_t angle = step.positions[token] * (size / 2);
+  const float epsilon = static_cast<float>(model_.epsilon);
+  float* qkv = qkv_of(token);
+  float means[2] = {};
+  if (step.means != nullptr) {  // project() has added the bias
+    std::copy_n(step.means + 2 * token, 2, means);
+  } else {
+    if (layer.qkv_bias != nullptr) operations_.add(layer.qkv_bias, qkv, (heads + 2 * kv_heads) * size);
+    if (model_.joint_qk_norm != 0) mean_squares(qkv, means);
+  }
   const float* cos = (layer.is_local ? step.local_cos : step.cos) + angle;
   const float* sin = (layer.is_local ? step.local_sin : step.sin) + angle;
   for (int64_t head = 0; head < heads + kv_heads; ++head) {
     float* at = qkv + head * size;
-    if (layer.q_norm != nullptr) {
-      operations_.rms_norm(at, head < heads ? layer.q_norm : layer.k_norm, at, size, static_cast<float>(model_.epsilon));
+    const bool is_query = head < heads;
+    const float* norm = is_query ? layer.q_norm : layer.k_norm;
+    if (model_.joint_qk_norm != 0) {
+      const int64_t own = is_query ? head : head - heads;
+      operations_.normalize(at, norm + own * size, at, size, means[is_query ? 0 : 1], epsilon);
+    } else if (norm != nullptr) {
+      operations_.rms_norm(at, norm, at, size, epsilon);
     }
     operations_.rotate(at, cos, sin, size / 2);
   }
@@ -201,6 +225,17 @@ void Decoder::append(const Step& step, int64_t number, int64_t token) {
   const float* kv = qkv + heads * size;
   uint8_t* to = step.cache + number * step.layer_bytes + step.slots[token] * step.row_bytes;
   operations_.write_cache(step.cache_format, kv, to, 2 * kv_heads * size);
+}
+
+float* Decoder::qkv_of(int64_t token) const {
+  return qkv_.get() + token * (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
+}
+
+// The mean squares of a token's queries and keys.
+void Decoder::mean_squares(const float* qkv, float* means) const {
+  const int64_t queries = model_.heads * model_.head_dim, keys = model_.kv_heads * model_.head_dim;
+  means[0] = operations_.dot(qkv, qkv, queries) / static_cast<float>(queries);
+  means[1] = operations_.dot(qkv + queries, qkv + queries, keys) / static_cast<float>(keys);
 }
 
 void Decoder::attend(const Step& step, int64_t number, int64_t thread, const AttentionWork& work) {
@@ -263,8 +298,12 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer, int6
   const float* source = is_gathered ? step.gathered : step.x;
   int32_t* routing = step.routing == nullptr ? nullptr : step.routing + layer_of_call * tokens * per_token;
   worker.share(tokens, [&](int64_t token) {
-    float* normed = scratch(worker.number());
-    operations_.rms_norm(source + token * hidden, layer.mlp_norm, normed, hidden, static_cast<float>(model_.epsilon));
+    const float* normed = source + token * hidden;
+    if (layer.mlp_norm != nullptr) {
+      float* to = scratch(worker.number());
+      operations_.rms_norm(normed, layer.mlp_norm, to, hidden, static_cast<float>(model_.epsilon));
+      normed = to;
+    }
     route(layer, normed, token, routing);
   });
   if (worker.number() == 0) group_by_expert(tokens, layer.num_experts);
@@ -343,8 +382,8 @@ void Decoder::logits(Worker& worker, const Step& step) {
 }
 
 void Decoder::add_sums(ThreadPool& pool, const Step& step, int64_t phase) {
-  const Layer& layer = layers_[phase / 2];
-  const float* norm = phase % 2 == 0 ? layer.attention_output_norm : layer.mlp_output_norm;
+  const Layer& layer = layers_[phase / 3];
+  const float* norm = phase % 3 == 1 ? layer.attention_output_norm : layer.mlp_output_norm;
   pool.run([&](Worker& worker) {
     worker.share(step.tokens, [&](int64_t token) {
       float* sums = step.sums + token * model_.hidden;

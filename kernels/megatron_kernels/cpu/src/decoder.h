@@ -52,8 +52,9 @@ class Decoder {
  public:
   explicit Decoder(const Model& model);
 
-  // Run phases first … end - 1 of a step. Phases 2 l and 2 l + 1 are attention and feed-forward of layer l; phase
-  // 2 · num_layers computes the logits. With Step::sums, a phase does not change x. With Step::gathered, a mixture reads
+  // Run phases first … end - 1 of a step. Phases 3 l, 3 l + 1 and 3 l + 2 are the products of queries, keys and values,
+  // attention, and feed-forward of layer l; phase 3 · num_layers computes the logits. With Step::sums, a phase does not
+  // change x. With Step::means, phase 3 l writes them and phase 3 l + 1 reads them. With Step::gathered, a mixture reads
   // these hidden states and writes Step::gathered_sums.
   void run(ThreadPool& pool, const Step& step, int64_t first, int64_t end);
 
@@ -84,8 +85,11 @@ class Decoder {
   void plan(const Step& step, int64_t threads);
   void plan_mixture(int64_t tokens);
   void plan_attention(const Step& step, int64_t threads);
+  void project(Worker& worker, const Step& step, const Layer& layer);
   void attention(Worker& worker, const Step& step, int64_t number);
   void append(const Step& step, int64_t number, int64_t token);
+  float* qkv_of(int64_t token) const;
+  void mean_squares(const float* qkv, float* means) const;
   void attend(const Step& step, int64_t number, int64_t thread, const AttentionWork& work);
   void feed_forward(Worker& worker, const Step& step, const Layer& layer);
   void mixture(Worker& worker, const Step& step, const Layer& layer, int64_t layer_of_call);

@@ -46,7 +46,7 @@ struct Layer {
   int64_t is_local;  // attends to a window
   const float* attention_norm;
   const float* qkv_bias;
-  const float* q_norm;  // both or none
+  const float* q_norm;  // both or none; [head_dim], with Model::joint_qk_norm [heads][head_dim]
   const float* k_norm;
   const float* attention_output_norm;
   const float* mlp_norm;
@@ -79,6 +79,7 @@ struct Model {
   Matrix head;
   double epsilon;
   double scale;
+  int64_t joint_qk_norm;  // the norms of queries and keys are over all heads of a token
 };
 
 // The tokens of a step and the memory that it reads and writes.
@@ -115,6 +116,9 @@ struct Step {
   // [layers of the call][gathered_tokens, or tokens][routed_per_token]: written by mixtures, the experts of each token, the
   // largest share first; null if they are not recorded.
   int32_t* routing;
+  // [tokens][2]: the mean squares of queries and of keys over the heads of all ranks, with Model::joint_qk_norm: between
+  // two phases the caller averages this rank's over the ranks. Null for one rank.
+  float* means;
 };
 
 }  // namespace megatron

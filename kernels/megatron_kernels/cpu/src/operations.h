@@ -59,6 +59,8 @@ struct Operations {
   void (*unpack_row)(const Matrix& matrix, int64_t output, float* x);
 
   // Rows of floats. `count`: a multiple of 16. x may be y.
+  // y = x · weight / sqrt(mean_square + epsilon); rms_norm() takes the mean of x².
+  void (*normalize)(const float* x, const float* weight, float* y, int64_t count, float mean_square, float epsilon);
   void (*rms_norm)(const float* x, const float* weight, float* y, int64_t count, float epsilon);
   void (*add)(const float* x, float* y, int64_t count);                 // y += x
   void (*scale)(const float* x, float* y, int64_t count, float factor);  // y = x · factor

@@ -17,14 +17,6 @@ inline Floats exponential(Floats x) {
   return where_at_least(x, least, p * power_of_two(n));
 }
 
-// y = x / sqrt(mean(x²) + epsilon) · weight
-inline void rms_norm(const float* x, const float* weight, float* y, int64_t count, float epsilon) {
-  Floats squares = broadcast(0.0f);
-  for (int64_t i = 0; i < count; i += LANES) squares = fma(load(x + i), load(x + i), squares);
-  const Floats factor = broadcast(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(count) + epsilon));
-  for (int64_t i = 0; i < count; i += LANES) store(y + i, load(x + i) * factor * load(weight + i));
-}
-
 // y += x
 inline void add(const float* x, float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) store(y + i, load(y + i) + load(x + i));
@@ -44,6 +36,17 @@ inline float dot(const float* x, const float* y, int64_t count) {
   Floats total = broadcast(0.0f);
   for (int64_t i = 0; i < count; i += LANES) total = fma(load(x + i), load(y + i), total);
   return sum(total);
+}
+
+// y = x · weight / sqrt(mean_square + epsilon)
+inline void normalize(const float* x, const float* weight, float* y, int64_t count, float mean_square, float epsilon) {
+  const Floats factor = broadcast(1.0f / __builtin_sqrtf(mean_square + epsilon));
+  for (int64_t i = 0; i < count; i += LANES) store(y + i, load(x + i) * factor * load(weight + i));
+}
+
+// The same with the mean of x².
+inline void rms_norm(const float* x, const float* weight, float* y, int64_t count, float epsilon) {
+  normalize(x, weight, y, count, dot(x, x, count) / static_cast<float>(count), epsilon);
 }
 
 // y = activation(gate) · up

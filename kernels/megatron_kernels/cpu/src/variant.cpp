@@ -60,6 +60,7 @@ extern const Operations OPERATIONS = {
     prepare,
     multiply,
     unpack_row,
+    normalize,
     rms_norm,
     add,
     scale,

@@ -147,15 +147,16 @@ class KernelDecoder(Decoder):
                 num_kv_heads=self._kv_heads,
                 q_norm_C=layer.q_norm_C,
                 k_norm_C=layer.k_norm_C,
+                mean_squares_T2=self._mean_squares(qkv_TQ) if config.joint_qk_norm else None,
                 epsilon=config.rms_norm_eps,
             )
             q_THC = qkv_TQ.unflatten(1, (-1, config.head_dim))[:, : self._heads]
             out_TH = self._attend(q_THC, cache_PXE, step, is_local=is_local).flatten(1)
             added_TD = self._collectives.all_reduce(layer.output_DH(out_TH))
-            added_TD = self._output_norm(added_TD, layer.attention_output_norm_D)
+            added_TD = self._optional_norm(added_TD, layer.attention_output_norm_D)
             normed_TD = self._add_norm(added_TD, residual_TD, layer.mlp_norm_D)
             routing_TJ = None if routing_GTJ is None else routing_GTJ[number]
-            added_TD = self._output_norm(self._feed_forward(mlp, normed_TD, routing_TJ), layer.mlp_output_norm_D)
+            added_TD = self._optional_norm(self._feed_forward(mlp, normed_TD, routing_TJ), layer.mlp_output_norm_D)
         return residual_TD if added_TD is None else residual_TD + added_TD
 
     def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> torch.Tensor:
@@ -207,9 +208,11 @@ class KernelDecoder(Decoder):
         return self._kernels.add_rms_norm(None, x_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
     def _add_norm(
-        self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor
+        self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add to the residual in place, and return its norm."""
+        """Add to the residual in place, and return its norm, or the residual if `weight_D` is None."""
+        if weight_D is None:
+            return residual_TD if added_TD is None else residual_TD.add_(added_TD)
         return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
 
