@@ -38,7 +38,14 @@ def _check_loads(core: CoordinatorCore) -> None:
 
 def _check_requests(dispatcher: Dispatcher) -> None:
     journal = dispatcher.journal
-    assert journal.bytes == sum(entry.cost() for entry in journal), "journal bytes are miscounted"
+    media = {
+        (entry.media_route, item.digest): len(item.data)
+        for entry in journal
+        if entry.media is not None
+        for item in entry.media.items
+    }
+    expected = sum(entry.cost() for entry in journal) + sum(media.values())
+    assert journal.bytes == expected, "journal bytes are miscounted"
     for entry in journal:
         assert entry.is_open, "an open request is unknown to its client"
         if entry.engine is not None:

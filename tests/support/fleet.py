@@ -149,12 +149,15 @@ class Fleet:
             self.exits.append((name, await self.engines[name].ended()))
             await self.engine(name, *arguments)
 
-    async def server(self, *arguments: str, warm: bool = True) -> tuple[Process, str]:
-        """Start an OpenAI server, and return it and its URL when it is ready. warm: as of engine()."""
+    async def server(
+        self, *arguments: str, warm: bool = True, environment: Mapping[str, str] | None = None
+    ) -> tuple[Process, str]:
+        """Start an OpenAI server, and return it and its URL when it is ready. warm, environment: as of engine()."""
         port, health_port = free_ports(2)
         address = ("--coordinator", f"127.0.0.1:{self.client_port}", "--host", "127.0.0.1", "--port", str(port))
         command = ["-m", RUNTIME_MODULE, "server", *self._options(health_port), *address, *arguments]
-        process, url = self._start(command, health_port, warm=warm), f"http://127.0.0.1:{port}"
+        process = self._start(command, health_port, warm=warm, environment=environment)
+        url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(trust_env=False) as http:
 
             async def is_ready() -> bool:

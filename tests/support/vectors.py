@@ -8,6 +8,7 @@ from __future__ import annotations
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.media import Media, MediaItem, media_digest
 from megatron_runtime.protocol.messages import (
     Abort,
     AnswerFormats,
@@ -45,6 +46,7 @@ UID = bytes(range(16))
 ADAPTERS = AdapterList((Adapter("sql", "hf:org/sql-lora@5d8f"), Adapter("chat", "/models/adapters/chat")))
 _META = RequestMeta(streaming=True, seed=7, deadline_ms=30000)
 _PROMPT, _NONE, _GENERATED = tokens_to_bytes([1, 2, 3]), b"", tokens_to_bytes([4])
+_MEDIA = Media(tokens_to_bytes([1, 9]), (MediaItem("image", media_digest("image", b"file"), 1, 2, b"file"),))
 _PARAMS = pack({"temperature": 0.0, "num_tokens_to_generate": 16})
 _EXTRAS = pack({UID: {"log_probs": [-0.5], "top_n_logprobs": [[[5, -0.5], [9, -1.0]]]}})
 _PLAIN_PARAMS = {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "num_tokens_to_generate": 16}
@@ -172,12 +174,14 @@ VECTORS: dict[str, Vector] = {
     "SET_ADAPTERS": _control(Header.SET_ADAPTERS, adapters=ADAPTERS),
     "DRAIN": _control(Header.DRAIN, engine="demo-engine-0"),
     "DISPATCH": Dispatch(5, UID, 1, _META, _PROMPT, _GENERATED, _PARAMS),
+    "DISPATCH, with media": Dispatch(5, UID, 1, _META._replace(needs="media"), _PROMPT, _GENERATED, _PARAMS, _MEDIA),
     "PARTIAL": Partial(1, [PartialEntry(UID, 5, 1, 2)], tokens_to_bytes([5, 6])),
     "PARTIAL, with log-probs": Partial(1, [PartialEntry(UID, 5, 1, 1)], tokens_to_bytes([5]), _EXTRAS),
     "FINAL": Final(5, UID, tokens_to_bytes([4, 5, 6]), pack({"status": "COMPLETED", "finish_reason": "stop"})),
     "SUBMIT": Submit(UID, _META, _PROMPT, _NONE, _PARAMS),
     "SUBMIT, of a tenant": Submit(UID, _META._replace(tenant="5eed" * 8), _PROMPT, _NONE, _PARAMS),
     "SUBMIT, for an adapter": Submit(UID, _META._replace(adapter="sql"), _PROMPT, _NONE, _PARAMS),
+    "SUBMIT, with media": Submit(UID, _META._replace(needs="media"), _PROMPT, _NONE, _PARAMS, _MEDIA),
     "SUBMIT, with needs": Submit(UID, _META._replace(needs="HIGH_TEMPERATURE"), _PROMPT, _NONE, _PARAMS),
 }
 

@@ -38,6 +38,7 @@ MODEL_CACHE = "model-cache"
 """Volume of spec.model.cache."""
 
 PORT_HUB = 443
+PORT_PLAIN_HTTP = 80
 PORTS_DNS = (53, 5353)
 """Ports of cluster DNS Services, and of OpenShift's DNS pods."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_operator.render.context import (
     PORT_HUB,
+    PORT_PLAIN_HTTP,
     PORTS_DNS,
     Manifest,
     RenderContext,
@@ -109,6 +110,11 @@ def hub_egress() -> dict[str, Any]:
     return {"ports": _tcp(PORT_HUB)}
 
 
+def media_egress() -> dict[str, Any]:
+    """Allow the ports of HTTP and HTTPS on any address: policies have no names of hosts, and the server checks them."""
+    return {"ports": [*_tcp(PORT_PLAIN_HTTP), *_tcp(PORT_HUB)]}
+
+
 def network_policies(ctx: RenderContext) -> list[Manifest]:
     """Return the policies of all components: allowed peers in both directions. The operator's
     namespace, monitoring and the API server reach the health port; a node reaches it on its own pods in any case. A
@@ -133,7 +139,8 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     adapters = [hub_egress()] if has_hub_adapter and not model.source.downloads else []
     to_coordinator = {"to": [_coordinators(ctx)]}
     from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, *source, *adapters]
-    from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source]
+    media = [media_egress()] if ctx.spec.server.allowed_media_hosts else []
+    from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source, *media]
     from_coordinator = []
     if ctx.has_standby:
         coordinator.append({"from": [_coordinators(ctx)], "ports": _tcp(PORT_ADMIN)})

@@ -59,6 +59,7 @@ OPTIONS = (
     of_field("--share-prefix-cache", "server.share_prefix_cache"),
     of_field("--allow-priority", "server.allow_priority"),
     of_field("--allowed-origin", "server.allowed_origins"),
+    of_field("--allowed-media-host", "server.allowed_media_hosts"),
     of_field("--reserve-tokens", "server.reserve_tokens"),
     of_field("--tool-call-parser", "server.tool_call_parser"),
     of_field("--reasoning-parser", "server.reasoning_parser"),

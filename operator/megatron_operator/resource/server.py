@@ -35,6 +35,14 @@ Origin = Annotated[
         "the origin of a web page, such as https://chat.example.com, or * for all",
     ),
 ]
+MediaHost = Annotated[
+    str,
+    Field(max_length=253),
+    Matches(
+        r"^([A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*|\[[0-9A-Fa-f:.]+\])$",
+        "a host of URLs without a port, such as images.example.com or 192.0.2.7",
+    ),
+]
 ModelAlias = Annotated[
     str,
     Field(max_length=256),
@@ -217,6 +225,13 @@ class ServerSpec(ApiModel):
         min_length=1,
         max_length=16,
         description="Origins of web pages that may use the servers (CORS); none if absent.",
+    )
+    allowed_media_hosts: list[MediaHost] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=64,
+        description="Hosts from which servers of spec.engine.backend VLLM fetch images, audio and video of requests; "
+        "data URLs only if absent. A name leads to public addresses only; an address may be private.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,

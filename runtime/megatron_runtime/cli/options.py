@@ -160,6 +160,13 @@ def _adapter(text: str) -> Adapter:
         raise click.BadParameter(f"{error}.") from error
 
 
+def _media_host(text: str) -> str:
+    host = text.lower()
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?|\[[0-9a-f:.]+\]|[0-9a-f]*:[0-9a-f]*:[0-9a-f:.]*", host):
+        raise click.BadParameter(f"{text!r} is no host: use a name or an address, without scheme and port.")
+    return host
+
+
 def _origin(text: str) -> str:
     from megatron_runtime.server.guards import origin_of
 
@@ -169,6 +176,8 @@ def _origin(text: str) -> str:
         raise click.BadParameter(f"{error}.") from error
 
 
+MEDIA_HOST = Parsed("host", _media_host)
+"""A host of URLs: `images.example.com`, `192.0.2.7` or `[2001:db8::7]`."""
 ORIGIN = Parsed("origin", _origin)
 """The origin of a web page: `http://localhost:3000`, or `*` for all."""
 ADAPTER = Parsed("name=source", _adapter)
@@ -325,6 +334,14 @@ server_options = together(
         type=ORIGIN,
         multiple=True,
         help="Web pages of this origin may use the server (CORS), such as http://localhost:3000; *: all. Repeatable.",
+    ),
+    click.option(
+        "--allowed-media-host",
+        "allowed_media_hosts",
+        type=MEDIA_HOST,
+        multiple=True,
+        help="Fetch images, audio and video of requests from this host, with --backend vllm; absent: data URLs only. A "
+        "name leads to public addresses only; an address may be private. Repeatable.",
     ),
     click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line, or YAML; absent: open to all."),
     click.option(

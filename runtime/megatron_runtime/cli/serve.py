@@ -208,6 +208,7 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
             ("--model-name", options.model_names),
             ("--allowed-host", options.allowed_hosts),
             ("--allowed-origin", options.allowed_origins),
+            ("--allowed-media-host", options.allowed_media_hosts),
         )
         for value in values
         for argument in (flag, value)

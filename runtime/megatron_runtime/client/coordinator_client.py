@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -23,6 +24,7 @@ from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Role
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import (
     Abort,
     AnswerFormats,
@@ -75,6 +77,8 @@ class RequestOptions(TypedDict, total=False):
     traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
     on_tokens:        called with the number of new tokens when they arrive, on the connection's event loop, whether a
                       stream is read or not. Tokens then arrive as they are generated also without a stream.
+    media:            images, audio and video of the prompt, which is tokens then. Open requests with the same ones send
+                      them once.
     """
 
     deadline_seconds: float | None
@@ -84,6 +88,7 @@ class RequestOptions(TypedDict, total=False):
     request_id: str
     traceparent: str
     on_tokens: Callable[[int], object] | None
+    media: Media | None
 
 
 class CoordinatorClient:
@@ -120,6 +125,8 @@ class CoordinatorClient:
         """The open requests by number."""
         self._open: dict[bytes, PendingRequest] = {}
         """The same by uid."""
+        self._sent_media: Counter[bytes] = Counter()
+        """Digests of media, with the number of open requests that were submitted with them to this coordinator."""
         self._records = records
         self._read_reply = read_reply
         self._on_stopped = on_stopped
@@ -313,7 +320,15 @@ class CoordinatorClient:
             if request.deadline is not None:
                 seconds = request.deadline - time.perf_counter() + DEADLINE_MARGIN_SECONDS
                 request.timer = asyncio.get_running_loop().call_later(seconds, self._expire, request)
+            self._send(request)
+
+    def _send(self, request: PendingRequest) -> None:
+        """Send SUBMIT, without the data of media that the coordinator got with another open request."""
+        if request.media is None:
             self._link.send(request.submit().to_frames())
+            return
+        self._link.send(request.submit(known_media=self._sent_media).to_frames())
+        self._sent_media.update({item.digest for item in request.media.items})
 
     def _expire(self, request: PendingRequest) -> None:
         """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
@@ -324,8 +339,13 @@ class CoordinatorClient:
     def _forget(self, request: PendingRequest) -> None:
         if request.timer is not None:
             request.timer.cancel()
-        self._open.pop(request.uid, None)
+        was_open = self._open.pop(request.uid, None) is not None
         self.requests.pop(request.request_id, None)
+        if request.media is not None and was_open:
+            for digest in {item.digest for item in request.media.items}:
+                self._sent_media[digest] -= 1
+                if self._sent_media[digest] <= 0:
+                    del self._sent_media[digest]
 
     def _reject(self, request: PendingRequest, error: Exception) -> None:
         self._forget(request)
@@ -343,8 +363,9 @@ class CoordinatorClient:
         elif ack.adapters.generation:  # a restarted coordinator learns the list after it has answered
             self.adapters = ack.adapters
         if forgotten or not self._ever_registered:
+            self._sent_media.clear()
             for request in list(self._open.values()):
-                self._link.send(request.submit().to_frames())
+                self._send(request)
             self._calls.resend()
         self._quotas.registered(supported=bool(ack.quotas), is_forgotten=forgotten or not self._ever_registered)
         self._ever_registered = True
@@ -365,7 +386,10 @@ class CoordinatorClient:
                 self._link.say_hello()
             case Error(uid=bytes() as uid):
                 rejected = self._open.get(uid)
-                if rejected is not None:
+                if rejected is not None and message.code is ErrorCode.MEDIA_MISSING:
+                    # The request that brought the media ended before the coordinator read this one.
+                    self._link.send(rejected.submit().to_frames())
+                elif rejected is not None:
                     code, text, retry = message.code, message.message, message.retry_after_seconds
                     self._reject(rejected, rejection(code, text, retry, message.field))
             case _:

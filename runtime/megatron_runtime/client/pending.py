@@ -7,11 +7,12 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import (
     DETAILS,
     Final,
@@ -63,6 +64,7 @@ class PendingRequest:
     submitted, deadline: on the clock of time.perf_counter().
     future, stream: receives the answer; both may belong to the event loop of another thread.
     on_tokens: called with the number of new tokens when they arrive.
+    media:     images, audio and video of the prompt, with all data.
     """
 
     request_id: int
@@ -79,6 +81,7 @@ class PendingRequest:
     timer: asyncio.TimerHandle | None = None
     generated: bytearray = field(default_factory=bytearray)
     details: dict[str, list[Any]] = field(default_factory=dict)
+    media: Media | None = None
 
     @classmethod
     def make(
@@ -95,14 +98,17 @@ class PendingRequest:
         request_id: str = "",
         traceparent: str = "",
         on_tokens: Callable[[int], object] | None = None,
+        media: Media | None = None,
     ) -> Self:
         """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none.
 
         params: SamplingParams, or another object whose serialize() returns fields of them.
         record: ask for the answer's text and times; see SamplingParams.return_record.
 
-        Raises InvalidSamplingParamsError.
+        Raises InvalidSamplingParamsError, and ValueError for media without data.
         """
+        if media is not None and not all(item.data for item in media.items):
+            raise ValueError("media have an item without data: give the file of each")
         now = time.perf_counter()
         params = copy.copy(SamplingParams.of(params))
         params.return_record |= record
@@ -120,7 +126,7 @@ class PendingRequest:
                 adapter=adapter,
                 request_id=request_id,
                 traceparent=traceparent,
-                needs=needs_of(params),
+                needs=needs_of(params, has_media=media is not None),
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),
@@ -128,6 +134,7 @@ class PendingRequest:
             submitted=now,
             deadline=now + deadline_seconds if deadline_seconds is not None else None,
             on_tokens=on_tokens,
+            media=media,
         )
 
     @property
@@ -137,7 +144,8 @@ class PendingRequest:
 
     @property
     def size(self) -> int:
-        return len(self.prompt) + len(self.params) + len(self.generated)
+        size = len(self.prompt) + len(self.params) + len(self.generated)
+        return size if self.media is None else size + len(self.media.template) + self.media.data_bytes
 
     @property
     def is_done(self) -> bool:
@@ -179,12 +187,18 @@ class PendingRequest:
         elif not loop.is_closed():  # a closed loop has no task that awaits the future
             act()
 
-    def submit(self) -> Submit:
-        """Return the SUBMIT to send now, with the time left and the tokens held."""
+    def submit(self, *, known_media: Collection[bytes] = ()) -> Submit:
+        """Return the SUBMIT to send now, with the time left and the tokens held.
+
+        known_media: digests of media that the coordinator has: their data are left out.
+        """
         meta = self.meta
         if self.deadline is not None:
             meta = meta._replace(deadline_ms=max(0, int((self.deadline - time.perf_counter()) * 1000)))
-        return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params)
+        media = self.media
+        if media is not None and known_media:
+            media = media.without(known_media)
+        return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params, media)
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
         """Return the stream's frame of the new tokens in `tokens`, whose first is number `offset`; None if none is new.

@@ -12,6 +12,7 @@ from megatron_runtime.process.metrics import Histogram, counter, gauge, histogra
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
@@ -40,6 +41,7 @@ class EngineRequest:
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     client_request_id: id of the client's request, for log lines.
     bad_words:        token sequences of the sampling parameter of this name; None: it is not set, or not tokenized.
+    media:            images, audio and video of the prompt; None: it has none.
     """
 
     request_id: int
@@ -54,6 +56,7 @@ class EngineRequest:
     params_bytes: int = 0
     client_request_id: str = ""
     bad_words: Sequence[Sequence[int]] | None = None
+    media: Media | None = None
 
     @classmethod
     def of_dispatch(
@@ -83,6 +86,7 @@ class EngineRequest:
             params_bytes=len(dispatch.params),
             client_request_id=meta.request_id,
             bad_words=bad_words,
+            media=dispatch.media,
         )
 
     def max_total_tokens(self, longest: int) -> int:

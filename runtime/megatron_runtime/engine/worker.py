@@ -34,6 +34,7 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.media import MEDIA_NEED
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
     ENGINE_LEAVES,
@@ -214,7 +215,7 @@ class EngineWorker:
             started_ms=self._started_ms,
             backend=info.name,
             lacks=info.lacks or None,
-            parameters=KNOWN_PARAMETERS,
+            parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )
 
     def _heartbeat(self, incarnation: int) -> Heartbeat:
@@ -407,6 +408,7 @@ class EngineWorker:
         try:
             params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             self._backend.info.check_request(params)
+            self._check_media(dispatch)
             if dispatch.meta.text:
                 tokens = self._backend.tokenize(dispatch.prompt.decode("utf-8", "replace"), add_bos=params.add_BOS)
                 dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
@@ -423,6 +425,17 @@ class EngineWorker:
             logger.debug("request %s received", dispatch.uid.hex(), extra=extra)
         if dispatch.dispatch_id in self._outputs.open:  # not rejected
             self._backend.submit(request)
+
+    def _check_media(self, dispatch: Dispatch) -> None:
+        """Raise ValueError for images, audio or video that the backend does not take, or that did not arrive."""
+        if dispatch.media is not None and Capability.MEDIA not in self._backend.info.capabilities:
+            raise ValueError(
+                f"backend {self._backend.info.name!r} of this engine takes no images, audio or video: leave them out"
+            )
+        if dispatch.media is None and MEDIA_NEED in dispatch.meta.needs.split():
+            raise ValueError(
+                "the coordinator is of a release that does not forward images, audio and video: upgrade it"
+            )
 
     # --- BackendListener ----------------------------------------------------------------------------------------
 

@@ -92,6 +92,7 @@ class ErrorCode(IntEnum):
     MODEL_CHANGED = 409  # of a request: the engines run another model than the one it was made for
     STALE_FENCE = 412  # the coordinator has received a higher fence
     IN_PROGRESS = 423  # another operation is under way
+    MEDIA_MISSING = 428  # the coordinator lacks data that SUBMIT left out: submit again with all of it
     QUEUE_FULL = 429
     ENGINE_FAILED = 500
     UNSUPPORTED = 501  # the engine's backend has no such feature

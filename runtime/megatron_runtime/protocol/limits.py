@@ -4,6 +4,8 @@ from __future__ import annotations
 
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
 MAX_ENGINE_MESSAGE_BYTES = 64 << 20
+MAX_MEDIA_BYTES = 7 << 20
+"""Images, audio and video of one request. SUBMIT with all of them is within the limit of a client's message."""
 MAX_NAME_BYTES = 128
 MAX_OPERATION_ID_BYTES = 64
 MAX_SALT_CHARACTERS = 256

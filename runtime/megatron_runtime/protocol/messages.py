@@ -44,6 +44,7 @@ from megatron_runtime.protocol.codec import unpack_tokens as unpack_tokens
 from megatron_runtime.protocol.codec import values_of_map as values_of_map
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.request_meta import RequestMeta as RequestMeta
 from megatron_runtime.protocol.text import shown
 
@@ -478,14 +479,15 @@ class Submit(NamedTuple):
     prompt: bytes
     generated: bytes
     params: bytes
+    media: Media | None = None
 
     def to_frames(self) -> Frames:
-        uid, meta, prompt, generated, params = self
-        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params))]
+        uid, meta, prompt, generated, params, media = self
+        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params, *_optional(media)))]
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH: coordinator to engine. The three bodies are those of SUBMIT; `generated` may be longer.
+    """DISPATCH: coordinator to engine. The bodies are those of SUBMIT. `generated` may be longer, `media` has all data.
 
     A translator also gets a prompt of PackedTokens.
     """
@@ -497,10 +499,16 @@ class Dispatch(NamedTuple):
     prompt: bytes
     generated: bytes
     params: bytes
+    media: Media | None = None
 
     def to_frames(self) -> Frames:
-        dispatch_id, uid, route, meta, prompt, generated, params = self
-        return [pack((_DISPATCH, dispatch_id, uid, route, meta.items(), prompt, generated, params))]
+        dispatch_id, uid, route, meta, prompt, generated, params, media = self
+        items = dispatch_id, uid, route, meta.items(), prompt, generated, params, *_optional(media)
+        return [pack((_DISPATCH, *items))]
+
+
+def _optional(media: Media | None) -> tuple[list[bytes], ...]:
+    return () if media is None else (media.to_list(),)
 
 
 class PartialEntry(NamedTuple):
@@ -603,7 +611,8 @@ def _body(name: str, value: Any) -> bytes:
 def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
     prompt = _array("prompt", items[3], 1 if meta.text else 4)
-    return Submit(_uid(items[1]), meta, prompt, _array("generated", items[4], 4), _body("params", items[5]))
+    bodies = prompt, _array("generated", items[4], 4), _body("params", items[5])
+    return Submit(_uid(items[1]), meta, *bodies, _media(items[6:], meta, prompt))
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
@@ -611,7 +620,20 @@ def _decode_dispatch(items: list[Any]) -> Dispatch:
     request = RequestMeta.from_list(meta)
     bodies = _array("prompt", prompt, 1 if request.text else 4), _array("generated", generated, 4)
     head = _u64("dispatch id", number), _uid(uid), _u64("route", route)
-    return Dispatch(*head, request, *bodies, _body("params", params))
+    return Dispatch(*head, request, *bodies, _body("params", params), _media(items[8:], request, prompt))
+
+
+def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
+    """Return the optional last element of a request. Its items have tokens within the prompt."""
+    if not rest or rest[0] is None:
+        return None
+    media = Media.from_list(rest[0])
+    last, length = media.items[-1], 0 if meta.text else len(prompt) // 4
+    if last.offset + last.length > length:
+        raise MalformedMessageError(
+            f"media item of tokens {last.offset} to {last.offset + last.length}: the prompt has {length}"
+        )
+    return media
 
 
 def _decode_partial(items: list[Any]) -> Partial:
@@ -668,8 +690,8 @@ def size_of(message: Outgoing) -> int:
 
 
 _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
-    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),
-    int(Header.DISPATCH): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_dispatch),
+    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),  # and media
+    int(Header.DISPATCH): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_dispatch),  # and media
     int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),
     int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
     int(Header.ABORT_REQUEST): ("id", _decode_abort),

@@ -7,6 +7,7 @@ from dataclasses import fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from megatron_runtime.protocol.media import MEDIA_NEED
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 
@@ -31,6 +32,8 @@ class Capability(StrEnum):
     PRIORITY = "priorities"
     PENALTIES = "presence and frequency penalties"
     MIN_P = "min_p"
+    MEDIA = "images, audio and video"
+    """Announced as the parameter MEDIA_NEED."""
 
 
 class Need(NamedTuple):
@@ -86,13 +89,14 @@ LATER_PARAMETERS: dict[str, Any] = {
 """The others with their defaults. An engine that does not announce them would ignore them."""
 
 
-def needs_of(params: SamplingParams) -> str:
+def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
     """Return what a request needs of its engine, as RequestMeta has it; empty for most requests.
 
     These are the names of capabilities, and of the LATER_PARAMETERS that are not at their defaults.
     """
     names = [need.capability.name for need in NEEDS if need.is_used(params)]
     names += [name for name, default in LATER_PARAMETERS.items() if getattr(params, name) != default]
+    names += [MEDIA_NEED] if has_media else []
     return " ".join(dict.fromkeys(names))
 
 
@@ -106,6 +110,8 @@ def described(name: str) -> tuple[str, str]:
 
     A capability of a later release has no parameter here.
     """
+    if name == MEDIA_NEED:
+        return "", Capability.MEDIA.value
     if is_parameter(name):
         return name, f"the sampling parameter {name}"
     for need in NEEDS:

@@ -6,7 +6,8 @@ decide which KV is reused.
 
 SHA-256:     d(-1) = 32 zero bytes; with a salt or an adapter, SHA-256(ROOT_TAG + length of the salt in bytes as
              little-endian int64 + salt + key of the adapter); d(i) = SHA-256(d(i-1) + tokens of block i as
-             little-endian int64); hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
+             little-endian int64 + digests of the images, audio and video that have tokens in block i, in their order);
+             hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
 polynomial:  P = 2**61 - 1; w(j) = 31**j in wrapping int64, modulo P; T(i) = sum of token * w in wrapping int64, modulo
              P; h(-1) = 0; hash(i) = (h(i-1) * 31 + T(i)) modulo P, plus 1.
 """
@@ -14,7 +15,7 @@ polynomial:  P = 2**61 - 1; w(j) = 31**j in wrapping int64, modulo P; T(i) = sum
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
@@ -63,13 +64,19 @@ def block_hashes(
 
 
 def block_digests(
-    tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"", adapter: str = ""
+    tokens: Sequence[int] | npt.NDArray[Any],
+    block_size: int,
+    *,
+    salt: bytes = b"",
+    adapter: str = "",
+    media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
     """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches.
 
     adapter: Adapter.key of the request; empty for the base model.
+    media:   as of digests_after().
     """
-    return digests_after(root_digest(salt, adapter), tokens, block_size)
+    return digests_after(root_digest(salt, adapter), tokens, block_size, media=media)
 
 
 def root_digest(salt: bytes = b"", adapter: str = "") -> bytes:
@@ -79,22 +86,37 @@ def root_digest(salt: bytes = b"", adapter: str = "") -> bytes:
     return hashlib.sha256(ROOT_TAG + len(salt).to_bytes(8, "little") + salt + adapter.encode()).digest()
 
 
-def digests_after(digest: bytes, tokens: Sequence[int] | npt.NDArray[Any], block_size: int) -> list[bytes]:
-    """Return the digests of the complete blocks of `tokens`, which follow the block of `digest`."""
+def digests_after(
+    digest: bytes,
+    tokens: Sequence[int] | npt.NDArray[Any],
+    block_size: int,
+    *,
+    media: Mapping[int, bytes] | None = None,
+) -> list[bytes]:
+    """Return the digests of the complete blocks of `tokens`, which follow the block of `digest`.
+
+    media: by the number of a block, the digests of the images, audio and video that have tokens in it, joined.
+    """
     data = np.asarray(tokens, dtype=_INT64).tobytes()
     sha256 = hashlib.sha256
     width = block_size * _INT64.itemsize
     digests = []
     for end in range(width, len(data) + 1, width):
-        digest = sha256(digest + data[end - width : end]).digest()
+        block = data[end - width : end]
+        if media:
+            block += media.get(end // width - 1, b"")
+        digest = sha256(digest + block).digest()
         digests.append(digest)
     return digests
 
 
-def frame_hashes(frame: bytes, block_size: int, *, salt: str = "", adapter: str = "") -> list[int]:
+def frame_hashes(
+    frame: bytes, block_size: int, *, salt: str = "", adapter: str = "", media: Mapping[int, bytes] | None = None
+) -> list[int]:
     """Return the SHA-256 block hashes of encoded tokens, little-endian int32. Called for every request."""
     from_bytes = int.from_bytes  # hash_of_digest(), inlined
-    digests = block_digests(np.frombuffer(frame, _INT32), block_size, salt=salt.encode(), adapter=adapter)
+    tokens = np.frombuffer(frame, _INT32)
+    digests = block_digests(tokens, block_size, salt=salt.encode(), adapter=adapter, media=media)
     return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]
 
 

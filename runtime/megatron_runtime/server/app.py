@@ -109,7 +109,12 @@ def create_app(
     service = Service(
         settings=settings,
         client=backend,
-        prompts=Prompts(tokenizer, chat_format, max_sequence_length=settings.max_sequence_length),
+        prompts=Prompts(
+            tokenizer,
+            chat_format,
+            max_sequence_length=settings.max_sequence_length,
+            media_hosts=settings.allowed_media_hosts,
+        ),
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
         api_keys=ApiKeys(settings.api_keys_file),
         chat_format=chat_format,

@@ -77,6 +77,8 @@ class ServerSettings:
     allowed_hosts:      values of the Host header, without port, that are served; a browser's Origin must equal the Host
                         header; empty: any.
     allowed_origins:    origins of web pages that may use the server, such as "http://localhost:3000"; "*": all.
+    allowed_media_hosts: hosts from which images, audio and video of requests are fetched: names, or addresses, which
+                        may be private; empty: requests have data URLs only.
     connections:        deadlines and limits of HTTP connections.
     vllm_metrics:       also expose metrics under their vllm: names.
     """
@@ -111,6 +113,7 @@ class ServerSettings:
     linger_seconds: float = 0.0
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_media_hosts: tuple[str, ...] = ()
     connections: ConnectionLimits = ConnectionLimits()
     vllm_metrics: bool = True
     access_log: bool = False

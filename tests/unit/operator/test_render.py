@@ -523,15 +523,29 @@ def test_lists_of_the_server_become_repeated_options() -> None:
             server={
                 "modelAliases": ["gpt-3.5-turbo", "org/name"],
                 "allowedOrigins": ["https://chat.example.com", "http://[::1]:3000"],
+                "allowedMediaHosts": ["images.example.com", "::1"],
                 "generationConfig": "none",
             }
         )
     )
     values = list(pairwise(arguments))
+    assert [value for flag, value in values if flag == "--allowed-media-host"] == ["images.example.com", "::1"]
     assert [value for flag, value in values if flag == "--model-name"][1:] == ["gpt-3.5-turbo", "org/name"]
     origins = [value for flag, value in values if flag == "--allowed-origin"]
     assert origins == ["https://chat.example.com", "http://[::1]:3000"]
     assert ("--generation-config", "none") in values
+
+
+@pytest.mark.parametrize("host", ["https://images.example.com", "images.example.com:80", "a/b", "*", ""])
+def test_what_is_no_host_of_media_is_rejected(host: str) -> None:
+    with pytest.raises(ValueError, match="a host of URLs without a port"):
+        _context(server={"allowedMediaHosts": [host]})
+
+
+def test_servers_that_fetch_media_reach_the_ports_of_http() -> None:
+    reached = _egress(_context(server={"allowedMediaHosts": ["images.example.com"]}))
+    assert reached["server"][-1] == ("any", {80, 443})
+    assert reached["engine"] == _egress(_context())["engine"]
 
 
 @pytest.mark.parametrize("origin", ["chat.example.com", "https://a.example/path", "https://", "null"])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_runtime.protocol.media import MediaItem, media_digest, media_of_blocks
 from megatron_runtime.protocol.messages import tokens_to_bytes
 from megatron_runtime.requests.hashing import (
     HASH_BASE,
@@ -59,6 +60,20 @@ def test_vectors() -> None:
         5_692_183_559_612_814_371,
         9_019_037_889_110_113_973,
     ]
+
+
+def test_media_are_part_of_the_blocks_that_have_their_tokens() -> None:
+    tokens, cat, dog = list(range(1, 13)), media_digest("image", b"cat"), media_digest("image", b"dog")
+    shown = [MediaItem("image", cat, 2, 5, b""), MediaItem("image", dog, 7, 1, b"")]
+    expected, digest = [], bytes(32)
+    for start, media in ((0, cat), (4, cat + dog), (8, b"")):
+        block = b"".join(token.to_bytes(8, "little") for token in tokens[start : start + 4])
+        digest = hashlib.sha256(digest + block + media).digest()
+        expected.append(hash_of_digest(digest))
+    assert frame_hashes(tokens_to_bytes(tokens), 4, media=media_of_blocks(shown, 4)) == expected
+    later = [MediaItem("image", cat, 9, 2, b"")]
+    plain = frame_hashes(tokens_to_bytes(tokens), 4)
+    assert frame_hashes(tokens_to_bytes(tokens), 4, media=media_of_blocks(later, 4))[:2] == plain[:2]
 
 
 @given(TOKENS, st.integers(1, 20))

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import Charge, EngineStatus, FailedRequest, Quota, Reserve, StatusReply
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
@@ -74,6 +75,8 @@ class ScriptedBackend:
         """The adapter of each request."""
         self.request_ids: list[str] = []
         """The id of the HTTP request of each request."""
+        self.media: list[Media | None] = []
+        """Images, audio and video of each request."""
         self.open = 0
         self.aborted = 0
         self.status_requests = 0
@@ -125,6 +128,7 @@ class ScriptedBackend:
         self.tenants.append(options.get("tenant", ""))
         self.adapters_asked.append(options.get("adapter", ""))
         self.request_ids.append(options.get("request_id", ""))
+        self.media.append(options.get("media"))
 
     async def until(self, *, open_requests: int | None = None, aborted: int | None = None) -> None:
         """Wait until the counts are as given."""

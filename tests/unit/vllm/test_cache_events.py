@@ -50,6 +50,15 @@ def test_salts_and_adapters_have_blocks_of_their_own() -> None:
     assert _translator().translate(0, _batch(both)).stored == expected
 
 
+def test_blocks_have_the_digests_of_the_media_in_them() -> None:
+    from megatron_runtime.backends.vllm.cache_events import CacheEventTranslator
+
+    translator = CacheEventTranslator(4, {"hash of a cat": b"cat", "hash of a dog": b"dog"})
+    keys = [("tenant", ["hash of a cat", 2]), (["hash of a cat", -2], ["hash of a dog", 3]), None]
+    events = translator.translate(0, _batch(_stored([7, 8, 9], TOKENS, keys=keys)))
+    assert events.stored == block_digests(TOKENS, 4, salt=b"tenant", media={0: b"cat", 1: b"catdog"})
+
+
 def test_removed_blocks_are_evicted_by_their_digest() -> None:
     from vllm.distributed.kv_events import BlockRemoved
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS}
+ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS, Capability.MEDIA}
 _OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.CALL_STRUCTURE, Capability.BAD_WORDS, Capability.TEXT})
 """Capabilities that need a tokenizer."""
 

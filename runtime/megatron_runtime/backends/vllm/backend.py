@@ -36,6 +36,7 @@ from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, 
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
+from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -53,6 +54,7 @@ pool. Its imports alone take 900 MiB."""
 CAPABILITIES = frozenset(Capability) - {
     Capability.PROFILER,
     Capability.ADAPTERS,
+    Capability.MEDIA,
     Capability.HIDDEN_STATES,
     Capability.HIGH_TEMPERATURE,
 }
@@ -414,6 +416,7 @@ class VllmBackend(EngineBackend):
             opened.tokens[free:],
             sorted(opened.stop_ids),
             opened.max_total_tokens - opened.prompt_length - free,
+            _sent_media(request),
         )
 
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
@@ -650,12 +653,21 @@ async def _dropped(request_id: int, process: VllmProcess | None) -> None:
             await process.call("abort", request_id)
 
 
+def _sent_media(request: EngineRequest) -> list[Any] | None:
+    """Return the media of a request as service.Submission has them."""
+    if request.media is None:
+        return None
+    template = tokens_from_bytes(request.media.template).tolist()
+    return [template, [[item.kind, item.digest, item.data] for item in request.media.items]]
+
+
 def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
     """Return the capabilities of a started vLLM, as service.py describes it."""
     lacks = frozenset() if started["forces_tokens"] else WITHOUT_FORCED_TOKENS
     if started["speculates"]:
         lacks |= WITH_SPECULATION_LACKS
-    return (CAPABILITIES | ({Capability.ADAPTERS} if started["has_adapters"] else frozenset())) - lacks
+    has = {Capability.ADAPTERS: started["has_adapters"], Capability.MEDIA: started["takes_media"]}
+    return (CAPABILITIES | {capability for capability, is_there in has.items() if is_there}) - lacks
 
 
 def _pairs(top: list[list[list[Any]]] | None) -> Any:

@@ -7,7 +7,7 @@ tokens and all blocks before it. `BlockStored` has the tokens and the name of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -55,10 +55,12 @@ class CacheEventTranslator:
     """Digests of the blocks in vLLM's prefix cache, by vLLM's names of them.
 
     block_size: tokens of the blocks that are translated. Caches of other layers than attention may have others.
+    media:      digests of images, audio and video by vLLM's names of them.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, media: Mapping[str, bytes] | None = None) -> None:
         self._block_size = block_size
+        self._media = {} if media is None else media
         self._digests: dict[Any, bytes] = {}
         self._next_number: int | None = None
 
@@ -100,18 +102,33 @@ class CacheEventTranslator:
             before = known
         else:
             return []  # the block before was stored in a batch that is lost
-        digests = digests_after(before, event.token_ids, event.block_size)
+        digests = digests_after(before, event.token_ids, event.block_size, media=self._media_of(event))
         self._digests.update(zip(event.block_hashes, digests, strict=True))
         return digests
 
+    def _media_of(self, event: BlockStored) -> dict[int, bytes]:
+        """Return the digests of the media in each block. Their keys are pairs of a name and an offset."""
+        found = {}
+        for block, keys in enumerate(event.extra_keys or ()):
+            names = [key[0] for key in keys or () if isinstance(key, list | tuple) and key]
+            if names:
+                found[block] = b"".join(self._media.get(name, b"") for name in names)
+        return found
 
-async def follow_cache_events(endpoint: str, block_size: int, deliver: Callable[[CacheEvents], None]) -> None:
+
+async def follow_cache_events(
+    endpoint: str,
+    block_size: int,
+    deliver: Callable[[CacheEvents], None],
+    *,
+    media: Mapping[str, bytes] | None = None,
+) -> None:
     """Deliver the changes that vLLM publishes at `endpoint`, until the task is cancelled.
 
-    block_size: as for CacheEventTranslator.
+    block_size, media: as for CacheEventTranslator.
     """
     decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-    translator = CacheEventTranslator(block_size)
+    translator = CacheEventTranslator(block_size, media)
     context = zmq.asyncio.Context.instance()
     with context.socket(zmq.SUB) as socket:
         socket.connect(endpoint)

@@ -40,6 +40,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from megatron_runtime.backends.vllm.arguments import engine_arguments, logits_processor_of, sleep_level
 from megatron_runtime.backends.vllm.cache_events import MergedCaches, endpoint_of, follow_cache_events
 from megatron_runtime.backends.vllm.channel import Channel, frame, receive
+from megatron_runtime.backends.vllm.media import Item, MediaReader, takes_media
 from megatron_runtime.backends.vllm.models import (
     eos_ids,
     model_directory,
@@ -90,6 +91,7 @@ class Submission:
     generated:  tokens of the answer that an engine generated earlier.
     stop_ids:   tokens that end the answer.
     max_tokens: length of the answer at which it ends, `generated` included.
+    media:      the prompt with one placeholder for each image, audio or video, and these; None: it has none.
     """
 
     request_id: int
@@ -100,6 +102,7 @@ class Submission:
     generated: list[int]
     stop_ids: list[int]
     max_tokens: int
+    media: tuple[list[int], list[Item]] | None = None
 
 
 class VllmService:
@@ -113,6 +116,7 @@ class VllmService:
         self._directory = directory
         self._calls: set[asyncio.Task[None]] = set()
         self._llm: AsyncLLM | None = None
+        self._media: MediaReader | None = None
         self._sockets = tempfile.TemporaryDirectory(prefix="megatron-vllm-")
         self._endpoint = f"ipc://{self._sockets.name}/inproc-cache-events"
         self._arguments = engine_arguments(settings, directory, cache_events=self._endpoint)
@@ -143,6 +147,7 @@ class VllmService:
             "has_adapters": config.lora_config is not None,
             "speculates": config.speculative_config is not None,
             "forces_tokens": bool(self._arguments.logits_processors),
+            "takes_media": takes_media(model),
         }
 
     async def serve(self, end: socket.socket) -> None:
@@ -183,6 +188,8 @@ class VllmService:
         PROGRESS.report(Stage.LOAD, 0, weights_bytes(Path(self._arguments.model)))
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
         self._llm = llm
+        if takes_media(config.model_config):
+            self._media = MediaReader(llm.renderer)
         self._background.append(asyncio.create_task(self._watch_health(llm)))
         self._background.append(asyncio.create_task(self._report_metrics()))
         if self._settings.prefix_caching:
@@ -198,7 +205,8 @@ class VllmService:
         merged = MergedCaches(ranks)
         for rank in range(ranks):
             deliver = self._report_cache if ranks == 1 else partial(self._report_merged, merged, rank)
-            following = follow_cache_events(endpoint_of(self._endpoint, rank), block_size, deliver)
+            media = None if self._media is None else self._media.names
+            following = follow_cache_events(endpoint_of(self._endpoint, rank), block_size, deliver, media=media)
             self._background.append(asyncio.create_task(following))
 
     async def run_workers(self) -> None:
@@ -318,7 +326,10 @@ class VllmService:
         assert self._llm is not None
         generated = request.generated
         skipped = len(generated) if must_force(params) else 0
-        tokens = TokensPrompt(prompt_token_ids=request.prompt + generated[skipped:])
+        tokens: Any = TokensPrompt(prompt_token_ids=request.prompt + generated[skipped:])
+        if request.media is not None:
+            assert self._media is not None
+            tokens = await self._media.engine_input(*request.media, tokens["prompt_token_ids"])
         if params.cache_salt:
             tokens["cache_salt"] = params.cache_salt
         stream = self._llm.generate(

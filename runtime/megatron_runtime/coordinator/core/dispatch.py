@@ -25,6 +25,7 @@ from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import PromptReader
 from megatron_runtime.process.logs import of_request
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     Abort,
@@ -91,13 +92,25 @@ class Dispatcher:
         A uid that is open already is the same request on another connection. A uid that was answered on this very
         connection was sent before the client read the answer.
         """
-        uid, meta, prompt, generated, params = submit
+        uid, meta, prompt, generated, params, media = submit
         if uid in client.answered:
             return
         known = self.journal.get(uid)
         if known is not None:
             self._take_over(known, client, tokens_held=len(generated) // 4)
             return
+        if media is not None:
+            media = self.journal.media.completed(client.route, media)
+            if media is None:
+                message = "the coordinator lacks data of its images, audio or video: submit it again with all data"
+                error = Error(code=ErrorCode.MEDIA_MISSING, message=message, uid=uid)
+                self._context.answer(client, error.to_frames())  # without the uid: it may be submitted again
+                return
+            if (size := media.data_bytes) > limits.MAX_MEDIA_BYTES:
+                message = f"images, audio and video of the request take {size} bytes: at most {limits.MAX_MEDIA_BYTES}"
+                error = Error(code=ErrorCode.TOO_LARGE, message=message, uid=uid)
+                self._context.answer(client, error.to_frames(), uid=uid)
+                return
         now, tokens = self._context.now, len(generated) // TOKEN_BYTES
         entry = Entry(
             uid=uid,
@@ -113,8 +126,10 @@ class Dispatcher:
             hashes=None if self._router.by_prefix else {},
             forwarded=tokens,
             held=tokens,
+            media=media,
+            media_route=client.route,
         )
-        entry.admitted_bytes = entry.cost()
+        entry.admitted_bytes = entry.cost() + self.journal.media.added_bytes(entry)
         verdict = self._admission.decide(entry)
         if isinstance(verdict, Rejection):
             self._trace(entry, error=verdict.message)
@@ -252,7 +267,7 @@ class Dispatcher:
             # The coordinator keeps these partials: they report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
-        bodies = entry.prompt, bytes(entry.generated), entry.params
+        bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media
         self._context.effects.append((engine.peer, Dispatch(dispatch_id, entry.uid, route, meta, *bodies)))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
@@ -283,7 +298,10 @@ class Dispatcher:
             return {}
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
         key = adapter.key if adapter is not None else ""
-        return self._router.hashes_of(entry.prompt, self._engines.block_sizes, salt=entry.meta.cache_salt, adapter=key)
+        items = () if entry.media is None else entry.media.items
+        return self._router.hashes_of(
+            entry.prompt, self._engines.block_sizes, salt=entry.meta.cache_salt, adapter=key, media=items
+        )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
         """The connection of `engine` did not accept a dispatch: the request gets its place in the queue back."""

@@ -12,20 +12,70 @@ from itertools import count
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Band, Entry, Levels, Tenant, TenantKey
+from megatron_runtime.protocol.media import Media
 
 GRAIN_SECONDS = 0.02
 """A request expires at most this much later than its deadline, and never earlier."""
 
 
-class Journal:
-    """Every open request by uid, so that it can be dispatched again: prompt, parameters, tokens so far.
+class MediaStore:
+    """The images, audio and video of open requests, each once for all requests of one client.
 
-    bytes: the sum of the costs of its entries, bounded by `limit_bytes` at admission.
+    Only those of one client, because a digest is not checked here: no client can change what another one's names.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, bytes], tuple[bytes, int]] = {}
+        """By the route of the client and the digest: the data, and the number of open requests with them."""
+
+    def completed(self, route: int, media: Media) -> Media | None:
+        """Return the media with the data that are held already; None if data were left out that are not held."""
+        items = [
+            item if (held := self._held.get((route, item.digest))) is None else item._replace(data=held[0])
+            for item in media.items
+        ]
+        return media._replace(items=tuple(items)) if all(item.data for item in items) else None
+
+    def added_bytes(self, entry: Entry) -> int:
+        """Return how many bytes the media of a request would add."""
+        if entry.media is None:
+            return 0
+        new = {item.digest: len(item.data) for item in entry.media.items}
+        return sum(size for digest, size in new.items() if (entry.media_route, digest) not in self._held)
+
+    def add(self, entry: Entry) -> None:
+        for key, data in _media_of(entry).items():
+            held, requests = self._held.get(key, (data, 0))
+            self._held[key] = held, requests + 1
+
+    def remove(self, entry: Entry) -> int:
+        """Remove those of a request that ended, and return how many bytes no other request holds."""
+        removed = 0
+        for key in _media_of(entry):
+            data, requests = self._held[key]
+            if requests > 1:
+                self._held[key] = data, requests - 1
+            else:
+                del self._held[key]
+                removed += len(data)
+        return removed
+
+
+def _media_of(entry: Entry) -> dict[tuple[int, bytes], bytes]:
+    items = () if entry.media is None else entry.media.items
+    return {(entry.media_route, item.digest): item.data for item in items}
+
+
+class Journal:
+    """Every open request by uid, so that it can be dispatched again: prompt, media, parameters, tokens so far.
+
+    bytes: the sum of the costs of its entries and of `media`, bounded by `limit_bytes` at admission.
     """
 
     def __init__(self, *, limit_bytes: int) -> None:
         self.bytes = 0
         self.limit_bytes = limit_bytes
+        self.media = MediaStore()
         self._entries: dict[bytes, Entry] = {}
 
     def __len__(self) -> int:
@@ -44,6 +94,8 @@ class Journal:
     def add(self, entry: Entry) -> None:
         self._entries[entry.uid] = entry
         self.bytes += entry.admitted_bytes
+        if entry.media is not None:
+            self.media.add(entry)
 
     def replace_prompt(self, entry: Entry, prompt: bytes) -> None:
         self.bytes += len(prompt) - len(entry.prompt)
@@ -60,6 +112,8 @@ class Journal:
     def remove(self, entry: Entry) -> None:
         if self._entries.pop(entry.uid, None) is not None:
             self.bytes -= entry.cost()
+            if entry.media is not None:
+                self.bytes -= self.media.remove(entry)
 
 
 class WaitingQueue:

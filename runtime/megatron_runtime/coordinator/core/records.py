@@ -18,6 +18,7 @@ from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import (
     AnswerFormats,
     ControlCommit,
@@ -288,6 +289,8 @@ class Entry:
     is_replay:  it waits because its engine was lost, and is dispatched before others.
     moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
     dispatched_at, dispatches: its first dispatch that an engine's connection accepted, None before, and their number.
+    media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
+    media_route: route of the client that sent them.
     """
 
     uid: bytes
@@ -319,6 +322,8 @@ class Entry:
     dispatched_at: float | None = None
     dispatches: int = 0
     num_indexed: int = 0
+    media: Media | None = None
+    media_route: int = 0
 
     @property
     def tokens_so_far(self) -> int:
@@ -330,6 +335,8 @@ class Entry:
 
     def cost(self) -> int:
         bodies = len(self.prompt) + len(self.params) + len(self.generated)
+        if self.media is not None:
+            bodies += len(self.media.template)  # MediaStore counts the data
         return bodies + self.details_bytes + ENTRY_OVERHEAD_BYTES
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_runtime.coordinator.core.records import Engine, Entry
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.media import MEDIA_NEED
 from megatron_runtime.requests.capabilities import described, is_parameter
 
 RETRY_AFTER_SECONDS = 1.0
@@ -81,6 +82,10 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
     if not engines or not all(engine.lacking(needs) for engine in engines):
         return None
     missing = engines[0].lacking(needs)
+    if missing == MEDIA_NEED:
+        message = "the request has images, audio or video, which no engine that may answer takes: leave them out, or "
+        message += "serve a model that takes them with the backend vllm"
+        return Rejection(ErrorCode.INVALID_REQUEST, message)
     if is_parameter(missing):
         message = f"sampling parameter {missing} is of a later release than every engine that may answer: "
         message += "use its default, or upgrade the engines"

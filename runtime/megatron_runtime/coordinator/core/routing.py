@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.media import MediaItem, media_of_blocks
 from megatron_runtime.requests.config import RoutingPolicy
 
 PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
@@ -151,7 +152,13 @@ class EngineRouter:
         self._turn = 0
 
     def hashes_of(
-        self, prompt: bytes, block_sizes: Iterable[int] = (), *, salt: str = "", adapter: str = ""
+        self,
+        prompt: bytes,
+        block_sizes: Iterable[int] = (),
+        *,
+        salt: str = "",
+        adapter: str = "",
+        media: Sequence[MediaItem] = (),
     ) -> PromptHashes:
         """Block hashes of a prompt (little-endian int32) that the policy uses, for each block size of the engines."""
         if not self.by_prefix:
@@ -167,7 +174,8 @@ class EngineRouter:
         for size in sizes:
             if size > 0 and len(prompt) >= size * TOKEN_BYTES:
                 used = prompt[: size * TOKEN_BYTES] if self._by_first_block else prompt
-                hashes[size] = self._hash(used, size, salt=salt, adapter=adapter)
+                of_blocks = media_of_blocks(media, size) if media else None
+                hashes[size] = self._hash(used, size, salt=salt, adapter=adapter, media=of_blocks)
         return hashes
 
     def select(self, candidates: Sequence[Engine], hashes: PromptHashes) -> Engine:

@@ -6,12 +6,13 @@ turns the first into tokens and the answers' text back. Every route is converted
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.requests.sampling_params import MAX_MARKERS
 from megatron_runtime.sampling.grammar_dialects import normalised
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
@@ -30,10 +31,12 @@ class RenderedChat:
 
     text:   to be encoded, without the tokens that the model expects around a text.
     tokens: in place of the text, if the format renders to tokens.
+    media:  images, audio and video of the conversation, at their tokens.
     """
 
     text: str = ""
     tokens: list[int] | None = None
+    media: Media | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,7 @@ class ChatFormat(Protocol):
     tool_format:      name of the format of calls, for /v1/models and the log; None: unknown, calls are text.
     reasoning_format: name of the format of reasoning; None: it is part of the text.
     offers_tools:     whether requests may have tools.
+    takes:            which of image, audio and video conversations may have.
     """
 
     @property
@@ -126,6 +130,9 @@ class ChatFormat(Protocol):
 
     @property
     def offers_tools(self) -> bool: ...
+
+    @property
+    def takes(self) -> Collection[str]: ...
 
     def render(self, conversation: ChatTemplateInput) -> RenderedChat:
         """Return the prompt of a conversation. Raises ChatTemplateError."""
@@ -222,6 +229,7 @@ class NativeChatFormat:
         self.tool_format = None if formats.tools is None else formats.tools.name
         self.reasoning_format = formats.reasoning_name
         self.offers_tools = formats.offers_tools
+        self.takes: Collection[str] = ()
 
     def render(self, conversation: ChatTemplateInput) -> RenderedChat:
         """Return the prompt of a conversation as text. Raises ChatTemplateError."""

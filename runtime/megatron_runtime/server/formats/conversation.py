@@ -67,7 +67,8 @@ class _Form:
     def is_complete(self, text: str) -> bool:
         """Return whether a prompt has what it must have."""
         system = (message["content"] for message in self.messages if message["role"] == "system")
-        return not self.has_all_system_text or all(content.strip() in text for content in system)
+        texts = [part["text"] for content in system for part in _parts(content) if part["type"] == "text"]
+        return not self.has_all_system_text or all(part.strip() in text for part in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +78,22 @@ class ChatTemplateInput:
     tools:     functions that the model may call, as JSON.
     variables: of the template.
     continues: the answer continues the last message, so the prompt ends within it.
+    media:     kind (protocol.media.KINDS) and file of each image, audio and video. The content of a message is a text,
+               or a list of parts: {"type": "text", "text"}, or {"type": "media", "number"} for one of these.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     variables: Mapping[str, Any]
     continues: bool = False
+    media: Sequence[tuple[str, bytes]] = ()
 
     def render(self, renderer: Renderer) -> str:
         """Return the text of the prompt.
 
         Raises ChatTemplateError for messages that the template rejects in every form, or that cannot be continued.
         """
-        if self.continues:
+        if self.continues and not self.media:  # a renderer of media ends the prompt there itself
             return self._unfinished(renderer)
         rejection: ChatTemplateRejectedError | None = None
         accepted: str | None = None
@@ -178,13 +182,25 @@ def _short_id(id_: str) -> str:
 def _without_calls(message: Message) -> dict[str, Any]:
     """Return a message with calls and results as text. Only the roles system, user and assistant remain."""
     if message["role"] == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        return {"role": "user", "content": _joined(["<tool_response>", message["content"], "</tool_response>"], "\n")}
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
     calls = [
         f"{_CALL_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{_CALL_CLOSE}"
         for call in message.get("tool_calls", ())
     ]
-    return {**kept, "content": "\n".join([kept["content"], *calls] if kept["content"] else calls or [""])}
+    return {**kept, "content": _joined([kept["content"], *calls] if kept["content"] else calls or [""], "\n")}
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Return a content as parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def _joined(contents: Sequence[Any], separator: str) -> Any:
+    """Return the joined contents: a text if all are texts, else parts."""
+    if all(isinstance(content, str) for content in contents):
+        return separator.join(contents)
+    return [part for content in contents for part in _parts(content)]
 
 
 def _without_system(messages: Sequence[Message]) -> Iterator[Message]:
@@ -215,5 +231,5 @@ def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
         for name in ("content", *THOUGHT_FIELDS):
             texts = [each[name] for each in (last, message) if each.get(name)]
             if texts:
-                last[name] = "\n\n".join(texts)
+                last[name] = _joined(texts, "\n\n")
     return merged

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_runtime.protocol.answer_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
+from megatron_runtime.protocol.media import Media, MediaItem, media_digest
 from megatron_runtime.server.formats.chat_format import (
     AnswerParserError,
     AnswerRequest,
@@ -30,6 +31,7 @@ from megatron_runtime.server.formats.recognition import CALL, opens_reasoning, w
 from megatron_runtime.server.formats.vllm_processes import UnusableError, VllmProcesses
 from megatron_runtime.tokenization import (
     ChatTemplate,
+    ChatTemplateError,
     ChatTemplateRejectedError,
     ChatTemplateUnusableError,
     Detokenizer,
@@ -115,6 +117,7 @@ class VllmChatFormat:
             self._reasoning is not None or native.reasoning_format is None
         )
         self.offers_tools = native.offers_tools
+        self.takes: Collection[str] = parsers["takes"]
         self.tool_format = _name(self._tools) if self._reads else native.tool_format
         self.reasoning_format = _name(self._reasoning) if self._reads else native.reasoning_format
         self._markers = tuple(tokenizer.token_bytes(token).decode() for token in sorted(tokenizer.special_ids))
@@ -129,10 +132,9 @@ class VllmChatFormat:
 
         Raises ChatTemplateError.
         """
-        rendering = _Rendering(self._tokenizer, self._processes)
+        rendering = _Rendering(self._tokenizer, self._processes, conversation)
         text = conversation.render(rendering)
-        tokens = rendering.tokens.get(text)
-        return RenderedChat(text=text) if tokens is None else RenderedChat(tokens=tokens)
+        return rendering.rendered.get(text) or RenderedChat(text=text)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         """Return the tokens of a text. Raises ValueError for a text that cannot be encoded."""
@@ -199,13 +201,15 @@ class VllmAnswerFormat:
 class _Rendering:
     """Renders the forms of one conversation with vLLM.
 
-    tokens: of each prompt that was rendered, by its text.
+    rendered: tokens and media of each prompt that was rendered, by its text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, processes: VllmProcesses) -> None:
-        self.tokens: dict[str, list[int]] = {}
+    def __init__(self, tokenizer: Tokenizer, processes: VllmProcesses, conversation: ChatTemplateInput) -> None:
+        self.rendered: dict[str, RenderedChat] = {}
         self._tokenizer = tokenizer
         self._processes = processes
+        self._media = conversation.media
+        self._continues = conversation.continues and bool(conversation.media)
 
     def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
         return self._tokenizer.template_for(tools)
@@ -217,15 +221,30 @@ class _Rendering:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        conversation = {"messages": list(messages), "tools": tools, "variables": variables or {}}
+        conversation = {
+            "messages": list(messages),
+            "tools": tools,
+            "variables": variables or {},
+            "continues": self._continues,
+        }
         try:
-            reply = self._processes.render(conversation)
+            reply = self._processes.render(conversation, self._media)
         except AnswerParserError as error:
+            if self._media:
+                # Most likely their decoded size: a worker has limits of memory and time.
+                raise ChatTemplateError(f"the images, audio or video cannot be read: {error}") from error
             raise ChatTemplateUnusableError(f"the conversation cannot be rendered: {error}") from error
         if (reason := reply.get("rejected")) is not None:
             raise ChatTemplateRejectedError(f"the conversation cannot be rendered: {reason}")
         tokens = array("i")
         tokens.frombytes(reply["tokens"])
         text: str = reply["text"]
-        self.tokens[text] = tokens.tolist()
+        media = None
+        if self._media:
+            items = [
+                MediaItem(kind, media_digest(kind, data), offset, length, data)
+                for (kind, data), (offset, length) in zip(self._media, reply["spans"], strict=True)
+            ]
+            media = Media(reply["template"], tuple(sorted(items, key=lambda item: item.offset)))
+        self.rendered[text] = RenderedChat(tokens=tokens.tolist(), media=media)
         return text

@@ -129,7 +129,7 @@ class VllmProcesses:
         self._keys = itertools.count()
 
     async def start(self) -> dict[str, Any]:
-        """Start the parent, and return its parsers: `tools`, `reasoning`, `skips_special`.
+        """Start the parent, and return its parsers: `tools`, `reasoning`, `skips_special`, and what the model `takes`.
 
         Raises UnusableError, UnknownSettingError.
         """
@@ -198,14 +198,15 @@ class VllmProcesses:
         ours.setblocking(False)
         return ours, reply["pid"]
 
-    def render(self, conversation: Mapping[str, Any]) -> dict[str, Any]:
+    def render(self, conversation: Mapping[str, Any], media: Sequence[tuple[str, bytes]] = ()) -> dict[str, Any]:
         """Return the worker's reply to a conversation: `text` and `tokens`, or `rejected`. Blocks; called from threads.
 
-        conversation: `messages`, `tools` and `variables` of the template.
+        conversation: `messages`, `tools` and `variables` of the template; `continues`: end within the last message.
+        media:        kind and file of the images, audio and video that parts of messages name by number.
         Raises AnswerParserError.
         """
         assert self._loop is not None
-        fields = {"conversation": json.dumps(conversation)}
+        fields = {"conversation": json.dumps(conversation), "media": media}
         worker = min(self.renderers, key=lambda worker: worker.load)
         done: Future[dict[str, Any]] = asyncio.run_coroutine_threadsafe(worker.call(_Render(fields)), self._loop)
         return done.result()

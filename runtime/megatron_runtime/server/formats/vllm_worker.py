@@ -23,6 +23,7 @@ from megatron_runtime.process.sacrificial_process import OUT_OF_MEMORY, limit_me
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.answer_formats import REASONING_FORMATS, TOOL_FORMATS
 from megatron_runtime.protocol.codec import UnpackLimits, pack, unpack
+from megatron_runtime.protocol.media import data_url
 from megatron_runtime.server.formats.vllm_parsers import REASONING_PARSERS, TOOL_PARSERS, parsers_of
 
 MESSAGE_LIMITS = UnpackLimits(frame_bytes=1 << 30, elements=1 << 27, containers=1 << 24, depth=300)
@@ -31,6 +32,11 @@ HEADER = struct.Struct("<dQ")
 """Seconds that a batch may take, and its length in bytes."""
 SIZE = struct.Struct("<Q")
 
+_SMALL_IMAGE = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000040000000400802000000250be689000000224944415478daedc1010d000000"
+    "c2a0f74f6d0f07140000000000000000000000f06e30400001ece1c8970000000049454e44ae426082"
+)
+"""A PNG of 64 x 64 pixels."""
 TEXT, REASONING, CALL, ARGUMENTS = range(4)
 """Kinds of events in replies: each is [kind, text]."""
 
@@ -52,7 +58,8 @@ class Formats:
         from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.tool_parsers import ToolParserManager
 
-        config = AsyncEngineArgs(model=setup["directory"]).create_model_config()
+        # No features of media are kept: this process has no use for them.
+        config = AsyncEngineArgs(model=setup["directory"], mm_processor_cache_gb=0).create_model_config()
         config.quantization = None  # no weights are read
         config.max_model_len = (1 << 31) - 1  # the server checks lengths itself
         installed = (
@@ -88,7 +95,33 @@ class Formats:
             reasoning_parser=self.reasoning,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._template: Sequence[int] = ()
+        """Tokens of the last conversation before its media were expanded."""
+        self.takes = _modalities(renderer)
+        if self.takes:
+            self._observe(renderer)
         self.skips_special = [self._skips_special(has_tools=has_tools) for has_tools in (False, True)]
+        if "image" in self.takes:
+            self._warm_up(renderer)
+
+    def _warm_up(self, renderer: Any) -> None:
+        """Read one image here, so that each worker has what the first one imports. No thread may start before a fork,
+        so this is not the way of render().
+        """
+        image = {"type": "image_url", "image_url": {"url": data_url("image", _SMALL_IMAGE)}}
+        request = self.request([], {}, messages=[{"role": "user", "content": [image]}])
+        with contextlib.suppress(Exception):  # a model may take larger images only
+            renderer.render_chat([request.messages], request.build_chat_params(None, "auto"))
+
+    def _observe(self, renderer: Any) -> None:
+        """Note the tokens of each conversation before its media are expanded, which the answer of vLLM lacks."""
+        process = renderer.process_for_engine_async
+
+        async def observed(prompt: Any, *arguments: Any, **options: Any) -> Any:
+            self._template = prompt["prompt_token_ids"]
+            return await process(prompt, *arguments, **options)
+
+        renderer.process_for_engine_async = observed
 
     def _fits(self) -> bool:
         """Return whether the parser of reasoning can be made: some need tokens that the tokenizer may lack."""
@@ -140,14 +173,20 @@ class Formats:
         )
 
     def render(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the text and the tokens of a conversation; `rejected`: why it has none."""
+        """Return the text and the tokens of a conversation; `rejected`: why it has none.
+
+        With media also the tokens before they were expanded, `template`, and of each the offset and number of its
+        tokens, `spans`.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         conversation = json.loads(operation["conversation"])
         tools, variables = conversation["tools"] or (), conversation["variables"]
+        media = operation.get("media", ())
         fields = {
-            "messages": conversation["messages"],
-            "add_generation_prompt": variables.pop("add_generation_prompt", True),
+            "messages": [_with_media(message, media) for message in conversation["messages"]],
+            "add_generation_prompt": variables.pop("add_generation_prompt", True) and not conversation["continues"],
+            "continue_final_message": conversation["continues"],
         }
         try:
             # vLLM may take `auto` for a model without a parser only if the request has no choice of tools.
@@ -166,7 +205,56 @@ class Formats:
         text = prompt.get("prompt")
         if not isinstance(text, str):
             text = self._tokenizer.decode(tokens, skip_special_tokens=False)
-        return {"text": text, "tokens": array("i", tokens).tobytes()}
+        reply = {"text": text, "tokens": array("i", tokens).tobytes()}
+        if media:
+            try:
+                spans = _spans([kind for kind, _ in media], prompt.get("mm_placeholders") or {})
+            except ValueError as error:
+                return {"rejected": str(error)}
+            reply |= {"template": array("i", self._template).tobytes(), "spans": spans}
+        return reply
+
+
+def _modalities(renderer: Any) -> list[str]:
+    """Return which of image, audio and video the model takes."""
+    mm_processor = getattr(renderer, "mm_processor", None)
+    if mm_processor is None:
+        return []
+    limits = mm_processor.info.allowed_mm_limits
+    return [modality for modality in ("image", "audio", "video") if limits.get(modality)]
+
+
+def _with_media(message: Mapping[str, Any], media: Sequence[Sequence[Any]]) -> Mapping[str, Any]:
+    """Return a message with data URLs in place of the numbers of its media."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        if part["type"] == "media":
+            kind, data = media[part["number"]]
+            name = f"{kind.partition('/')[0]}_url"
+            parts.append({"type": name, name: {"url": data_url(kind, data)}})
+        else:
+            parts.append(part)
+    return {**message, "content": parts}
+
+
+def _spans(kinds: Sequence[str], placeholders: Mapping[str, Sequence[Any]]) -> list[list[int]]:
+    """Return offset and number of the tokens of each item. Raises ValueError if vLLM found other items."""
+    left = {modality: list(ranges) for modality, ranges in placeholders.items()}
+    spans = []
+    for kind in kinds:
+        ranges = left.get(kind.partition("/")[0])
+        if not ranges:  # the model has one modality for images and videos, or its chat template left the item out
+            ranges = next((each for name, each in left.items() if name not in ("image", "audio", "video")), None)
+        if not ranges:
+            raise ValueError(f"the model's chat template left the {kind} out")
+        first = ranges.pop(0)
+        spans.append([first.offset, first.length])
+    if any(left.values()):
+        raise ValueError("vLLM found more images, audio or video than the conversation has")
+    return spans
 
 
 def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
@@ -329,7 +417,12 @@ def main() -> None:
         return
     _send(
         control,
-        {"tools": formats.tools, "reasoning": formats.reasoning, "skips_special": formats.skips_special},
+        {
+            "tools": formats.tools,
+            "reasoning": formats.reasoning,
+            "skips_special": formats.skips_special,
+            "takes": formats.takes,
+        },
     )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that ended
     while True:

@@ -109,8 +109,11 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
         add_special=bool(body.add_special_tokens),
         is_cut=body.truncate_prompt_tokens is not None,
     )
-    characters = sum(len(message.content) + len(message.thought) for message in body.messages)
-    prompt = await service.while_connected(request, work, characters=characters)
+    characters = sum(message.size for message in body.messages)
+    rendered = await service.while_connected(request, work, characters=characters)
+    prompt = rendered.tokens
+    if rendered.media is not None:
+        _check_without_media(body)
     if body.prevent_retokenization:
         prompt = await _with_earlier_tokens(service, body, prompt, lease)
     prompt = service.prompts.truncated(prompt, body)
@@ -139,13 +142,20 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
     )
     parallel_calls = body.parallel_tool_calls is not False
     return PreparedChat(
-        Prompt(prompt, param="messages"),
+        Prompt(prompt, param="messages", media=rendered.media),
         options,
         tools,
         answer,
         parallel_calls=parallel_calls,
         shows_reasoning=body.include_reasoning is not False,
     )
+
+
+def _check_without_media(body: ChatRequest) -> None:
+    """Raise ApiError 400 for a field that changes the prompt of a conversation with images, audio or video."""
+    for name in ("add_BOS", "prevent_retokenization"):
+        if getattr(body, name):
+            raise invalid_value(name, "it cannot be combined with images, audio or video: leave one of them out")
 
 
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
@@ -258,9 +268,10 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
         service.prompts.checked(earlier, param=param)
         return earlier[:-1] if earlier[-1] in eos_ids else earlier
     variables = {**_template_variables(service, request), "add_generation_prompt": False}
-    upto = await service.prompts.encode_chat(
+    rendered = await service.prompts.encode_chat(
         messages[: last + 1], lease=lease, tools=request.offered_tools, variables=variables
     )
+    upto = rendered.tokens
     ends = [at for at, token in enumerate(upto) if token in eos_ids]
     # Special tokens are never merged with text, so both have the same tokens up to the end of the answer.
     if not ends or prompt[: ends[-1] + 1] != upto[: ends[-1] + 1]:

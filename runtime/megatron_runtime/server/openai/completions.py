@@ -102,17 +102,18 @@ async def tokenize(service: Service, request: Request) -> Response:
     if body.prompt is not None:
         characters = len(body.prompt)
         add_special = body.add_special_tokens is not False
-        work = prompts.encode(body.prompt, lease=lease, param="prompt", add_special=add_special)
+        encoding = prompts.encode(body.prompt, lease=lease, param="prompt", add_special=add_special)
+        tokens = await service.while_connected(request, encoding, characters=characters)
     else:
         messages, variables = body.messages or [], dict(body.chat_template_kwargs or {})
         if body.add_generation_prompt is not None:
             variables["add_generation_prompt"] = body.add_generation_prompt
-        characters = sum(len(message.content) for message in messages)
+        characters = sum(message.size for message in messages)
         continues = bool(body.continue_final_message)
-        work = prompts.encode_chat(
+        rendering = prompts.encode_chat(
             messages, lease=lease, tools=body.tools or (), variables=variables, continues=continues
         )
-    tokens = await service.while_connected(request, work, characters=characters)
+        tokens = (await service.while_connected(request, rendering, characters=characters)).tokens
     fields = {"count": len(tokens), "max_model_len": prompts.sequence_limit}
     ids = await _json_list(tokens, lambda token: token, lease)
     parts = [to_json(fields)[:-1], b',"tokens":[', ids, b"]"]

@@ -263,16 +263,18 @@ class Generation:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
             # An answer that is aborted counts against a limit as far as it was generated.
-            options = self._options(None if self._reservation is None else observed.count)
+            options = self._options(job, None if self._reservation is None else observed.count)
             with _rejections(self.field_names):
                 reply = await self.service.client.add_request(job.prompt.tokens, job.params, **options)
             piece = self._finished(job, choice, reply, observed)
         with closing(_Parsing(self.answer)) as parsing:
             return await parsing.parsed(piece) if parsing.is_elsewhere else piece
 
-    def _options(self, on_tokens: Callable[[int], object] | None) -> RequestOptions:
+    def _options(self, job: Job, on_tokens: Callable[[int], object] | None) -> RequestOptions:
         traceparent = "" if self.span is None else self.span.traceparent
+        media: RequestOptions = {} if job.prompt.media is None else {"media": job.prompt.media}
         return {
+            **media,
             "tenant": self.key.tenant,
             "adapter": self.adapter,
             "request_id": self.request_id,
@@ -341,7 +343,8 @@ class Generation:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
         parsing = _Parsing(self.answer)
         with closing(parsing), self._observed(job, streams=True) as observed, _rejections(self.field_names):
-            stream = client.add_request_streaming(job.prompt.tokens, job.params, **self._options(observed.count))
+            options = self._options(job, observed.count)
+            stream = client.add_request_streaming(job.prompt.tokens, job.params, **options)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo

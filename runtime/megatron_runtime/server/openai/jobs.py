@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_runtime.client.pending import TOKEN_BYTES
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import pack
 from megatron_runtime.requests.rules import is_number
 from megatron_runtime.requests.sampling_params import (
@@ -83,11 +84,13 @@ class Prompt:
 
     param:  the request field that has it, for errors.
     echoed: its text, if the answer begins with it.
+    media:  its images, audio and video.
     """
 
     tokens: list[int]
     param: str
     echoed: str | None = None
+    media: Media | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +387,7 @@ def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choi
     except OverflowError as error:
         raise invalid_value(format_field, "it has a number beyond 64 bits; use a smaller one") from error
     sent = choices * sum(each + TOKEN_BYTES * len(prompt.tokens) for prompt in prompts)
+    sent += sum(prompt.media.data_bytes for prompt in prompts if prompt.media is not None)  # once for all choices
     if sent > MAX_SENT_BYTES:
         message = (
             f"Prompts and parameters of all choices take {sent} bytes, at most {MAX_SENT_BYTES} are allowed: ask for "

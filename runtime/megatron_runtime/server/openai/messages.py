@@ -7,7 +7,7 @@ those of https://docs.anthropic.com/en/api/messages.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -22,6 +22,7 @@ from pydantic import (
     Tag,
     ValidationError,
     ValidationInfo,
+    field_validator,
 )
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,6 +36,7 @@ from megatron_runtime.server.json_prefix import JsonPrefix
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
+from megatron_runtime.server.openai.content import MediaPart, Parts
 from megatron_runtime.server.openai.fields import COUNT_TOKENS_POLICY, MESSAGES_POLICY, served, within
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
@@ -93,20 +95,67 @@ def _as_result(value: Any) -> Any:
     return [] if value is None else _as_blocks(value)
 
 
+def _readable_source(value: Any) -> Any:
+    """Return the source of a part of a result, which other servers may write in other ways; None: it is another."""
+    is_known = isinstance(value, dict) and value.get("type") in ("base64", "url")
+    return value if is_known and all(isinstance(member, str) for member in value.values()) else None
+
+
 TextBlocks: TypeAlias = Annotated[
     list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_blocks)
 ]
 
 
+class ImageSource(Body):
+    """Where an image is: in the request, or at a URL."""
+
+    type: Literal["base64", "url"]
+    media_type: StrictStr | None = None
+    data: StrictStr | None = None
+    url: StrictStr | None = None
+
+    @property
+    def as_url(self) -> str:
+        """Return a URL of the image; empty: the source names none."""
+        if self.type == "url":
+            return self.url or ""
+        return f"data:{self.media_type or 'image/x'};base64,{self.data}" if self.data else ""
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: ImageSource
+
+    @field_validator("source")
+    @classmethod
+    def _names_an_image(cls, value: ImageSource) -> ImageSource:
+        if not value.as_url:
+            raise ValueError("an image needs a source of type base64 with data, or of type url with a url")
+        return value
+
+    def as_part(self) -> MediaPart:
+        return MediaPart("image", self.source.as_url, self.type)
+
+
 class ResultPart(Body):
-    """A part of the result of a call. One that is no text, such as an image, is a placeholder for the model."""
+    """A part of the result of a call. One that the model does not take, such as an image, is a placeholder for it."""
 
     type: StrictStr
     text: StrictStr | None = None
     tool_name: StrictStr | None = None
+    source: Annotated[ImageSource | None, BeforeValidator(_readable_source)] = None
 
-    def as_text(self) -> str:
-        return self.text or "" if self.type == "text" else f"[{' '.join(filter(None, (self.type, self.tool_name)))}]"
+    def as_part(self) -> str | MediaPart:
+        if self.type == "text":
+            return self.text or ""
+        placeholder = f"[{' '.join(filter(None, (self.type, self.tool_name)))}]"
+        url = self.source.as_url if self.type == "image" and self.source is not None else ""
+        return MediaPart("image", url, self.type, placeholder) if url else placeholder
+
+
+def _content_of(parts: Sequence[str | MediaPart]) -> str | Parts:
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else Parts(tuple(parts))
 
 
 class ToolResultBlock(Body):
@@ -137,7 +186,7 @@ class ServerToolBlock(Body):
 
 
 _Content: TypeAlias = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ServerToolBlock,
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ServerToolBlock,
     Field(discriminator="type"),
 ]
 
@@ -157,16 +206,19 @@ class AnthropicMessage(Body):
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
         """Yield the messages of a chat. Results of calls are messages of their own, before the text of the turn."""
-        texts = [block.text for block in self.content if isinstance(block, TextBlock)]
+        parts: list[str | MediaPart] = []
+        for block in self.content:
+            if isinstance(block, TextBlock | ImageBlock):
+                parts.append(block.text if isinstance(block, TextBlock) else block.as_part())
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                content = "\n".join(part.as_text() for part in block.content)
+                content = _content_of([part.as_part() for part in block.content])
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         calls = [block for block in self.content if isinstance(block, ToolUseBlock)]
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
         if self.content and all(isinstance(block, ToolResultBlock) for block in self.content):
             return
-        message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
+        message: dict[str, Any] = {"role": self.role, "content": _content_of(parts)}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
@@ -258,8 +310,9 @@ class CountTokensRequest(ModelRequest):
     }
 
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
-        description="Roles user, assistant and system. Content is a string, or blocks of type text, thinking, tool_use "
-        "and tool_result: also those of an earlier answer. An image in a result is a placeholder for the model."
+        description="Roles user, assistant and system. Content is a string, or blocks of type text, image, thinking, "
+        "tool_use and tool_result: also those of an earlier answer. See [images, audio and "
+        "video](http-api-behaviour.md#images-audio-and-video)."
     )
     system: TextBlocks = Field(default_factory=list, description="The system message: a string, or text blocks.")
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(

@@ -7,18 +7,28 @@ longer texts. So a text of a few kilobytes never waits for megabytes. What waits
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from megatron_runtime.process.fair_lanes import BudgetExceededError, FairLanes
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
-from megatron_runtime.server.formats.chat_format import ChatFormat
+from megatron_runtime.server.formats.chat_format import ChatFormat, RenderedChat
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
+from megatron_runtime.server.openai.content import MediaPart, Parts, check_taken
 from megatron_runtime.server.openai.jobs import check_vocabulary
+from megatron_runtime.server.openai.media import MediaLoader
 from megatron_runtime.server.openai.schema import ChatMessage, GenerationRequest, Tool
-from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
+from megatron_runtime.tokenization import (
+    ChatTemplateError,
+    ChatTemplateRejectedError,
+    ChatTemplateUnusableError,
+    Tokenizer,
+)
 from megatron_runtime.tokenization.chat_template import RENDERERS
 
 TEXT_TOKENIZED_IN_PLACE = 4096
@@ -68,16 +78,33 @@ class TextLanes:
         self._lanes.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a conversation. media: its images, audio and video."""
+
+    tokens: list[int]
+    media: Media | None = None
+
+
 class Prompts:
     """Turns the texts and conversations of requests into tokens, and tokens into text.
 
     chat_format: renders conversations, and encodes what it renders.
     max_sequence_length: most tokens of prompt and answer together; None means what the model was made for.
+    media_hosts: as of MediaLoader.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat, *, max_sequence_length: int | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_format: ChatFormat,
+        *,
+        max_sequence_length: int | None,
+        media_hosts: Sequence[str] = (),
+    ) -> None:
         self.tokenizer = tokenizer
         self._chat_format = chat_format
+        self._media = MediaLoader(media_hosts)
         limits = [limit for limit in (max_sequence_length, tokenizer.context_length) if limit is not None]
         self.sequence_limit = min(limits, default=None)
         self.lanes = TextLanes()
@@ -120,35 +147,58 @@ class Prompts:
         continues: bool = False,
         add_special: bool = False,
         is_cut: bool = False,
-    ) -> list[int]:
-        """Return the tokens of a conversation, with the tools described in it.
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation, with the tools described in it.
 
         continues:           the prompt ends within the last message, which the answer continues.
         add_special, is_cut: as of encode().
 
-        Raises ApiError 400, and what encode() raises; 500 for a chat template that renders no conversation.
+        Raises ApiError 400, and what encode() and MediaLoader.load() raise; 500 for a chat template that renders no
+        conversation.
         """
+        takes = self._chat_format.takes
+        parts = _media_parts(messages, takes)
+        for param, part in parts:
+            check_taken(part, takes, param=param)
+        if parts and is_cut:
+            problem = "it cannot be combined with images, audio or video: leave one of them out"
+            raise invalid_value("truncate_prompt_tokens", problem)
         conversation = ChatTemplateInput(
-            [message.for_template() for message in messages],
+            _for_template(messages, takes),
             tools=[tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools],
             variables=variables or {},
             continues=continues,
+            media=await self._media.load(parts, lease=lease) if parts else (),
         )
-        render = partial(self._chat_format.render, conversation)
         try:
-            rendered = await self.lanes.run("render", lease, render)
+            rendered = await self._rendered(conversation, messages, lease=lease)
         except ChatTemplateUnusableError as error:
             raise ApiError(500, f"{error}.", code="chat_template_unusable") from error
         except ChatTemplateError as error:
             raise ApiError(400, f"{error}.", param=error.variable or "messages", code="invalid_value") from error
         if rendered.tokens is not None:
             lease.add(TOKEN_BYTES * len(rendered.tokens))
-            return rendered.tokens
+            return ChatPrompt(rendered.tokens, rendered.media)
         size = _bytes_at_most(rendered.text)
         lease.add(size)
         tokens = await self.encode(rendered.text, lease=lease, param="messages", add_special=add_special, is_cut=is_cut)
         lease.add(-size)
-        return tokens
+        return ChatPrompt(tokens)
+
+    async def _rendered(
+        self, conversation: ChatTemplateInput, messages: Sequence[ChatMessage], *, lease: Lease
+    ) -> RenderedChat:
+        """Return a rendered conversation. If its template rejects media in results of calls, they become placeholders.
+
+        Raises ChatTemplateError.
+        """
+        try:
+            return await self.lanes.run("render", lease, partial(self._chat_format.render, conversation))
+        except ChatTemplateRejectedError:
+            if not conversation.media or _media_parts(messages, ()):
+                raise
+            text = replace(conversation, messages=_for_template(messages, ()), media=())
+            return await self.lanes.run("render", lease, partial(self._chat_format.render, text))
 
     async def decode(
         self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True, is_whole: bool = True
@@ -202,6 +252,21 @@ class Prompts:
             return self._chat_format.encode(text, add_special=add_special)
         except ValueError as error:
             raise invalid_value(param, str(error)) from error
+
+
+def _media_parts(messages: Sequence[ChatMessage], takes: Collection[str]) -> list[tuple[str, MediaPart]]:
+    """Return the media of a prompt, each with the name of its field."""
+    return [
+        (f"messages[{number}].content", part)
+        for number, message in enumerate(messages)
+        if isinstance(message.content, Parts)
+        for part in message.content.media(takes)
+    ]
+
+
+def _for_template(messages: Sequence[ChatMessage], takes: Collection[str]) -> list[dict[str, Any]]:
+    numbers = itertools.count()
+    return [message.for_template(takes, numbers) for message in messages]
 
 
 def _bytes_at_most(text: str) -> int:

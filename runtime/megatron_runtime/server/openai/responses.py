@@ -32,6 +32,7 @@ from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
+from megatron_runtime.server.openai.content import MediaPart, Parts
 from megatron_runtime.server.openai.fields import RESPONSES_POLICY, served
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
@@ -208,8 +209,8 @@ class ResponsesRequest(SampledRequest):
 
     input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A text, or items: messages, reasoning, calls of functions, custom tools and shells, and their "
-        "results; also those of an earlier answer. Content is a string, or parts with a text. Items of tools that "
-        "another server ran are left out."
+        "results; also those of an earlier answer. Content is a string, or parts with a text or [an "
+        "image](http-api-behaviour.md#images-audio-and-video). Items of tools that another server ran are left out."
     )
     instructions: StrictStr | None = served("The system message, before the input.")
     max_output_tokens: MaxTokens | None = served(
@@ -390,18 +391,31 @@ def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result_of(output: Any) -> Any:
-    """Return the text of the result of a call. An image becomes a placeholder, and an object JSON."""
+    """Return the content of the result of a call. An image has a placeholder, and an object becomes JSON."""
     if output is None or isinstance(output, str):
         return output
-    parts = output if isinstance(output, list) else [output]
-    texts = [_IMAGE_TEXT if _is_image(part) else _text_of([part]) for part in parts]
-    if all(isinstance(text, str) for text in texts):
-        return "\n".join(texts)
-    return json.dumps(output, ensure_ascii=False)
+    parts = [_part_of(part, is_result=True) for part in (output if isinstance(output, list) else [output])]
+    if any(part is None for part in parts):
+        return json.dumps(output, ensure_ascii=False)
+    return _content_of([part for part in parts if part is not None], "\n")
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("input_image", "image")
+def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
+    """Return the text or the image of a content part; None: it has neither."""
+    if not isinstance(part, dict):
+        return None
+    if part.get("type") in ("input_image", "image"):
+        value = part.get("image_url")
+        url = value.get("url") if isinstance(value, dict) else value
+        placeholder = _IMAGE_TEXT if is_result else None
+        return MediaPart("image", url, part["type"], placeholder) if isinstance(url, str) and url else placeholder
+    text = part.get("text", part.get("refusal"))
+    return text if isinstance(text, str) else None
+
+
+def _content_of(parts: Sequence[str | MediaPart], separator: str) -> str | Parts:
+    texts = [part for part in parts if isinstance(part, str)]
+    return separator.join(texts) if len(texts) == len(parts) else Parts(tuple(parts))
 
 
 def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
@@ -419,13 +433,13 @@ def _thought_of(item: dict[str, Any]) -> str:
 
 
 def _text_of(content: Any) -> Any:
-    """Return the text of content parts; anything else unchanged, for the chat request to reject."""
+    """Return the text and images of content parts; anything else unchanged, for the chat request to reject."""
     if not isinstance(content, list):
         return content
-    parts = [part.get("text", part.get("refusal")) if isinstance(part, dict) else None for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    if len(texts) == len(parts):
-        return "".join(texts)
+    parts = [_part_of(part, is_result=False) for part in content]
+    readable = [part for part in parts if part is not None]
+    if len(readable) == len(parts):
+        return _content_of(readable, "")
     return [{"type": part.get("type") if isinstance(part, dict) else None} for part in content]
 
 

@@ -7,7 +7,7 @@ its first wrong element.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -40,6 +40,7 @@ from megatron_runtime.server.errors import shown
 from megatron_runtime.server.formats.conversation import THOUGHT_FIELDS
 from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS
 from megatron_runtime.server.guards import JsonScan, load_json
+from megatron_runtime.server.openai.content import MediaPart, Parts, media_part
 from megatron_runtime.server.openai.fields import (
     CHAT_POLICY,
     COMPLETION_POLICY,
@@ -483,6 +484,7 @@ class ToolCall(Body):
 
 
 _ABSENT = object()
+_MEDIA_CHARACTERS = 8192
 
 
 class ChatMessage(Body):
@@ -499,7 +501,9 @@ class ChatMessage(Body):
     ] = None
     tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
     refusal: OptionalText = None
-    content: Annotated[str, Field(default_factory=lambda: _ABSENT, validate_default=True)]
+    content: Annotated[
+        str | Parts, Field(default_factory=lambda: _ABSENT, validate_default=True), WithJsonSchema({"type": "string"})
+    ]
     function_call: Annotated[Any, FREE_JSON, only()] = None
     audio: Annotated[Any, FREE_JSON, only()] = None
     prompt_token_ids: TokenIds | None = None
@@ -512,10 +516,14 @@ class ChatMessage(Body):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text(cls, value: Any, info: ValidationInfo) -> str:
+    def _text(cls, value: Any, info: ValidationInfo) -> str | Parts:
+        role = info.data.get("role")
+        if isinstance(value, Parts):
+            if role == "assistant":
+                raise ValueError("messages of role 'assistant' have text only")
+            return value
         if isinstance(value, str) and value:
             return value
-        role = info.data.get("role")
         if role == "assistant" and (value is _ABSENT or not value):
             return info.data.get("refusal") or ""
         if isinstance(value, str) or (role == "tool" and value in (None, [])):
@@ -523,7 +531,9 @@ class ChatMessage(Body):
         if value is _ABSENT:
             raise PydanticCustomError("missing", "Field required")
         if isinstance(value, list) and value:
-            return "\n".join(_text_of_part(part) for part in value)
+            parts = [_part(part, role) for part in value]
+            texts = [part for part in parts if isinstance(part, str)]
+            return "\n".join(texts) if len(texts) == len(parts) else Parts(tuple(parts))
         raise ValueError("expected a string or a non-empty list of text parts")
 
     @field_validator("tool_call_id")
@@ -536,13 +546,29 @@ class ChatMessage(Body):
         return value
 
     @property
+    def text(self) -> str:
+        """Return the text of the content."""
+        return self.content if isinstance(self.content, str) else self.content.text
+
+    @property
+    def size(self) -> int:
+        """Return the characters of the message. Each image, audio or video counts as a long text."""
+        content = self.content
+        media = 0 if isinstance(content, str) else sum(not isinstance(part, str) for part in content.parts)
+        return len(self.text) + len(self.thought) + _MEDIA_CHARACTERS * media
+
+    @property
     def thought(self) -> str:
         """Return the reasoning of an answer."""
         return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it; `developer` is the newer name of `system`."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+    def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> dict[str, Any]:
+        """Return the message as chat templates expect it; `developer` is the newer name of `system`.
+
+        takes, numbers: as of Parts.for_template().
+        """
+        content = self.content if isinstance(self.content, str) else self.content.for_template(takes, numbers)
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.name is not None:
             message["name"] = self.name
         if self.thought:
@@ -554,7 +580,13 @@ class ChatMessage(Body):
         return message
 
 
-def _text_of_part(part: Any) -> str:
+def _part(part: Any, role: Any) -> str | MediaPart:
+    """Return the text of a part of a content, or its image, audio or video."""
+    media = media_part(part) if isinstance(part, dict) else None
+    if media is not None:
+        if role == "assistant":
+            raise ValueError(f"messages of role 'assistant' have text only, not {media.named!r}")
+        return media
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get(kind) if kind in ("text", "refusal") else None
     if not isinstance(text, str):
@@ -581,7 +613,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="Roles system, developer (the same), user, assistant, tool. Content is a string, or parts of type "
-        "text."
+        "text, and for models that take them [images, audio and video](http-api-behaviour.md#images-audio-and-video)."
     )
     max_completion_tokens: MaxTokens | None = served("The newer name of `max_tokens`.")
     chat_template_kwargs: TemplateVariables | None = served(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,8 @@ class ModelConfig:
         self.model = model
         self.quantization: str | None = "fp8"
         self.max_model_len = 8
-        self.hf_config = SimpleNamespace(model_type="fake")
+        config = json.loads((Path(model) / "config.json").read_text())
+        self.hf_config = SimpleNamespace(model_type="fake", takes=config.get("takes", ()))
 
 
 class VllmConfig:

@@ -6,7 +6,8 @@ from vllm.config import ModelConfig
 
 
 class AsyncEngineArgs:
-    def __init__(self, *, model: str) -> None:
+    def __init__(self, *, model: str, mm_processor_cache_gb: float) -> None:
+        assert mm_processor_cache_gb == 0
         self.model = model
 
     def create_model_config(self) -> ModelConfig:

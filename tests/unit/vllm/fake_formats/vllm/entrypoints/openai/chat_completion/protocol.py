@@ -13,6 +13,8 @@ class ChatCompletionRequest:
         self.tool_choice: str = fields.pop("tool_choice", "none")
         self.chat_template_kwargs: Mapping[str, Any] | None = fields.pop("chat_template_kwargs")
         self.add_generation_prompt: bool = fields.pop("add_generation_prompt", True)
+        self.continue_final_message: bool = fields.pop("continue_final_message", False)
+        assert not (self.add_generation_prompt and self.continue_final_message)
         self.skip_special_tokens = True
         assert not fields, fields
 

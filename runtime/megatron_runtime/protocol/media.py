@@ -1,0 +1,121 @@
+"""Images, audio and video of a request: the optional last element of SUBMIT and DISPATCH.
+
+An item travels as the file that the client sent, not as the features that the model computes from it: a photo of 200 KB
+is 25 MB of features for some models, and reading a file needs no pickle. Its digest names it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+from megatron_runtime.protocol.codec import MalformedMessageError
+from megatron_runtime.protocol.text import shown
+
+FRAMES = "video/jpeg"
+"""A video as a list of images: the data are their base64 texts with commas in between."""
+KINDS = ("image", "audio", "video", FRAMES)
+"""What the data of an item are, by its number in messages."""
+MEDIA_NEED = "media"
+"""Among the needs of a request with media, and among the parameters that an engine announces if it takes them. It has
+the form of a parameter, because engines and coordinators of releases without media then reject such requests."""
+MAX_MEDIA_ITEMS = 256
+DIGEST_BYTES = 32
+
+_INDEX = struct.Struct("<32sBIII")
+
+
+class MediaItem(NamedTuple):
+    """One image, audio or video.
+
+    kind:   one of KINDS.
+    digest: media_digest() of kind and data.
+    offset, length: the tokens of the prompt that stand for it.
+    data:   the file; empty in a SUBMIT if another open request of the client has brought it.
+    """
+
+    kind: str
+    digest: bytes
+    offset: int
+    length: int
+    data: bytes
+
+
+class Media(NamedTuple):
+    """All items of a request, in the order of their tokens.
+
+    template: tokens of the prompt with one placeholder for each item, as the model has it before it is expanded;
+              little-endian int32.
+    """
+
+    template: bytes
+    items: tuple[MediaItem, ...]
+
+    @property
+    def data_bytes(self) -> int:
+        """The bytes of all data."""
+        return sum(len(item.data) for item in self.items)
+
+    def without(self, digests: Iterable[bytes]) -> Self:
+        """Return the same without the data of these items."""
+        left_out = frozenset(digests)
+        return self._replace(
+            items=tuple(item._replace(data=b"") if item.digest in left_out else item for item in self.items)
+        )
+
+    def to_list(self) -> list[bytes]:
+        """Return the element of a message."""
+        index = [
+            _INDEX.pack(item.digest, KINDS.index(item.kind), item.offset, item.length, len(item.data))
+            for item in self.items
+        ]
+        return [self.template, b"".join(index), b"".join(item.data for item in self.items)]
+
+    @classmethod
+    def from_list(cls, value: Any) -> Self:
+        """Read the element of a message. Raises MalformedMessageError."""
+        if type(value) is not list or len(value) < 3 or any(type(part) is not bytes for part in value[:3]):
+            raise MalformedMessageError(f"media {shown(value)}: want [template, index, data] as bytes")
+        template, index, data = value[:3]
+        if len(template) % 4 or not index or len(index) % _INDEX.size or len(index) > MAX_MEDIA_ITEMS * _INDEX.size:
+            raise MalformedMessageError(
+                f"media with {len(template)} bytes of template and {len(index)} of index: want multiples of 4 and of "
+                f"{_INDEX.size}, for 1 to {MAX_MEDIA_ITEMS} items"
+            )
+        items: list[MediaItem] = []
+        position = end = 0
+        for digest, kind, offset, length, size in _INDEX.iter_unpack(index):
+            if kind >= len(KINDS) or offset < end or position + size > len(data):
+                raise MalformedMessageError(
+                    f"media item {len(items)} has kind {kind}, offset {offset} and {size} bytes: want a kind below "
+                    f"{len(KINDS)}, tokens after those of the item before, and its bytes in the data"
+                )
+            items.append(MediaItem(KINDS[kind], digest, offset, length, data[position : position + size]))
+            position, end = position + size, offset + length
+        if position != len(data):
+            raise MalformedMessageError(f"media with {len(data)} bytes of data: the index has {position}")
+        return cls(template, tuple(items))
+
+
+def media_digest(kind: str, data: bytes) -> bytes:
+    """Return the SHA-256 that names an item."""
+    return hashlib.sha256(kind.encode() + b"\0" + data).digest()
+
+
+def data_url(kind: str, data: bytes) -> str:
+    """Return a data URL of an item. Of its media type, vLLM reads only whether a video is a list of images."""
+    if kind == FRAMES:
+        return f"data:{kind};base64,{data.decode('ascii', 'replace')}"
+    return f"data:{kind}/x;base64,{base64.b64encode(data).decode()}"
+
+
+def media_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
+    """Return, by the number of a block of the prompt, the digests of the items that have tokens in it, joined."""
+    found: dict[int, bytes] = {}
+    for item in items:
+        for block in range(item.offset // block_size, -(-(item.offset + item.length) // block_size)):
+            found[block] = found.get(block, b"") + item.digest
+    return found

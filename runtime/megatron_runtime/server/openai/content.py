@@ -1,0 +1,91 @@
+"""The content of a message that has images, audio or video. media.py reads their files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_runtime.server.errors import invalid_value
+
+_OF_URL: Mapping[str, str] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
+"""Modality of the types of parts that have a URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """An image, audio or video in a message.
+
+    modality:    image, audio or video.
+    url:         of its file.
+    named:       type of the part in the request, for errors.
+    placeholder: text in its place for a model that does not take it; None: such a request is rejected.
+    """
+
+    modality: str
+    url: str
+    named: str
+    placeholder: str | None = None
+
+    def is_taken(self, takes: Collection[str]) -> bool:
+        return self.placeholder is None or self.modality in takes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The content of a message that has more than text."""
+
+    parts: tuple[str | MediaPart, ...]
+
+    @property
+    def text(self) -> str:
+        """The text, with the placeholders of media that have one."""
+        texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
+        return "\n".join(text for text in texts if text is not None)
+
+    def media(self, takes: Collection[str]) -> list[MediaPart]:
+        """Return the media that a prompt has. Others have a placeholder.
+
+        takes: modalities of the model.
+        """
+        return [part for part in self.parts if isinstance(part, MediaPart) and part.is_taken(takes)]
+
+    def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> str | list[dict[str, Any]]:
+        """Return the content as renderers expect it.
+
+        takes:   modalities of the model.
+        numbers: of the media of the conversation.
+        """
+        if not self.media(takes):
+            return self.text
+        found: list[dict[str, Any]] = []
+        for part in self.parts:
+            if isinstance(part, MediaPart) and part.is_taken(takes):
+                found.append({"type": "media", "number": next(numbers)})
+            else:
+                found.append({"type": "text", "text": part if isinstance(part, str) else part.placeholder})
+        return found
+
+
+def media_part(part: dict[str, Any]) -> MediaPart | None:
+    """Return the image, audio or video of a content part of OpenAI's chat; None: it is none, or has no URL."""
+    named = part.get("type")
+    if named == "input_audio":
+        audio = part.get("input_audio")
+        data = audio.get("data") if isinstance(audio, dict) else None
+        return MediaPart("audio", f"data:audio/x;base64,{data}", named) if isinstance(data, str) and data else None
+    modality = _OF_URL.get(named) if isinstance(named, str) else None
+    if modality is None:
+        return None
+    value = part.get(str(named))
+    url = value.get("url") if isinstance(value, dict) else value
+    return MediaPart(modality, url, str(named)) if isinstance(url, str) and url else None
+
+
+def check_taken(part: MediaPart, takes: Collection[str], *, param: str) -> None:
+    """Raise ApiError 400 for media that the model of this server does not take."""
+    if part.modality in takes:
+        return
+    reads = f"text, {' and '.join(takes)}" if takes else "text only"
+    problem = f"this model reads {reads}: every content part needs type 'text' and a text, not {part.named!r}"
+    raise invalid_value(param, problem)

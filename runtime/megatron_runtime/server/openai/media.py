@@ -1,0 +1,212 @@
+"""Reads the files of the images, audio and video in conversations.
+
+A data URL is decoded. A file at http or https is fetched only from the hosts of the server's setting
+(`allowed_media_hosts`): the address that is connected to is checked, so that no name leads to a private network, and
+redirects are followed to such hosts only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes, urljoin, urlsplit
+
+import httpx
+
+from megatron_runtime.process.environment import UnusableProxyError, http_client
+from megatron_runtime.protocol.limits import MAX_MEDIA_BYTES
+from megatron_runtime.protocol.media import FRAMES
+from megatron_runtime.server.errors import ApiError, invalid_value, shown
+from megatron_runtime.server.openai.bodies import Lease
+from megatron_runtime.server.openai.content import MediaPart
+
+MAX_PARTS = 64
+"""Images, audio and video of one request."""
+FETCH_SECONDS = 10.0
+"""For all redirects and the file together."""
+MAX_REDIRECTS = 3
+MAX_URL_CHARACTERS = 8192
+"""Of an http or https URL."""
+
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+\"-]*)*(?P<base64>;base64)?,", re.ASCII)
+_FRAMES = re.compile("[A-Za-z0-9+/=,]+")
+_MAX_HEAD = 256
+"""Characters of a data URL before its data."""
+
+
+class MediaLoader:
+    """Reads the files of conversations.
+
+    allowed_hosts: hosts of http and https URLs, in lower case: a name, or an address as URLs have it. A name leads to
+                   public addresses only.
+    """
+
+    def __init__(self, allowed_hosts: Sequence[str]) -> None:
+        self._allowed = frozenset(host.lower().strip("[]") for host in allowed_hosts)
+
+    async def load(self, parts: Sequence[tuple[str, MediaPart]], *, lease: Lease) -> list[tuple[str, bytes]]:
+        """Return kind and file of each part, which the request then holds.
+
+        parts: each with the name of its field, for errors.
+        Raises ApiError 400 for a URL that cannot be read, 413 for too many bytes, and what Lease.add() raises.
+        """
+        if len(parts) > MAX_PARTS:
+            message = f"The request has {len(parts)} images, audio and video: at most {MAX_PARTS} are allowed."
+            raise ApiError(413, message, param=parts[0][0], code="too_much_media")
+        found: list[tuple[str, bytes]] = []
+        left = MAX_MEDIA_BYTES
+        for param, part in parts:
+            kind, data = await self._read(part, param=param, most=left)
+            left -= len(data)
+            lease.add(len(data))
+            found.append((kind, data))
+        return found
+
+    async def _read(self, part: MediaPart, *, param: str, most: int) -> tuple[str, bytes]:
+        if part.url[:5].lower() == "data:":
+            media_type, data = _decoded(part.url, param=param, most=most)
+        else:
+            media_type, data = "", await self._fetched(part.url, param=param, most=most)
+        if not data:
+            raise invalid_value(param, f"the {part.modality} is empty")
+        return (FRAMES if media_type == FRAMES and part.modality == "video" else part.modality), data
+
+    async def _fetched(self, url: str, *, param: str, most: int) -> bytes:
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                for _ in range(MAX_REDIRECTS + 1):
+                    answer = await _get(await self._target(url, param=param), most=most, param=param)
+                    if isinstance(answer, bytes):
+                        return answer
+                    url = urljoin(url, answer)
+        except TimeoutError as error:
+            raise invalid_value(param, f"{shown(url)} was not read within {FETCH_SECONDS:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL, UnusableProxyError, OSError, ValueError) as error:
+            raise invalid_value(param, f"{shown(url)} cannot be read: {error or type(error).__name__}") from error
+        raise invalid_value(param, f"{shown(url)} is reached by more than {MAX_REDIRECTS} redirects")
+
+    async def _target(self, url: str, *, param: str) -> _Target:
+        """Return where a URL is fetched from. Raises ApiError 400 if its host is not allowed or leads to no public
+        address.
+        """
+        if len(url) > MAX_URL_CHARACTERS:
+            raise invalid_value(param, f"a URL of {len(url)} characters: at most {MAX_URL_CHARACTERS}, or a data URL")
+        try:
+            split = urlsplit(url)
+            host, port = split.hostname or "", split.port
+        except ValueError as error:
+            raise invalid_value(param, f"{shown(url)} is no URL: {error}") from error
+        if split.scheme not in ("http", "https") or not host or split.username is not None:
+            raise invalid_value(
+                param, f"{shown(url)} is no data URL, and no http or https URL of a host: send a data URL"
+            )
+        if host not in self._allowed:
+            which = "this server fetches no URLs" if not self._allowed else f"this server fetches none from {host}"
+            remedy = "start it with --allowed-media-host (spec.server.allowedMediaHosts)"
+            raise invalid_value(param, f"{which}: send a data URL, or {remedy}")
+        port = port or {"http": 80, "https": 443}[split.scheme]
+        path = split._replace(scheme="", netloc="", fragment="").geturl()
+        return _Target(split.scheme, host, port, path, await _address_of(host, port, param=param))
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a file is fetched from.
+
+    path:    with its query.
+    address: of the host, which was checked.
+    """
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    address: str
+
+    def url(self, host: str) -> str:
+        """Return the URL with this host in place of its own."""
+        return f"{self.scheme}://{_in_url(host)}:{self.port}/{self.path.lstrip('/')}"
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+async def _address_of(host: str, port: int, *, param: str) -> str:
+    """Return the address to connect to. A host that is an address is allowed as it is; a name needs a public one."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise invalid_value(param, f"the host {shown(host)} has no address: {error}") from error
+    addresses = [str(info[4][0]) for info in found]
+    inner = next((address for address in addresses if not _is_public(address)), None)
+    if inner is not None or not addresses:
+        raise invalid_value(
+            param, f"the host {shown(host)} has the address {inner}, which is not public: allow the address itself"
+        )
+    return addresses[0]
+
+
+def _is_public(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
+    return parsed.is_global and not parsed.is_multicast and (mapped is None or mapped.is_global)
+
+
+async def _get(target: _Target, *, most: int, param: str) -> bytes | str:
+    """Return the file at a URL, or where a redirect leads. Raises ApiError, httpx.HTTPError."""
+    headers = {"Host": f"{_in_url(target.host)}:{target.port}", "Accept": "*/*", "Accept-Encoding": "identity"}
+    url = target.url(target.address)  # the name is not resolved again
+    async with (
+        http_client(httpx.AsyncClient, url, timeout=FETCH_SECONDS, follow_redirects=False) as client,
+        client.stream("GET", url, headers=headers, extensions={"sni_hostname": target.host}) as answer,
+    ):
+        if answer.is_redirect:
+            return str(answer.headers["location"])
+        if answer.status_code != 200:
+            raise invalid_value(
+                param, f"{shown(target.url(target.host))} was answered with status {answer.status_code}"
+            )
+        data = bytearray()
+        async for chunk in answer.aiter_raw():
+            data += chunk
+            if len(data) > most:
+                raise _too_large(param)
+        return bytes(data)
+
+
+def _decoded(url: str, *, param: str, most: int) -> tuple[str, bytes]:
+    """Return media type and content of a data URL. Raises ApiError 400, 413."""
+    head = _DATA_URL.match(url[:_MAX_HEAD])
+    if head is None:
+        raise invalid_value(param, f"{shown(url[:40])} is no data URL: use data:image/png;base64,… or the like")
+    body = url[head.end() :]
+    if len(body) > 4 * most + 4 or (head["base64"] and 3 * (len(body) // 4) > most + 2):
+        raise _too_large(param)
+    media_type = (head["type"] or "").lower()
+    if media_type == FRAMES:
+        if head["base64"] and _FRAMES.fullmatch(body) and len(body) <= most:
+            return media_type, body.encode()
+        raise invalid_value(param, f"the frames of the video are no base64 texts of {most} bytes together")
+    try:
+        data = base64.b64decode(body, validate=True) if head["base64"] else unquote_to_bytes(body)
+    except (binascii.Error, ValueError) as error:
+        raise invalid_value(param, f"the data URL is not base64: {error}") from error
+    if len(data) > most:
+        raise _too_large(param)
+    return media_type, data
+
+
+def _too_large(param: str) -> ApiError:
+    message = f"Images, audio and video of one request may take {MAX_MEDIA_BYTES} bytes: send smaller or fewer ones."
+    return ApiError(413, message, param=param, code="too_much_media")
