@@ -31,6 +31,9 @@ class Capability(StrEnum):
     PRIORITY = "priorities"
     PENALTIES = "presence and frequency penalties"
     MIN_P = "min_p"
+    EMBED = "embeddings"
+    CLASSIFY = "scores of a label"
+    TOKEN_EMBED = "embeddings of tokens"
 
 
 class Need(NamedTuple):
@@ -39,6 +42,10 @@ class Need(NamedTuple):
     parameter: str
     capability: Capability
     is_used: Callable[[SamplingParams], bool]
+
+
+def _pools(params: SamplingParams, task: str) -> bool:
+    return params.pooling is not None and params.pooling["task"] == task
 
 
 NEEDS = (
@@ -59,6 +66,9 @@ NEEDS = (
     Need("presence_penalty", Capability.PENALTIES, lambda params: params.presence_penalty != 0),
     Need("frequency_penalty", Capability.PENALTIES, lambda params: params.frequency_penalty != 0),
     Need("min_p", Capability.MIN_P, lambda params: params.min_p > 0 and not params.is_greedy),
+    Need("pooling", Capability.EMBED, lambda params: _pools(params, "embed")),
+    Need("pooling", Capability.CLASSIFY, lambda params: _pools(params, "classify")),
+    Need("pooling", Capability.TOKEN_EMBED, lambda params: _pools(params, "token_embed")),
 )
 """Every sampling parameter that some backend does not support."""
 
@@ -84,6 +94,17 @@ LATER_PARAMETERS: dict[str, Any] = {
     if field.name not in FIRST_PARAMETERS | BEST_EFFORT_PARAMETERS
 }
 """The others with their defaults. An engine that does not announce them would ignore them."""
+
+
+GENERATE = "generate"
+"""The task of engines that announce none: they generate tokens."""
+GENERATION = "GENERATION"
+"""Name of what an engine with a pooling model lacks. Every request without `pooling` needs it, so none names it."""
+
+
+def asks_for_pooling(needs: str) -> bool:
+    """Return whether a request with these needs is for a pooling model. The names of its parameters are among them."""
+    return "pooling" in needs.split()
 
 
 def needs_of(params: SamplingParams) -> str:

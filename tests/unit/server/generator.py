@@ -69,6 +69,7 @@ class ScriptedBackend:
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.tenants: list[str] = []
         """The tenant of each request."""
+        self.tasks: tuple[str, ...] | None = ("generate",)
         self.adapters = AdapterList()
         self.adapters_asked: list[str] = []
         """The adapter of each request."""

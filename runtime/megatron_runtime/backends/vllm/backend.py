@@ -15,6 +15,7 @@ from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -50,12 +51,21 @@ UNUSED_SECONDS = 60.0
 """A process of vLLM that is not asked to load weights ends after this time, as in an engine that joins a suspended
 pool. Its imports alone take 900 MiB."""
 
+POOLING: Mapping[str, Capability] = {
+    "embed": Capability.EMBED,
+    "classify": Capability.CLASSIFY,
+    "token_embed": Capability.TOKEN_EMBED,
+}
+"""The capability of a pooling model by its task."""
 CAPABILITIES = frozenset(Capability) - {
     Capability.PROFILER,
     Capability.ADAPTERS,
     Capability.HIDDEN_STATES,
     Capability.HIGH_TEMPERATURE,
+    *POOLING.values(),
 }
+POOLING_CAPABILITIES = frozenset({Capability.SUSPEND, Capability.UPDATE_WEIGHTS, Capability.TEXT, Capability.PRIORITY})
+"""What every pooling model has besides its task."""
 WITHOUT_FORCED_TOKENS = frozenset(
     {
         Capability.PENALTIES,
@@ -174,6 +184,7 @@ class VllmBackend(EngineBackend):
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
             capabilities=_capabilities(started),
+            task=started["task"],
             loads_under_pause=True,
             remedies=REMEDIES,
         )
@@ -404,6 +415,11 @@ class VllmBackend(EngineBackend):
         request, (params, free) = opened.request, opened.submission()
         assert self._process is not None
         opened.is_running = True
+        if params.pooling is not None:
+            tokens, salt = request.prompt_tokens.tolist(), params.cache_salt
+            of_request = (request.text, tokens, request.adapter, params.priority, salt)
+            self._process.send("pool", request.request_id, params.pooling, *of_request)
+            return
         self._process.send(
             "submit",
             request.request_id,
@@ -443,7 +459,8 @@ class VllmBackend(EngineBackend):
                 for entry in entries:
                     opened = self._open.get(entry[0])
                     if opened is not None and opened.is_running:  # else it is of the part before
-                        outputs.append(self._take(opened, *entry[1:]))
+                        take = self._take_pooled if entry[1] == "pooled" else self._take
+                        outputs.append(take(opened, *entry[1:]))
                 self._deliver(outputs)
             case ["cache", stored, evicted, cleared]:
                 self._listener.on_cache_events(CacheEvents(stored, evicted, cleared=cleared))
@@ -456,7 +473,8 @@ class VllmBackend(EngineBackend):
         """Return the output for an entry of service.py: new tokens, or an error."""
         if isinstance(tokens, str):
             if tokens == "rejected":
-                return self._failed_output(opened, ErrorCode.INVALID_REQUEST, VllmRejectedError(reason))
+                error = VllmRejectedError(reason or "", field=details[0] if details else "")
+                return self._failed_output(opened, ErrorCode.INVALID_REQUEST, error)
             return self._failed_output(opened, ErrorCode.ENGINE_FAILED, reason or "")
         stop, cached, chosen, top, prompt, prompt_top = details
         if opened.released is None:  # a later part finds the earlier ones in the cache
@@ -477,6 +495,15 @@ class VllmBackend(EngineBackend):
         if reason in FINISHED:
             return self._ended(opened, output, FINISHED[reason])
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
+
+    def _take_pooled(
+        self, opened: VllmRequest, _: str, shape: list[int], values: bytes, tokens: int, cached: int
+    ) -> RequestOutput:
+        """Return the output for an entry of pooling.py."""
+        output = opened.output([])
+        output.pooled = np.frombuffer(values, "<f4").reshape(shape)
+        output.prompt_length, output.num_cached_tokens = tokens, cached
+        return self._ended(opened, output, "stop")
 
     def _ended(self, opened: VllmRequest, output: RequestOutput, reason: FinishReason) -> RequestOutput:
         self._forget(opened)
@@ -652,6 +679,9 @@ async def _dropped(request_id: int, process: VllmProcess | None) -> None:
 
 def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
     """Return the capabilities of a started vLLM, as service.py describes it."""
+    if started["task"] is not None:
+        adapters = {Capability.ADAPTERS} if started["has_adapters"] else frozenset()
+        return POOLING_CAPABILITIES | {POOLING[started["task"]]} | adapters
     lacks = frozenset() if started["forces_tokens"] else WITHOUT_FORCED_TOKENS
     if started["speculates"]:
         lacks |= WITH_SPECULATION_LACKS
