@@ -92,7 +92,7 @@ class EchoBackend(NativeBackend):
         """Sources of the loaded adapters by name."""
 
     def submit(self, request: EngineRequest) -> None:
-        if request.sampling_params.pooling is None:
+        if self.info.task is None:
             super().submit(request)
             return
         assert self._loop is not None

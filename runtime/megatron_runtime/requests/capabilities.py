@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -34,6 +35,14 @@ class Capability(StrEnum):
     EMBED = "embeddings"
     CLASSIFY = "scores of a label"
     TOKEN_EMBED = "embeddings of tokens"
+
+
+POOLING: Mapping[str, Capability] = {
+    "embed": Capability.EMBED,
+    "classify": Capability.CLASSIFY,
+    "token_embed": Capability.TOKEN_EMBED,
+}
+"""The capability of a pooling model by its task. A backend that generates has none of them."""
 
 
 class Need(NamedTuple):
@@ -66,9 +75,7 @@ NEEDS = (
     Need("presence_penalty", Capability.PENALTIES, lambda params: params.presence_penalty != 0),
     Need("frequency_penalty", Capability.PENALTIES, lambda params: params.frequency_penalty != 0),
     Need("min_p", Capability.MIN_P, lambda params: params.min_p > 0 and not params.is_greedy),
-    Need("pooling", Capability.EMBED, lambda params: _pools(params, "embed")),
-    Need("pooling", Capability.CLASSIFY, lambda params: _pools(params, "classify")),
-    Need("pooling", Capability.TOKEN_EMBED, lambda params: _pools(params, "token_embed")),
+    *(Need("pooling", capability, partial(_pools, task=task)) for task, capability in POOLING.items()),
 )
 """Every sampling parameter that some backend does not support."""
 

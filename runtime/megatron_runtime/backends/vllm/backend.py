@@ -38,6 +38,7 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.capabilities import POOLING
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
@@ -51,12 +52,6 @@ UNUSED_SECONDS = 60.0
 """A process of vLLM that is not asked to load weights ends after this time, as in an engine that joins a suspended
 pool. Its imports alone take 900 MiB."""
 
-POOLING: Mapping[str, Capability] = {
-    "embed": Capability.EMBED,
-    "classify": Capability.CLASSIFY,
-    "token_embed": Capability.TOKEN_EMBED,
-}
-"""The capability of a pooling model by its task."""
 CAPABILITIES = frozenset(Capability) - {
     Capability.PROFILER,
     Capability.ADAPTERS,

@@ -91,7 +91,7 @@ class Pooling:
             )
         self._llm = llm
         kind = CrossEncoderIOProcessor if task == "classify" else PoolingIOProcessor
-        self._processor = kind(vllm_config=config, renderer=llm.renderer, chat_template_config=ChatTemplateConfig())
+        self._rendering = kind(vllm_config=config, renderer=llm.renderer, chat_template_config=ChatTemplateConfig())
 
     async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> PoolingRequestOutput:
         """Return what vLLM computed. Raises PoolingRejectedError."""
@@ -132,8 +132,8 @@ class Pooling:
             priorities=request.priority,
             prompt_extras={"cache_salt": request.cache_salt} if request.cache_salt else None,
         )
-        [rendering] = self._processor.get_request_factory_online(context)
-        rendered = await self._processor.render_async(rendering)
+        [rendering] = self._rendering.get_request_factory_online(context)
+        rendered = await self._rendering.render_async(rendering)
         outputs = self._llm.encode(
             rendered["prompts"],
             rendered["params"],
