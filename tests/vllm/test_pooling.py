@@ -41,7 +41,8 @@ LONG = "paris " * 100
 def write_tokenizer(directory: Path) -> int:
     """Write a WordPiece tokenizer of letters and a few words. Return the size of its vocabulary."""
     import tokenizers
-    from tokenizers import models, normalizers, pre_tokenizers, processors
+    from tokenizers import models, normalizers, pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
 
     letters = [chr(number) for number in range(ord("a"), ord("z") + 1)]
     words = ["paris", "france", "capital", "the", "is", "llama", "what", "of"]
@@ -50,7 +51,7 @@ def write_tokenizer(directory: Path) -> int:
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
+    tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],

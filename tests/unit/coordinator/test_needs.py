@@ -209,7 +209,7 @@ async def test_a_request_that_no_engine_answers_by_its_task_is_rejected_at_once(
             await client.add_request([1], params(0, pooling={"task": "classify"}), **options)
 
 
-async def test_clients_know_the_tasks_of_the_engines_as_soon_as_they_serve(stage) -> None:
+async def test_clients_know_the_tasks_of_pooling_models_and_others_as_soon_as_they_serve(stage) -> None:
     """They keep them while no engine serves."""
     stage.coordinator(timing=Timing(heartbeat=60.0, suspect=90.0, dead=120.0, client_dead=120.0, recovery=0.0))
     client = await stage.native_client()

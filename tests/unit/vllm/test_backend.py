@@ -625,7 +625,7 @@ async def test_what_vllm_cannot_do_is_announced_and_rejected(
 async def test_a_pooling_request_is_sent_again_after_a_suspend_and_answered_once(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fake has no pooling models: its process is not told. tests/vllm has the other side."""
+    """The fake has no pooling models: its process gets nothing. tests/vllm has the other side."""
     backend, sent = running.backend, []
     pooling = {"task": "embed", "dimensions": 2}
     monkeypatch.setattr(type(backend._process), "send", lambda _, *message: sent.append(message))

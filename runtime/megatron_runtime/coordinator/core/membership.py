@@ -222,8 +222,8 @@ class Membership:
         engine.heard = self._context.now
         engine.learn(hello)
         self._engines.announced(engine)
-        if engine.serving and engine.does not in self._tasks:
-            self.announce()
+        if engine.serving and engine.does not in self._tasks and (engine.task or self._tasks):
+            self.announce()  # while clients know no task, they wait for the next heartbeat
         self.recovery.registered(engine, hello, survivor=hello.serving and not renewed)
         current = self._verbs.current
         if current is not None and engine not in current.signalled:

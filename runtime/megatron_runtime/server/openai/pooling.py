@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -110,8 +110,11 @@ def chosen(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
-"""Names of the two fields of POST /v1/score."""
+class Side(NamedTuple):
+    """One of the two fields of POST /v1/score. texts: None if the request has not got it."""
+
+    name: str
+    texts: str | list[str] | None
 
 
 class ScoreRequest(ScoringRequest):
@@ -127,25 +130,34 @@ class ScoreRequest(ScoringRequest):
     text_1: Texts | None = served("Another name of `queries`.")
     text_2: Texts | None = served("Another name of `documents`.")
 
+    def pairs(self) -> Iterator[tuple[Side, Side]]:
+        """Yield the fields that belong together."""
+        queries = Side("queries", self.queries)
+        yield queries, Side("documents", self.documents)
+        yield queries, Side("items", self.items)
+        yield Side("data_1", self.data_1), Side("data_2", self.data_2)
+        yield Side("text_1", self.text_1), Side("text_2", self.text_2)
+
     @property
-    def sides(self) -> tuple[str, str]:
-        """Return the names of the two fields, of a request that was prepared()."""
-        return next(names for names in _SIDES if all(getattr(self, name) is not None for name in names))
+    def sides(self) -> tuple[Side, Side]:
+        """Return the two fields, of a request that was prepared()."""
+        return next(pair for pair in self.pairs() if all(side.texts is not None for side in pair))
 
     def prepared(self) -> Self:
         """Return the request. Raises ApiError 400 unless it has two fields that belong together, of fitting lengths."""
         super().prepared()
-        given = {name for names in _SIDES for name in names if getattr(self, name) is not None}
-        if not any(given == set(names) for names in _SIDES):
-            missing = {"queries": "documents", "data_1": "data_2", "text_1": "text_2"}
-            lacking = next((other for name, other in missing.items() if given == {name}), "queries")
-            pairs = ", or ".join(f"{first} and {second}" for first, second in _SIDES)
-            raise invalid_value(lacking, f"give {pairs}; the request has {', '.join(sorted(given)) or 'none of them'}")
+        given = {side.name for pair in self.pairs() for side in pair if side.texts is not None}
+        names = [tuple(side.name for side in pair) for pair in self.pairs()]
+        if not any(given == set(pair) for pair in names):
+            lacking = next((second for first, second in names if given == {first}), "queries")
+            listed_names = ", or ".join(" and ".join(pair) for pair in names)
+            problem = f"give {listed_names}; the request has {', '.join(sorted(given)) or 'none of them'}"
+            raise invalid_value(lacking, problem)
         first, second = self.sides
-        queries, documents = listed(getattr(self, first)), listed(getattr(self, second))
+        queries, documents = listed(first.texts), listed(second.texts)
         if len(queries) not in (1, len(documents)):
-            problem = f"it has {len(queries)} texts, and {second} has {len(documents)}: give one text, or as many"
-            raise invalid_value(first, problem)
+            problem = f"it has {len(queries)} texts, and {second.name} has {len(documents)}: give one text, or as many"
+            raise invalid_value(first.name, problem)
         return self
 
 
@@ -159,8 +171,8 @@ class RerankRequest(ScoringRequest):
     )
 
 
-def listed(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
+def listed(texts: str | list[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts or []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,8 +333,8 @@ async def create_score(service: Service, request: Request) -> Response:
     """Answer with a score for each pair of texts. Raises ApiError 404 without an engine that scores pairs."""
     body = await service.read(request, ScoreRequest)
     first, second = body.sides
-    queries, documents = listed(getattr(body, first)), listed(getattr(body, second))
-    scores, run = await _scores(service, request, body, queries, documents, params=(first, second))
+    params = first.name, second.name
+    scores, run = await _scores(service, request, body, listed(first.texts), listed(second.texts), params=params)
     answer = {
         "id": f"score-{uuid.uuid4().hex}",
         "object": "list",
