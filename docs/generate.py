@@ -521,6 +521,8 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "messages-fields": _fields("/v1/messages"),
     "count-tokens-fields": _fields("/v1/messages/count_tokens"),
     "embeddings-fields": _fields("/v1/embeddings"),
+    "score-fields": _fields("/v1/score"),
+    "rerank-fields": _fields("/v1/rerank"),
     "tokenize-fields": _fields("/v1/tokenize"),
     "detokenize-fields": _fields("/v1/detokenize"),
     "chart-values": chart_values,

@@ -3,12 +3,14 @@
 As a program it takes the options of `megatron engine` and its own, which inject faults.
 
 An adapter changes the answers. Of its source only a path is checked, a repository is not fetched.
+
+With a task it is a pooling model: it answers echo_pooled() after one step and generates nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,10 +26,12 @@ from megatron_runtime.checkpoints.adapters import adapter_directory
 from megatron_runtime.cli.containers import engine
 from megatron_runtime.engine import worker
 from megatron_runtime.engine.backend import Capability, RankResults
-from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import end_with_parent
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.media import Media, media_digest
+from megatron_runtime.requests.sampling_params import POOLING_TASKS
 
 PROGRAM = __file__
 PAGE_SIZE = 16
@@ -47,12 +51,26 @@ def echo_prompt(prompt: list[int], media: Media) -> list[int]:
     return prompt
 
 
+def echo_pooled(pooling: dict[str, Any], content: str | Sequence[int]) -> np.ndarray:
+    """Return what a pooling model answers: a vector of 8 numbers, one for each byte or token, or a score of a pair."""
+    values = list(content.encode() if isinstance(content, str) else content)
+    if pooling["task"] == "classify":
+        return np.array([1 / (1 + abs(len(values) - len(pooling["pair"].encode())))], dtype=np.float32)
+    rows = [values] if pooling["task"] == "embed" else [[value] for value in values]
+    vectors = np.array([[sum(row) * place % 31 + len(row) for place in range(1, 9)] for row in rows], dtype=np.float32)
+    vectors = vectors[:, : pooling.get("dimensions")]
+    if pooling.get("use_activation") is not False:
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors[0] if pooling["task"] == "embed" else vectors
+
+
 class EchoBackend(NativeBackend):
     """Implements EngineBackend.
 
     ranks:    None: one that acknowledges every verb.
     lacks:    capabilities that it does not declare.
     takes_media: whether it takes images, audio and video. It answers as if the digest of each were in the prompt.
+    task:     of a pooling model; None: it generates.
     executor: options of EchoExecutor.
     """
 
@@ -63,6 +81,7 @@ class EchoBackend(NativeBackend):
         ranks: Ranks | None = None,
         lacks: Iterable[Capability] = (),
         takes_media: bool = False,
+        task: str | None = None,
         **executor: Any,
     ) -> None:
         memory = min(settings.kv_cache_memory or MAX_CACHE_BYTES, MAX_CACHE_BYTES)
@@ -79,7 +98,11 @@ class EchoBackend(NativeBackend):
         )
         added = {Capability.ADAPTERS, *([Capability.MEDIA] if takes_media else [])}
         declared = (self.info.capabilities | added) - {Capability.HIDDEN_STATES, *lacks}
-        self.info = replace(self.info, capabilities=declared)
+        if task is not None:
+            declared = frozenset({Capability.SUSPEND, Capability.TEXT, Capability[task.upper()]})
+        self.info = replace(self.info, capabilities=declared, task=task)
+        self._step_seconds = executor.get("step_seconds", 0.0)
+        self._pooling: dict[int, asyncio.TimerHandle] = {}
         self.adapters: dict[str, str] = {}
         """Sources of the loaded adapters by name."""
 
@@ -87,7 +110,38 @@ class EchoBackend(NativeBackend):
         if request.media is not None:
             prompt = echo_prompt(request.prompt_tokens.tolist(), request.media)
             request = replace(request, prompt_tokens=np.array(prompt, np.int32))
-        super().submit(request)
+        if self.info.task is None:
+            super().submit(request)
+            return
+        assert self._loop is not None
+        answer = self._loop.call_later(self._step_seconds, self._pool, request)
+        self._pooling[request.request_id] = answer
+
+    def _pool(self, request: EngineRequest) -> None:
+        """Answer, unless the engine is paused: then later."""
+        if not self._running:
+            self.submit(request)
+            return
+        del self._pooling[request.request_id]
+        pooling = request.sampling_params.pooling
+        assert pooling is not None
+        content = request.prompt_tokens.tolist() if request.text is None else request.text
+        kept = pooling.get("truncate_prompt_tokens")
+        content = content if kept is None else content[:kept]
+        tokens, limit = len(content), self.info.max_sequence_length
+        output = RequestOutput(request.request_id, [], tokens, finish_reason="stop")
+        if tokens > limit:
+            output.finish_reason, output.error_code = "error", ErrorCode.INVALID_REQUEST
+            output.error = ValueError(f"This model's maximum context length is {limit} tokens: the prompt has {tokens}")
+        else:
+            output.pooled = echo_pooled(pooling, content)
+        assert self._listener is not None
+        self._listener.on_outputs([output])
+
+    def abort(self, request_id: int) -> asyncio.Future[Any]:
+        if (answer := self._pooling.pop(request_id, None)) is not None:
+            answer.cancel()
+        return super().abort(request_id)
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
         if source.startswith("/"):
@@ -105,6 +159,7 @@ class EchoBackend(NativeBackend):
 @click.option("--echo-crash-token", type=int, help="First token of a prompt that ends the process by SIGSEGV.")
 @click.option("--echo-crash-length", type=int, default=1, help="Tokens of its prompt and answer when it does so.")
 @click.option("--echo-takes-media", is_flag=True, help="Take images, audio and video.")
+@click.option("--echo-task", type=click.Choice(POOLING_TASKS), help="Of a pooling model.")
 @click.option("--echo-lacks", type=click.Choice(Capability.__members__), multiple=True, help="A capability.")
 def main(
     *,
@@ -113,6 +168,7 @@ def main(
     echo_crash_length: int,
     echo_lacks: tuple[str, ...],
     echo_takes_media: bool,
+    echo_task: str | None,
     is_check: bool,
     **options: Any,
 ) -> None:
@@ -124,6 +180,7 @@ def main(
         EchoBackend,
         lacks=[Capability[name] for name in echo_lacks],
         takes_media=echo_takes_media,
+        task=echo_task,
         step_seconds=echo_step_seconds,
         crash_token=echo_crash_token,
         crash_length=echo_crash_length,

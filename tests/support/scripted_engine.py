@@ -67,6 +67,7 @@ class ScriptedEngine:
     adapter_errors: why adapters of the list are not loaded.
     backend, lacks: its backend and the features that it lacks; None: its release announces neither.
     parameters: the sampling parameters that it knows; None: its release announces none.
+    task: of its pooling model; None: it generates.
     reply_fields: further fields of its replies.
     log_prob: of every token; None: its replies have none.
     """
@@ -88,6 +89,7 @@ class ScriptedEngine:
     backend: str | None = None
     lacks: tuple[str, ...] | None = None
     parameters: tuple[str, ...] | None = None
+    task: str | None = None
     reply_fields: dict[str, Any] = field(default_factory=dict)
     log_prob: float | None = None
     block_size_tokens: int = 16
@@ -152,6 +154,7 @@ class ScriptedEngine:
             backend=self.backend,
             lacks=self.lacks,
             parameters=self.parameters,
+            task=self.task,
         )
 
     def say_hello(self) -> None:

@@ -145,6 +145,9 @@ class CoordinatorClient:
         """The formats of answers that this client reads, if it is an OpenAI server. Set before it starts."""
         self.adapters = AdapterList()
         """The adapters that requests may name, as far as this client knows."""
+        self.tasks: tuple[str, ...] | None = ()
+        """What the engines do: "generate", or the tasks of pooling models. Empty: no engine has served yet. None: the
+        coordinator is of a release without pooling models."""
         self._calls = ControlCalls(self._link.send, address=self._link.address)
         self._quotas = QuotaCalls(self._link.send, is_connected=lambda: self._link.registered)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -362,6 +365,8 @@ class CoordinatorClient:
                     self._reject(request, rejection(ErrorCode.ADAPTER_NOT_FOUND, message))
         elif ack.adapters.generation:  # a restarted coordinator learns the list after it has answered
             self.adapters = ack.adapters
+        if ack.tasks is None or ack.tasks or self.tasks is None:  # while no engine serves, the last tasks hold
+            self.tasks = ack.tasks
         if forgotten or not self._ever_registered:
             self._sent_media.clear()
             for request in list(self._open.values()):
@@ -382,8 +387,10 @@ class CoordinatorClient:
                 self._on_final(message)
             case Quota():
                 self._quotas.answered(message)
-            case Heartbeat(adapters=int() as generation) if generation != self.adapters.generation:
-                self._link.say_hello()
+            case Heartbeat():
+                self.tasks = message.tasks or self.tasks
+                if message.adapters is not None and message.adapters != self.adapters.generation:
+                    self._link.say_hello()
             case Error(uid=bytes() as uid):
                 rejected = self._open.get(uid)
                 if rejected is not None and message.code is ErrorCode.MEDIA_MISSING:

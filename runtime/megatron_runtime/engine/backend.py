@@ -50,6 +50,7 @@ class BackendInfo:
     kv_cache_bytes:      KV cache of each rank; 0: unknown, as before the first load of a backend that measures it.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
     ranks:               number of ranks that confirm each verb.
+    task:                of a pooling model, one of POOLING_TASKS: the backend generates nothing; None: it generates.
     loads_under_pause:   new weights are loaded in the place of those in use, by load_staged_weights().
     remedies:            how the user enables a capability that is not declared, if the backend can have it.
     """
@@ -64,6 +65,7 @@ class BackendInfo:
     block_size_tokens: int = 0
     ranks: int = 1
     capabilities: frozenset[Capability] = frozenset()
+    task: str | None = None
     loads_under_pause: bool = False
     remedies: Mapping[Capability, str] = field(default_factory=dict)
 
@@ -73,7 +75,11 @@ class BackendInfo:
             raise UnsupportedVerbError(verb, capability, self.name, remedy=self.remedies.get(capability))
 
     def check_request(self, params: SamplingParams) -> None:
-        """Raise InvalidSamplingParamsError for the first parameter whose capability the backend does not declare."""
+        """Raise InvalidSamplingParamsError for the first parameter whose capability the backend does not declare, and
+        for a request without `pooling` to a pooling model.
+        """
+        if self.task is not None and params.pooling is None:
+            raise InvalidSamplingParamsError("pooling", None, f"the task {self.task!r}: the model generates no tokens")
         for name, capability, is_used in NEEDS:
             if capability not in self.capabilities and is_used(params):
                 remedy = f"its default: backend {self.name!r} of this engine has no support for {capability.value}"

@@ -42,6 +42,7 @@ class EngineRequest:
     client_request_id: id of the client's request, for log lines.
     bad_words:        token sequences of the sampling parameter of this name; None: it is not set, or not tokenized.
     media:            images, audio and video of the prompt; None: it has none.
+    text:             the prompt of a pooling model, which the backend tokenizes; None: prompt_tokens has its tokens.
     """
 
     request_id: int
@@ -57,6 +58,7 @@ class EngineRequest:
     client_request_id: str = ""
     bad_words: Sequence[Sequence[int]] | None = None
     media: Media | None = None
+    text: str | None = None
 
     @classmethod
     def of_dispatch(
@@ -66,11 +68,13 @@ class EngineRequest:
         *,
         bad_words: Sequence[Sequence[int]] | None = None,
         adapter: Adapter | None = None,
+        text: str | None = None,
     ) -> Self:
         """Return the request of a DISPATCH whose sampling parameters have been decoded to `params`.
 
         bad_words: token sequences of params.bad_words.
         adapter:   the one that the DISPATCH names.
+        text:      its prompt, if the backend tokenizes it.
         """
         meta = dispatch.meta
         return cls(
@@ -87,6 +91,7 @@ class EngineRequest:
             client_request_id=meta.request_id,
             bad_words=bad_words,
             media=dispatch.media,
+            text=text,
         )
 
     def max_total_tokens(self, longest: int) -> int:
@@ -97,6 +102,8 @@ class EngineRequest:
         Raises ValueError, InvalidSamplingParamsError, MaxSequenceLengthOverflowError.
         """
         prompt, params = len(self.prompt_tokens), self.sampling_params
+        if params.pooling is not None:
+            return longest  # the backend limits the prompt, which it tokenizes and may cut
         if prompt == 0:
             raise ValueError("prompt is empty: give at least one token")
         total = params.num_tokens_total
@@ -156,6 +163,7 @@ class RequestOutput:
     new_log_probs, new_top_n_logprobs: of each new token, and the likeliest (id, log-probability) there.
     prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
     hidden_state: float32 [D], if the request wants it; in the last output.
+    pooled: float32, what a pooling model computed: [D], or [tokens, D] for a vector of each token; in the last output.
     stop_token: the last token, if it ended the request.
     error, error_code: the cause, if finish_reason is "error". The answer keeps class and fields of an exception.
     summary: in the last output, and in every output of a request that a stop text may end.
@@ -173,6 +181,7 @@ class RequestOutput:
     prompt_log_probs: list[float] | None = None
     prompt_top_n_logprobs: list[TopLogProbs] | None = None
     hidden_state: npt.NDArray[Any] | None = None
+    pooled: npt.NDArray[Any] | None = None
     stop_token: int | None = None
     error: Exception | str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED

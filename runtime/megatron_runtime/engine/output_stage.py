@@ -32,7 +32,7 @@ from megatron_runtime.protocol.messages import (
 )
 from megatron_runtime.requests.errors import PERMANENT_CODES, serialize_error
 from megatron_runtime.requests.request import pack_array
-from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_runtime.tokenization import Tokenizer
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+_SMALLER = {True: "ask for fewer log-probabilities", False: "shorten the text, or ask for fewer dimensions"}
+"""How a request has a smaller answer, by whether it has generated tokens."""
 _PROMPT_TOKENS = 256
 """At the end of a prompt; a decoder looks at few of them."""
 
@@ -187,8 +189,8 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
     described = {"code": int(code), **serialize_error(error)}
     if code in PERMANENT_CODES:
         described["is_transient"] = False
-    if isinstance(error, InvalidSamplingParamsError):
-        described["field"] = error.field
+    if isinstance(error, ValueError) and (field := getattr(error, "field", "")):
+        described["field"] = field
     if isinstance(error, BudgetExceededError):
         described["retry_after_seconds"] = error.retry_after_seconds
     return described
@@ -391,6 +393,8 @@ class OutputStage:
             reply.update(request.details.of_final())
         if output.hidden_state is not None:
             reply["hidden_state"] = output.hidden_state.astype("<f4").tobytes()
+        if output.pooled is not None:
+            reply["pooled"] = pack_array(output.pooled.astype("<f4"))
         if output.routing is not None:
             reply["routing_indices"] = pack_array(output.routing)
         if failed:
@@ -399,7 +403,9 @@ class OutputStage:
         final = Final(dispatch.dispatch_id, dispatch.uid, tokens_to_bytes(request.tokens), pack(reply))
         if self._send(final.to_frames()) is False:
             size = sum(map(len, final.to_frames()))
-            self.reject(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")
+            self.reject(
+                dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: {_SMALLER[output.pooled is None]}"
+            )
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:

@@ -214,6 +214,7 @@ class EngineWorker:
             block_size_tokens=info.block_size_tokens,
             started_ms=self._started_ms,
             backend=info.name,
+            task=info.task,
             lacks=info.lacks or None,
             parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )
@@ -409,11 +410,15 @@ class EngineWorker:
             params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             self._backend.info.check_request(params)
             self._check_media(dispatch)
-            if dispatch.meta.text:
+            text = None
+            if dispatch.meta.text and params.pooling is not None:
+                text = dispatch.prompt.decode("utf-8", "replace")
+                dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=b"")
+            elif dispatch.meta.text:
                 tokens = self._backend.tokenize(dispatch.prompt.decode("utf-8", "replace"), add_bos=params.add_BOS)
                 dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
             bad_words = self._backend.bad_words(params.bad_words) if params.bad_words else None
-            request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter)
+            request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter, text=text)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
         except Exception as error:  # nothing that a request contains ends the engine
             is_invalid = isinstance(error, ValueError | TypeError | AttributeError)

@@ -16,6 +16,7 @@ MAX_TRACEPARENT_CHARACTERS = 64
 MAX_NEEDS_CHARACTERS = 512
 MAX_LACKS = 64
 MAX_PARAMETERS = 256
+MAX_TASKS = 16
 MAX_TEXT_CHARACTERS = 4096
 """Length of an error, a reason or a source. Errors and reasons are cut to it."""
 MAX_CAUSE_CHARACTERS = 512

@@ -68,6 +68,7 @@ Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARAC
 """An error or a reason. A longer text is cut, not rejected."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
 """The error of one adapter. A longer text is cut, not rejected."""
+Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
 """By the name of an adapter."""
 PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
@@ -145,6 +146,8 @@ class Hello(ControlMessage):
     release that does not announce it."""
     parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
     """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
+    task: Label | None = None
+    """Engines: what its pooling model computes, in place of tokens. None: it generates tokens."""
     formats: AnswerFormats | None = None
     """OpenAI servers: the formats of answers that they read. None: another client, or a release
     that does not report them."""
@@ -176,6 +179,9 @@ class HelloAck(ControlMessage):
     """Clients: the coordinator answers RESERVE. None: it is of a release that does not."""
     other: Text | None = None
     """Host of the other coordinator of a pair, with the same port. None: there is none."""
+    tasks: Tasks | None = None
+    """Clients: the tasks of the serving engines, "generate" for those that announce none. None: the coordinator is of a
+    release that knows no pooling models."""
 
 
 class Heartbeat(ControlMessage):
@@ -199,6 +205,8 @@ class Heartbeat(ControlMessage):
     adapters: U64 | None = None
     """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine that is behind; a client that is
     behind sends HELLO."""
+    tasks: Tasks | None = None
+    """From the coordinator: as in HELLO_ACK."""
 
 
 class Control(ControlMessage):

@@ -79,7 +79,8 @@ _HARMLESS_MEMBERS = {
         step_interval use_async window_size
         """,
     "hf_overrides": """
-        max_position_embeddings num_experts_per_tok rope_parameters rope_scaling rope_theta sliding_window
+        classifier_from_token is_matryoshka is_original_qwen3_reranker matryoshka_dimensions max_position_embeddings
+        num_experts_per_tok rope_parameters rope_scaling rope_theta sliding_window
         """,
     "hf_overrides.text_config": """
         max_position_embeddings num_experts_per_tok rope_parameters rope_scaling rope_theta sliding_window
@@ -107,6 +108,10 @@ _HARMLESS_MEMBERS = {
     "model_loader_extra_config": """
         concurrency distributed enable_multithread_load memory_limit num_threads
         """,
+    "pooler_config": """
+        dimensions enable_flash_late_interaction logit_mean logit_sigma pooling_type returned_token_ids seq_pooling_type
+        step_tag_id task tok_pooling_type use_activation
+        """,
     "reasoning_config": """
         reasoning_end_str reasoning_parser reasoning_start_str
         """,
@@ -123,7 +128,7 @@ CLASSES: Mapping[str, Class] = {
     **_members(
         """
         aggregate_engine_logging all2all_backend allow_deprecated_quantization async_scheduling attention_backend
-        block_size calculate_kv_scales collect_detailed_traces config_format cp_kv_cache_interleave_size
+        block_size calculate_kv_scales collect_detailed_traces config_format convert cp_kv_cache_interleave_size
         cpu_distributed_timeout_seconds cpu_offload_gb cpu_offload_params cudagraph_capture_sizes cudagraph_metrics
         custom_histogram_buckets dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend
         dcp_kv_cache_interleave_size dcp_q_replicate decode_context_parallel_size disable_cascade_attn
@@ -151,7 +156,7 @@ CLASSES: Mapping[str, Class] = {
         offload_num_in_group offload_params offload_prefetch_step optimization_level override_attention_dtype
         per_request_spec_decode_metrics performance_mode prefill_schedule_interval prefix_cache_retention_interval
         prefix_caching_hash_algo prefix_match_unit pt_load_map_location quantization quantization_config
-        reasoning_parser renderer_num_workers replayssm_buffer_len return_sampling_mask safetensors_load_strategy
+        reasoning_parser renderer_num_workers replayssm_buffer_len return_sampling_mask runner safetensors_load_strategy
         safetensors_prefetch_block_size safetensors_prefetch_num_threads scheduler_reserve_full_isl seed
         show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling sleep_mode_backend
         sleep_mode_offload_cudagraph sleep_preserve_parameter_names sparse_indexer_topk_backend specialize_active_lora
@@ -201,12 +206,13 @@ CLASSES: Mapping[str, Class] = {
     ),
     **_members(
         """
-        convert disable_log_stats distributed_executor_backend elastic_ep_max_dp_size enable_elastic_ep
+        disable_log_stats distributed_executor_backend elastic_ep_max_dp_size enable_elastic_ep
         enable_fault_tolerance enable_log_requests enable_mm_embeds enable_prompt_embeds enable_sleep_mode
         enable_trace_replay fault_tolerance_config generation_config kv_events_config logits_processors master_addr
         master_port max_logprobs max_num_queued_reqs max_num_queued_tokens nnodes node_rank override_generation_config
-        pooler_config prefill_context_parallel_size ray_workers_use_nsight runner scheduling_policy served_model_name
-        skip_tokenizer_init structured_outputs_config tokens_only
+        pooler_config.enable_chunked_processing pooler_config.max_embed_len prefill_context_parallel_size
+        ray_workers_use_nsight scheduling_policy served_model_name skip_tokenizer_init structured_outputs_config
+        tokens_only
         """,
         Effect.ENGINE,
     ),

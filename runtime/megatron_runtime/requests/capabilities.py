@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_runtime.protocol.media import MEDIA_NEED
@@ -34,6 +35,17 @@ class Capability(StrEnum):
     MIN_P = "min_p"
     MEDIA = "images, audio and video"
     """Announced as the parameter MEDIA_NEED."""
+    EMBED = "embeddings"
+    CLASSIFY = "scores of a label"
+    TOKEN_EMBED = "embeddings of tokens"
+
+
+POOLING: Mapping[str, Capability] = {
+    "embed": Capability.EMBED,
+    "classify": Capability.CLASSIFY,
+    "token_embed": Capability.TOKEN_EMBED,
+}
+"""The capability of a pooling model by its task. A backend that generates has none of them."""
 
 
 class Need(NamedTuple):
@@ -42,6 +54,10 @@ class Need(NamedTuple):
     parameter: str
     capability: Capability
     is_used: Callable[[SamplingParams], bool]
+
+
+def _pools(params: SamplingParams, task: str) -> bool:
+    return params.pooling is not None and params.pooling["task"] == task
 
 
 NEEDS = (
@@ -62,6 +78,7 @@ NEEDS = (
     Need("presence_penalty", Capability.PENALTIES, lambda params: params.presence_penalty != 0),
     Need("frequency_penalty", Capability.PENALTIES, lambda params: params.frequency_penalty != 0),
     Need("min_p", Capability.MIN_P, lambda params: params.min_p > 0 and not params.is_greedy),
+    *(Need("pooling", capability, partial(_pools, task=task)) for task, capability in POOLING.items()),
 )
 """Every sampling parameter that some backend does not support."""
 
@@ -87,6 +104,17 @@ LATER_PARAMETERS: dict[str, Any] = {
     if field.name not in FIRST_PARAMETERS | BEST_EFFORT_PARAMETERS
 }
 """The others with their defaults. An engine that does not announce them would ignore them."""
+
+
+GENERATE = "generate"
+"""The task of engines that announce none: they generate tokens."""
+GENERATION = "GENERATION"
+"""Name of what an engine with a pooling model lacks. Every request without `pooling` needs it, so none names it."""
+
+
+def asks_for_pooling(needs: str) -> bool:
+    """Return whether a request with these needs is for a pooling model. The names of its parameters are among them."""
+    return "pooling" in needs.split()
 
 
 def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:

@@ -35,6 +35,9 @@ MAX_MARKERS = 256
 MAX_MARKER_CHARACTERS = 256
 RULE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
+POOLING_TASKS = ("embed", "classify", "token_embed")
+"""What a pooling model computes of a text, by vLLM's names: a vector, the score of a label, a vector of each token."""
+
 MIN_TEMPERATURE = 1e-5
 """A lower temperature is greedy: differences of logits are divided by it in float32."""
 TOKEN_IDS = int_in(0, MAX_INT32)
@@ -129,6 +132,29 @@ def _is_call_structure(value: Any) -> bool:
         and all(is_text(text) and 0 < len(text) <= MAX_MARKER_CHARACTERS for text in markers)
         and all(isinstance(rule, str) and RULE_NAME.fullmatch(rule) for rule in markers.values())
         and isinstance(value.get("grammar"), str)
+    )
+
+
+_POOLING_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "task": lambda value: value in POOLING_TASKS,
+    "dimensions": int_in(1, MAX_INT32),
+    "use_activation": lambda value: isinstance(value, bool),
+    "pair": is_text,
+    "add_special_tokens": lambda value: isinstance(value, bool),
+    "truncate_prompt_tokens": int_in(-1, MAX_INT32),
+    "truncation_side": lambda value: value in ("left", "right"),
+    "max_tokens_per_query": int_in(1, MAX_INT32),
+    "max_tokens_per_doc": int_in(1, MAX_INT32),
+}
+
+
+def _is_pooling(value: Any) -> bool:
+    if value is None:
+        return True
+    return (
+        isinstance(value, dict)
+        and "task" in value
+        and all(name in _POOLING_FIELDS and _POOLING_FIELDS[name](field) for name, field in value.items())
     )
 
 
@@ -443,6 +469,21 @@ class SamplingParams:
         metadata=parameter(
             "Return the last hidden state of the last token before the first generated one, after the model's last "
             "norm. Only with num_tokens_to_generate=1.",
+        ),
+    )
+    pooling: dict[str, Any] | None = field(
+        default=None,
+        metadata=parameter(
+            'What a pooling model computes of the prompt, in place of an answer: a map `{"task": …}` with one of '
+            "POOLING_TASKS. Further keys: `dimensions` of a vector, `use_activation` (false: no normalisation, no "
+            "sigmoid), `pair` (the text that is classified with the prompt), `add_special_tokens`, "
+            "`truncate_prompt_tokens`, `truncation_side`, `max_tokens_per_query` and `max_tokens_per_doc`. The engine "
+            "tokenizes a prompt that is text.",
+            Rule(
+                _is_pooling,
+                f"a map with a task of {', '.join(POOLING_TASKS)}, and {', '.join(list(_POOLING_FIELDS)[1:])} as they "
+                "are needed, or None",
+            ),
         ),
     )
     return_record: bool = field(

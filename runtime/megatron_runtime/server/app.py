@@ -47,6 +47,7 @@ from megatron_runtime.server.openai.messages import (
     create_message,
     error_body,
 )
+from megatron_runtime.server.openai.pooling import RerankRequest, ScoreRequest, create_score, rerank
 from megatron_runtime.server.openai.prompts import Prompts
 from megatron_runtime.server.openai.responses import ResponsesRequest, create_response
 from megatron_runtime.server.openai.schema import (
@@ -270,7 +271,8 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 
     def card(adapter: str) -> dict[str, Any]:
         """Return the description of the base model, or of an adapter as a model of its own."""
-        return {"id": adapter, **shared, "parent": base} if adapter else {"id": base, **shared}
+        described = {**shared, "tasks": service.client.tasks or None}
+        return {"id": adapter, **described, "parent": base} if adapter else {"id": base, **described}
 
     async def identify(request: Request) -> None:
         service.identify(request)
@@ -342,10 +344,13 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 def _add_post_route(
     app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[ModelRequest] | None
 ) -> None:
-    """Add the route at /v1/PATH and at /PATH; the OpenAPI description has the first."""
+    """Add the route at /v1/PATH, at /PATH and at its other paths; the OpenAPI description has the first."""
+    generates = path in _GENERATES
 
     async def endpoint(request: Request) -> Response:
         service.identify(request)
+        if generates:
+            service.check_generates()
         await service.take_request(request.state.key)
         try:
             return await handler(service, request)
@@ -357,7 +362,8 @@ def _add_post_route(
     app.add_api_route(
         f"/v1/{path}", endpoint, methods=["POST"], operation_id=handler.__name__, openapi_extra=_request_body(body)
     )
-    app.add_api_route(f"/{path}", endpoint, methods=["POST"], include_in_schema=False)
+    for other in (f"/{path}", *_OTHER_PATHS.get(path, ())):
+        app.add_api_route(other, endpoint, methods=["POST"], include_in_schema=False)
 
 
 @cache
@@ -398,11 +404,17 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[ModelRequest] | None], ...] = (
     ("messages", create_message, MessagesRequest),
     ("messages/count_tokens", count_message_tokens, CountTokensRequest),
     ("embeddings", create_embedding, EmbeddingRequest),
+    ("score", create_score, ScoreRequest),
+    ("rerank", rerank, RerankRequest),
     ("tokenize", tokenize, TokenizeRequest),
     ("detokenize", detokenize, DetokenizeRequest),
     ("start_profile", start_profile, None),
     ("stop_profile", stop_profile, None),
 )
+_GENERATES = frozenset({"completions", "chat/completions", "responses", "messages"})
+"""Routes of models that generate."""
+_OTHER_PATHS: Mapping[str, tuple[str, ...]] = {"rerank": ("/v2/rerank",)}
+"""Where Cohere's clients look."""
 BODIES: Mapping[str, type[ModelRequest]] = {path: body for path, _, body in _POST_ROUTES if body is not None}
 """The class of the body of each POST route, by its path after /v1/."""
 

@@ -100,6 +100,7 @@ class RequestObserver:
 
     A choice that ends without a call of finished() counts as aborted.
 
+    prompt_tokens: set it before finished() if the engine counts them.
     on_generated: called with the number of new tokens.
     """
 
@@ -116,8 +117,8 @@ class RequestObserver:
         """Generated tokens, as far as they are known."""
         self.first_token_seconds: float | None = None
         """Of a stream: from its submission to its first token."""
+        self.prompt_tokens = prompt_tokens
         self._metrics = metrics
-        self._prompt_tokens = prompt_tokens
         self._tenant = tenant
         self._started = time.perf_counter()
         self._last: float | None = None
@@ -165,11 +166,11 @@ class RequestObserver:
         self.count(tokens - self.generated)
         metrics.finished[reason].inc(1)
         metrics.e2e.observe(time.perf_counter() - self._started)
-        metrics.prompt_size.observe(self._prompt_tokens)
+        metrics.prompt_size.observe(self.prompt_tokens)
         metrics.answer_size.observe(tokens)
-        metrics.prompt_tokens.inc(self._prompt_tokens)
+        metrics.prompt_tokens.inc(self.prompt_tokens)
         metrics.generation_tokens.inc(tokens)
-        metrics.cache_queries.inc(self._prompt_tokens)
+        metrics.cache_queries.inc(self.prompt_tokens)
         metrics.cache_hits.inc(reply.get("num_cached_tokens") or 0)
         times = {key: reply[key] for key in _TIMES_OF_REPLY if reply.get(key) is not None}
         for key, seconds in times.items():

@@ -175,6 +175,57 @@ async def test_a_silent_engine_keeps_requests_that_no_other_engine_supports(stag
     assert (await answer)["generated_tokens"] == echo_answer([1], 1)
 
 
+POOLING = {"backend": "vllm", "task": "embed", "lacks": ("CLASSIFY",), "parameters": ("pooling",)}
+NATIVE = {"backend": "native", "lacks": ("EMBED", "CLASSIFY"), "parameters": ("pooling",)}
+EMBED = {"pooling": {"task": "embed"}}
+
+
+@pytest.mark.parametrize("policy", RoutingPolicy)
+async def test_a_pooling_model_gets_requests_for_its_task_and_no_others(stage, params, policy) -> None:
+    """Also of a client of an earlier release, which names no needs, and if the other engines have no room."""
+    stage.coordinator(routing_policy=policy)
+    pooling = await stage.engine("pooling", block_size_tokens=4, max_requests=2, **POOLING)
+    native = await stage.engine("native", block_size_tokens=4, max_requests=2, **NATIVE)
+    client = await stage.client()
+    prompt = list(range(1, 17))
+    for _ in range(2):  # the second time, an engine has the prefix
+        await asyncio.gather(
+            *(client.add_request(prompt, params(4)) for _ in range(8)),
+            *(client.add_request(prompt, params(0, **EMBED)) for _ in range(8)),
+        )
+    assert {dispatch.meta.needs for dispatch in native.dispatches} == {""}
+    assert {dispatch.meta.needs for dispatch in pooling.dispatches} == {"EMBED pooling"}
+    assert len(native.dispatches) == len(pooling.dispatches) == 16
+
+
+async def test_a_request_that_no_engine_answers_by_its_task_is_rejected_at_once(stage, params) -> None:
+    stage.coordinator()
+    await stage.engine("pooling", **POOLING)
+    client = await stage.client()
+    for options in ({}, {"engine": "pooling"}):
+        with pytest.raises(InvalidRequestError, match="generates no tokens, its task is embed"):
+            await client.add_request([1], params(1), **options)
+        with pytest.raises(InvalidRequestError, match="pooling needs scores of a label"):
+            await client.add_request([1], params(0, pooling={"task": "classify"}), **options)
+
+
+async def test_clients_know_the_tasks_of_pooling_models_and_others_as_soon_as_they_serve(stage) -> None:
+    """They keep them while no engine serves."""
+    stage.coordinator(timing=Timing(heartbeat=60.0, suspect=90.0, dead=120.0, client_dead=120.0, recovery=0.0))
+    client = await stage.native_client()
+    assert client.tasks == ()
+    pooling = await stage.engine("pooling", **POOLING)
+    await stage.until(lambda: client.tasks == ("embed",))
+    native = await stage.engine("native", **NATIVE)
+    await stage.until(lambda: client.tasks == ("embed", "generate"))
+    assert (await stage.native_client()).tasks == ("embed", "generate")
+    pooling.close()
+    native.close()
+    coordinator = stage.coordinators[-1]
+    await stage.until(lambda: not coordinator.core.engines.serving())
+    assert client.tasks == ("embed", "generate")
+
+
 # --- the core alone -----------------------------------------------------------------------------------------------
 
 

@@ -41,14 +41,23 @@ def test_a_parameter_without_its_capability_is_rejected_by_name_and_backend(name
 
 def test_a_backend_announces_what_it_does_not_declare() -> None:
     info = EchoBackend(SETTINGS).info
-    assert info.lacks == ("HIDDEN_STATES",)
+    assert info.lacks == ("HIDDEN_STATES", "EMBED", "CLASSIFY", "TOKEN_EMBED")
     lacking = EchoBackend(SETTINGS, lacks=[Capability.HIGH_TEMPERATURE])
     assert lacking.info.lacks == (
-        "HIDDEN_STATES",
-        "HIGH_TEMPERATURE",
+        *("HIDDEN_STATES", "HIGH_TEMPERATURE"),
+        *("EMBED", "CLASSIFY", "TOKEN_EMBED"),
     )
     verbs = frozenset({Capability.SUSPEND, Capability.ADAPTERS})
     assert "LOG_PROBS" in dataclasses.replace(info, capabilities=verbs).lacks
+
+
+def test_a_pooling_model_takes_no_request_that_generates() -> None:
+    info = EchoBackend(SETTINGS, task="embed").info
+    info.check_request(SamplingParams(pooling={"task": "embed"}))
+    with pytest.raises(InvalidSamplingParamsError, match="use the task 'embed': the model generates no tokens"):
+        info.check_request(SamplingParams())
+    with pytest.raises(InvalidSamplingParamsError, match="no support for scores of a label"):
+        info.check_request(SamplingParams(pooling={"task": "classify"}))
 
 
 async def test_an_unimplemented_verb_raises_unsupported_by_backend() -> None:

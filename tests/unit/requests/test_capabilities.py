@@ -40,6 +40,7 @@ JSON = {"type": "json_object"}
         ({"return_log_probs": True, "skip_prompt_log_probs": True}, "LOG_PROBS"),
         ({"return_hidden_state": True, "num_tokens_to_generate": 1}, "HIDDEN_STATES"),
         ({"priority": -1, "temperature": 3}, "HIGH_TEMPERATURE PRIORITY"),
+        ({"pooling": {"task": "token_embed"}}, "TOKEN_EMBED pooling"),
     ],
 )
 def test_the_sender_of_a_request_announces_what_it_needs(values: dict[str, Any], needs: str) -> None:

@@ -10,11 +10,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import Charge, EngineStatus, FailedRequest, Quota, Reserve, StatusReply
+from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
@@ -70,6 +73,8 @@ class ScriptedBackend:
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.tenants: list[str] = []
         """The tenant of each request."""
+        self.tasks: tuple[str, ...] | None = ("generate",)
+        """What its engines do. With a pooling model each text has the score 0.5."""
         self.adapters = AdapterList()
         self.adapters_asked: list[str] = []
         """The adapter of each request."""
@@ -197,6 +202,8 @@ class ScriptedBackend:
 
     def _script(self, prompt: list[int], params: SamplingParams) -> tuple[list[int], str | None, str]:
         """All tokens, the authoritative text if a stop string was matched, and why it ends."""
+        if params.pooling is not None:
+            return [], None, "stop"
         if params.is_greedy:
             answer = self.answer if isinstance(self.answer, list) else self._tokenizer.encode(self.answer)
             tokens = [*answer, self._tokenizer.eos_ids[0]]
@@ -243,6 +250,8 @@ class ScriptedBackend:
         self, prompt: list[int], tokens: list[int], params: SamplingParams, *, text: str | None, reason: str
     ) -> dict[str, Any]:
         details: dict[str, Any] = {}
+        if params.pooling is not None:
+            details["pooled"] = pack_array(np.array([0.5], dtype="<f4"))
         if params.return_hidden_state and self.has_hidden_states:
             details["hidden_state"] = struct.pack("<3f", len(prompt), sum(prompt) % 7, self.hidden_states_end_with)
         if params.return_log_probs:

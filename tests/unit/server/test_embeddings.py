@@ -42,6 +42,8 @@ async def test_each_text_has_a_vector_of_length_one(running: Any) -> None:
         ({"input": [[]]}, "input"),
         ({"input": ["Hi", [1]]}, "input"),
         ({"input": "Hi", "dimensions": 3}, "dimensions"),
+        ({"input": "Hi", "use_activation": False}, "use_activation"),
+        ({"input": ["Hi"] * 1025}, "input"),
         ({"input": "Hi", "encoding_format": "int8"}, "encoding_format"),
         ({"input": [[10**9]]}, "input"),
     ],
@@ -57,14 +59,14 @@ async def test_engines_without_hidden_states_are_named(running: Any) -> None:
     """The coordinator or an engine rejects the parameter. Engines of an earlier release ignore it."""
     running.backend.failure = {"code": 400, "message": "no hidden states", "field": "return_hidden_state"}
     for _ in range(2):
-        with pytest.raises(openai.APIStatusError, match="only native engines") as raised:
+        with pytest.raises(openai.APIStatusError, match="native engines return hidden states") as raised:
             await running.openai.embeddings.create(model="smollm2", input="Hi")
-        assert (raised.value.status_code, raised.value.code) == (501, "not_implemented")
+        assert (raised.value.status_code, raised.value.code) == (404, "not_offered")
         running.backend.failure, running.backend.has_hidden_states = None, False
     running.backend.reject = InvalidRequestError(400, "no engine supports it", field="return_hidden_state")
-    with pytest.raises(openai.APIStatusError, match="only native engines") as raised:
+    with pytest.raises(openai.APIStatusError, match="native engines return hidden states") as raised:
         await running.openai.embeddings.create(model="smollm2", input="Hi")
-    assert raised.value.status_code == 501
+    assert raised.value.status_code == 404
     running.backend.reject = RequestRejectedError(503, "the engines are stopped", 2.0)
     with pytest.raises(openai.APIStatusError) as raised:
         await running.openai.embeddings.create(model="smollm2", input="Hi")

@@ -35,11 +35,20 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "messages": {"messages": HI, "max_tokens": 1},
     "messages/count_tokens": {"messages": HI},
     "embeddings": {"input": "Hi"},
+    "score": {"queries": "Hi", "documents": "you"},
+    "rerank": {"query": "Hi", "documents": ["you"]},
     "tokenize": {"prompt": "Hi"},
     "detokenize": {"tokens": [1]},
 }
 READ_AS_A_WHOLE = {StructuredOutputs, CalledFunction}
 NOT_OFFERED = [(path, name) for path, body in BODIES.items() for name in body.policy.not_offered or ()]
+
+
+@pytest.fixture
+def running(running: Any) -> Any:
+    """A server of all routes: of engines that generate, and of others that score pairs of texts."""
+    running.backend.tasks = ("classify", "generate")
+    return running
 
 
 def params_of(tokenizer: Tokenizer, **fields: Any) -> SamplingParams:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "interfaces.json"
+BACKEND = HERE.parents[2] / "runtime" / "megatron_runtime" / "backends" / "vllm"
 CALLED_BY_NAME = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "reload_weights"),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "reload_weights"),
@@ -131,11 +132,15 @@ def names_used() -> Iterator[tuple[str, str]]:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield module, node.name
-    backend = HERE.parents[2] / "runtime" / "megatron_runtime" / "backends" / "vllm"
-    for path in sorted(backend.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
-                yield from ((node.module or "", alias.name) for alias in node.names)
+    for path in sorted(BACKEND.glob("*.py")):
+        yield from imported(path)
+
+
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each import of vLLM in a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+            yield from ((node.module or "", alias.name) for alias in node.names)
 
 
 def interface_of(root: Path) -> Interface:

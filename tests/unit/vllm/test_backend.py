@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -27,6 +28,7 @@ from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.cli import main
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engine.backend import Capability, UnsupportedVerbError
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.progress import Stage, StartProgress
 from megatron_runtime.protocol.headers import ErrorCode
@@ -615,9 +617,36 @@ async def test_what_vllm_cannot_do_is_announced_and_rejected(
     running: Running, params: dict[str, Any], text: str
 ) -> None:
     info = running.backend.info
-    assert info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE")
+    assert info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE", "EMBED", "CLASSIFY", "TOKEN_EMBED")
     with pytest.raises(InvalidSamplingParamsError, match=text):
         info.check_request(SamplingParams(**params))
+
+
+async def test_a_pooling_request_is_sent_again_after_a_suspend_and_answered_once(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fake has no pooling models: its process gets nothing. tests/vllm has the other side."""
+    backend, sent = running.backend, []
+    pooling = {"task": "embed", "dimensions": 2}
+    monkeypatch.setattr(type(backend._process), "send", lambda _, *message: sent.append(message))
+    nothing = np.array([], dtype=np.int32)
+    params = SamplingParams(pooling=pooling, num_tokens_to_generate=0, priority=3, cache_salt="salt")
+    backend.submit(EngineRequest(1, nothing, nothing, params, text="Hi"))
+    expected = ("pool", 1, pooling, "Hi", [], "", 3, "salt")
+    assert sent == [expected]
+    for verb in (backend.pause, backend.release_memory, backend.restore_memory, backend.unpause):
+        assert not (await verb()).failed
+    assert sent == [expected] * 2
+    entry = [1, "pooled", [2], np.array([0.5, -1.5], dtype="<f4").tobytes(), 4, 1]
+    backend._on_message(["outputs", [entry, [2, "rejected", "unknown", ""]]])
+    backend._on_message(["outputs", [entry]])
+    [last] = running.listener.outputs
+    assert last.pooled.tolist() == [0.5, -1.5]
+    assert (last.finish_reason, last.prompt_length, last.num_cached_tokens) == ("stop", 4, 1)
+    backend.submit(EngineRequest(3, nothing, nothing, params, text="Hi"))
+    backend._on_message(["outputs", [[3, "rejected", "no such size", "dimensions"]]])
+    error = running.listener.last(3).error
+    assert (str(error), error.field) == ("no such size", "dimensions")
 
 
 async def test_stop_tokens_outside_the_vocabulary_never_end_an_answer(running: Running, model: Path) -> None:
@@ -949,7 +978,7 @@ async def test_the_logits_processor_is_that_of_the_model_runner_and_what_is_miss
         monkeypatch.setenv("FAKE_VLLM_HAS_TRITON", "1")
     running = await start(vllm_arguments=arguments)
     announced = set(running.backend.info.lacks)
-    assert announced == {"HIDDEN_STATES", "HIGH_TEMPERATURE", *missing}
+    assert announced == {"HIDDEN_STATES", "HIGH_TEMPERATURE", "EMBED", "CLASSIFY", "TOKEN_EMBED", *missing}
     assert (Capability.CALL_STRUCTURE in running.backend.info.capabilities) == ("STRUCTURED_OUTPUT" not in missing)
     await running.backend.load()
     await running.backend.unpause()

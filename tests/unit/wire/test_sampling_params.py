@@ -1,6 +1,7 @@
 """Sampling parameters are checked where they enter."""
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,29 @@ def test_an_error_quotes_no_more_than_a_line_of_any_value() -> None:
         assert len(str(raised.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        {},
+        [],
+        {"task": "plugin"},
+        {"task": "embed", "dimensions": 0},
+        {"task": "embed", "dimensions": 2**31},
+        {"task": "embed", "dimensions": True},
+        {"task": "embed", "use_activation": 1},
+        {"task": "embed", "truncate_prompt_tokens": -2},
+        {"task": "embed", "truncation_side": "middle"},
+        {"task": "classify", "pair": ["a"]},
+        {"task": "embed", "unknown": 1},
+    ],
+)
+def test_what_a_pooling_model_computes_is_checked(pooling: Any) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match="a task of embed, classify, token_embed") as raised:
+        SamplingParams(pooling=pooling)
+    assert raised.value.field == "pooling"
+    SamplingParams(pooling={"task": "embed", "dimensions": 2**31 - 1, "truncate_prompt_tokens": -1})
+
+
 def test_two_length_limits_at_once_are_rejected() -> None:
     with pytest.raises(InvalidSamplingParamsError, match="not both"):
         SamplingParams(num_tokens_to_generate=1, num_tokens_total=2)
@@ -92,7 +116,7 @@ def test_two_length_limits_at_once_are_rejected() -> None:
 
 def test_every_number_has_bounds_that_the_engines_types_hold() -> None:
     """int32 and float32, except for the seed, which has 64 bits."""
-    without = {"bad_words", "call_structure", "reasoning", "structured_output", "stop_words", "cache_salt"}
+    without = {"bad_words", "call_structure", "pooling", "reasoning", "structured_output", "stop_words", "cache_salt"}
     for item in fields(SamplingParams):
         rule = PARAMETERS[item.name].rule
         if item.name in without or isinstance(item.default, bool):

@@ -26,6 +26,7 @@ from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.requests.capabilities import POOLING
 from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.sampling.answer_guide import AnswerGuide
 from megatron_runtime.sampling.answer_parts import AnswerParts
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS, Capability.MEDIA}
+ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS, Capability.MEDIA, *POOLING.values()}
 _OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.CALL_STRUCTURE, Capability.BAD_WORDS, Capability.TEXT})
 """Capabilities that need a tokenizer."""
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -38,6 +39,7 @@ from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.capabilities import POOLING
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
@@ -57,7 +59,10 @@ CAPABILITIES = frozenset(Capability) - {
     Capability.MEDIA,
     Capability.HIDDEN_STATES,
     Capability.HIGH_TEMPERATURE,
+    *POOLING.values(),
 }
+POOLING_CAPABILITIES = frozenset({Capability.SUSPEND, Capability.UPDATE_WEIGHTS, Capability.TEXT, Capability.PRIORITY})
+"""What every pooling model has besides its task."""
 WITHOUT_FORCED_TOKENS = frozenset(
     {
         Capability.PENALTIES,
@@ -176,6 +181,7 @@ class VllmBackend(EngineBackend):
             block_size_tokens=started["block_size_tokens"],
             ranks=started["ranks"],
             capabilities=_capabilities(started),
+            task=started["task"],
             loads_under_pause=True,
             remedies=REMEDIES,
         )
@@ -406,6 +412,11 @@ class VllmBackend(EngineBackend):
         request, (params, free) = opened.request, opened.submission()
         assert self._process is not None
         opened.is_running = True
+        if params.pooling is not None:
+            tokens, salt = request.prompt_tokens.tolist(), params.cache_salt
+            of_request = (request.text, tokens, request.adapter, params.priority, salt)
+            self._process.send("pool", request.request_id, params.pooling, *of_request)
+            return
         self._process.send(
             "submit",
             request.request_id,
@@ -446,7 +457,8 @@ class VllmBackend(EngineBackend):
                 for entry in entries:
                     opened = self._open.get(entry[0])
                     if opened is not None and opened.is_running:  # else it is of the part before
-                        outputs.append(self._take(opened, *entry[1:]))
+                        take = self._take_pooled if entry[1] == "pooled" else self._take
+                        outputs.append(take(opened, *entry[1:]))
                 self._deliver(outputs)
             case ["cache", stored, evicted, cleared]:
                 self._listener.on_cache_events(CacheEvents(stored, evicted, cleared=cleared))
@@ -459,7 +471,8 @@ class VllmBackend(EngineBackend):
         """Return the output for an entry of service.py: new tokens, or an error."""
         if isinstance(tokens, str):
             if tokens == "rejected":
-                return self._failed_output(opened, ErrorCode.INVALID_REQUEST, VllmRejectedError(reason))
+                error = VllmRejectedError(reason or "", field=details[0] if details else "")
+                return self._failed_output(opened, ErrorCode.INVALID_REQUEST, error)
             return self._failed_output(opened, ErrorCode.ENGINE_FAILED, reason or "")
         stop, cached, chosen, top, prompt, prompt_top = details
         if opened.released is None:  # a later part finds the earlier ones in the cache
@@ -480,6 +493,15 @@ class VllmBackend(EngineBackend):
         if reason in FINISHED:
             return self._ended(opened, output, FINISHED[reason])
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
+
+    def _take_pooled(
+        self, opened: VllmRequest, _: str, shape: list[int], values: bytes, tokens: int, cached: int
+    ) -> RequestOutput:
+        """Return the output for an entry of pooling.py."""
+        output = opened.output([])
+        output.pooled = np.frombuffer(values, "<f4").reshape(shape)
+        output.prompt_length, output.num_cached_tokens = tokens, cached
+        return self._ended(opened, output, "stop")
 
     def _ended(self, opened: VllmRequest, output: RequestOutput, reason: FinishReason) -> RequestOutput:
         self._forget(opened)
@@ -663,6 +685,9 @@ def _sent_media(request: EngineRequest) -> list[Any] | None:
 
 def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
     """Return the capabilities of a started vLLM, as service.py describes it."""
+    if started["task"] is not None:
+        adapters = {Capability.ADAPTERS} if started["has_adapters"] else frozenset()
+        return POOLING_CAPABILITIES | {POOLING[started["task"]]} | adapters
     lacks = frozenset() if started["forces_tokens"] else WITHOUT_FORCED_TOKENS
     if started["speculates"]:
         lacks |= WITH_SPECULATION_LACKS

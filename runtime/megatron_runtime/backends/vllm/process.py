@@ -67,7 +67,14 @@ class VllmKilledError(VllmError):
 
 
 class VllmRejectedError(ValueError):
-    """vLLM rejected its arguments, the model or a request; the message names it."""
+    """vLLM rejected its arguments, the model or a request; the message names it.
+
+    field: of a pooling request, the name of what is at fault; empty: unknown.
+    """
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 OnLost = Callable[[VllmError], None]

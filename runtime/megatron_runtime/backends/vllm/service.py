@@ -20,15 +20,16 @@ from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 import vllm
 from prometheus_client import REGISTRY, generate_latest
 from pydantic import ValidationError
 from vllm import TokensPrompt
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
@@ -58,6 +59,11 @@ from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.progress import PROGRESS, Stage
 from megatron_runtime.requests.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from megatron_runtime.backends.vllm.pooling import Pooling
+
+POOLING_INTERFACE = "vllm.entrypoints.pooling.scoring"
+"""Since vLLM 0.32. Before, its classes that read the texts of pooling models have other names."""
 HEALTH_SECONDS = 1.0
 """How often an idle vLLM is checked."""
 ABORT_SECONDS, HEALTH_STEP_SECONDS = 30.0, 0.1
@@ -125,6 +131,8 @@ class VllmService:
         """Entries that wait for the end of this iteration of the event loop."""
         self._background: list[asyncio.Task[None]] = []
         self._adapters: dict[str, LoRARequest] = {}
+        self._pooling: Pooling | None = None
+        """Of a loaded pooling model."""
 
     def _config(self) -> VllmConfig:
         """Return vLLM's configuration. Raises vLLM's errors."""
@@ -132,7 +140,7 @@ class VllmService:
 
     def describe(self) -> dict[str, Any]:
         """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
-        config = _register_logits_processor(self._arguments)
+        config = _settled_config(self._arguments, self._settings)
         model, cache = config.model_config, config.cache_config
         return {
             "directory": str(self._directory),
@@ -148,6 +156,7 @@ class VllmService:
             "speculates": config.speculative_config is not None,
             "forces_tokens": bool(self._arguments.logits_processors),
             "takes_media": takes_media(model),
+            "task": _task_of(config),
         }
 
     async def serve(self, end: socket.socket) -> None:
@@ -192,8 +201,13 @@ class VllmService:
             self._media = MediaReader(llm.renderer)
         self._background.append(asyncio.create_task(self._watch_health(llm)))
         self._background.append(asyncio.create_task(self._report_metrics()))
-        if self._settings.prefix_caching:
+        if config.cache_config.enable_prefix_caching:
             self._follow_caches(config.cache_config.block_size)
+        if _task_of(config) is not None:
+            from megatron_runtime.backends.vllm.pooling import Pooling
+
+            supported = await llm.get_supported_tasks()
+            self._pooling = await asyncio.to_thread(Pooling, llm, config, supported)
         await llm.pause_generation(mode="keep", clear_cache=False)
         gc.collect()
         gc.freeze()  # a collection with the objects of all imports stalls every stream
@@ -302,6 +316,10 @@ class VllmService:
         request = Submission(*fields)
         self._requests[request.request_id] = asyncio.create_task(self._run(request))
 
+    async def pool(self, *fields: Any) -> None:
+        """Run a request of a pooling model. fields: of PoolingSubmission."""
+        self._requests[fields[0]] = asyncio.create_task(self._pool(fields))
+
     async def abort(self, *request_ids: int) -> None:
         """Remove requests. No output of them is sent after the reply."""
         tasks = [task for request_id in request_ids if (task := self._requests.pop(request_id, None)) is not None]
@@ -317,6 +335,24 @@ class VllmService:
             os._exit(1)  # its cause is in the log
         except ValueError as error:
             self._report([request.request_id, "rejected", str(error)])
+        except Exception as error:
+            self._report([request.request_id, "failed", f"{type(error).__name__}: {error}"])
+        finally:
+            self._requests.pop(request.request_id, None)
+
+    async def _pool(self, fields: tuple[Any, ...]) -> None:
+        from megatron_runtime.backends.vllm.pooling import PoolingRejectedError, PoolingSubmission, entry_of
+
+        request, pooling = PoolingSubmission(*fields), self._pooling
+        try:
+            assert pooling is not None, "the model is loaded"
+            lora = self._adapters[request.adapter] if request.adapter else None
+            self._report(entry_of(request, await pooling.run(request, lora)))
+        except EngineDeadError:
+            os._exit(1)  # its cause is in the log
+        except ValueError as error:
+            field = error.field if isinstance(error, PoolingRejectedError) else ""
+            self._report([request.request_id, "rejected", str(error), field])
         except Exception as error:
             self._report([request.request_id, "failed", f"{type(error).__name__}: {error}"])
         finally:
@@ -438,14 +474,48 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
         ) from error
 
 
-def _register_logits_processor(arguments: AsyncEngineArgs) -> VllmConfig:
-    """Set the logits processor for the model runner that vLLM chooses, and return the configuration with it."""
+def _settled_config(arguments: AsyncEngineArgs, settings: EngineSettings) -> VllmConfig:
+    """Set what depends on the model, and return the configuration with it.
+
+    A pooling model has no logits processor. vLLM knows whether it can be prefilled in chunks and has prefixes to cache:
+    the settings may disable that only.
+    """
     config = _config_of(arguments)
+    if config.model_config.runner_type != "pooling":
+        return _register_logits_processor(arguments, config)
+    arguments.enable_chunked_prefill = None if settings.chunked_prefill else False
+    arguments.enable_prefix_caching = None if settings.prefix_caching else False
+    if settings.max_tokens is None:
+        arguments.max_num_batched_tokens = None
+    has_prefixes = _config_of(arguments).cache_config.enable_prefix_caching
+    arguments.kv_events_config = KVEventsConfig(
+        enable_kv_cache_events=has_prefixes, endpoint=arguments.kv_events_config.endpoint
+    )
+    return _config_of(arguments)
+
+
+def _register_logits_processor(arguments: AsyncEngineArgs, config: VllmConfig | None = None) -> VllmConfig:
+    """Set the logits processor for the model runner that vLLM chooses, and return the configuration with it.
+
+    config: of the arguments without one; None: it is built here.
+    """
+    config = config or _config_of(arguments)
     logits_processor = logits_processor_of(config)
     if logits_processor is None:
         return config
     arguments.logits_processors = [logits_processor]
     return _config_of(arguments)
+
+
+def _task_of(config: VllmConfig) -> str | None:
+    """Return the task of a pooling model; None: the model generates. Raises ValueError for one that is not offered."""
+    if config.model_config.runner_type != "pooling":
+        return None
+    if find_spec(POOLING_INTERFACE.rpartition(".")[0]) is None or find_spec(POOLING_INTERFACE) is None:
+        raise ValueError(f"vLLM {vllm.__version__} cannot serve pooling models here: install vLLM 0.32 or newer")
+    from megatron_runtime.backends.vllm.pooling import task_of
+
+    return task_of(config)
 
 
 def check(settings: EngineSettings) -> None:
@@ -467,12 +537,12 @@ def check(settings: EngineSettings) -> None:
         if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
             arguments.create_model_config()
         else:
-            _register_logits_processor(arguments)
+            _task_of(_settled_config(arguments, settings))
 
 
 METHODS = (
     *("load", "shutdown", "digest", "stage", "use_weights", "reset_prefix_cache", "sleep", "wake_up"),
-    *("set_adapters", "load_adapter", "unload_adapter", "pause", "unpause", "submit", "abort", "run_workers"),
+    *("set_adapters", "load_adapter", "unload_adapter", "pause", "unpause", "submit", "pool", "abort", "run_workers"),
 )
 
 

@@ -68,9 +68,10 @@ class AdmissionControl:
         return rejections.unpinnable(entry, self.context.engines.named(entry.meta.engine), self.verbs.may_dispatch)
 
     def _is_unsupported(self, entry: Entry) -> Rejection | None:
-        if not entry.meta.needs or not self.verbs.may_dispatch:
+        engines = self.context.engines
+        if not (entry.meta.needs or engines.has_pooling) or not self.verbs.may_dispatch:
             return None
-        return rejections.unsupported(entry, self.context.engines.serving())
+        return rejections.unsupported(entry, engines.serving())
 
     def _queue_is_full(self, entry: Entry) -> Rejection | None:
         waiting = self.queue.length

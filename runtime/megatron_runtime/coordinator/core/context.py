@@ -15,6 +15,7 @@ from typing import TypeAlias
 from megatron_runtime.coordinator.core.records import Client, Counters, Ended, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.routing import load_by
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Role
 from megatron_runtime.protocol.messages import Error, Outgoing
 
@@ -119,6 +120,7 @@ class EngineRegistry:
 
     stopped:     all engines were sent STOP and none has registered since: there is nothing to wait for.
     block_sizes: the block sizes of their prefix caches; more than one while a change is rolled out.
+    has_pooling: an engine has a pooling model, so not every engine may answer a request without needs.
     """
 
     def __init__(self, load: Callable[[int, int], float]) -> None:
@@ -131,12 +133,18 @@ class EngineRegistry:
         """The numbers of the registrations to come."""
         self.stopped = False
         self.block_sizes: frozenset[int] = frozenset()
+        self.has_pooling = False
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._by_name.values()))
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The tasks of the serving engines."""
+        return tuple(sorted({engine.does for engine in self.serving()})[: limits.MAX_TASKS])
 
     def named(self, name: str) -> Engine | None:
         return self._by_name.get(name)
@@ -163,8 +171,9 @@ class EngineRegistry:
             self._changed[engine.index] = engine
 
     def announced(self, engine: Engine) -> None:
-        """Call after a registered engine has announced its sizes."""
+        """Call after a registered engine has announced its sizes and its task."""
         self.load_changed(engine)
+        self.has_pooling = self.has_pooling or bool(engine.task)
         if engine.block_size_tokens not in self.block_sizes:
             self._collect_block_sizes()
 
@@ -196,6 +205,8 @@ class EngineRegistry:
         if self._by_peer.get(engine.peer) is engine:
             del self._by_peer[engine.peer]
         engine.serving = False
+        if engine.task:
+            self.has_pooling = any(other.task for other in self._by_name.values())
         if len(self.block_sizes) > 1:
             self._collect_block_sizes()
 

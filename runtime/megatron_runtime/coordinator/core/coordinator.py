@@ -93,7 +93,7 @@ class CoordinatorCore:
             self.router,
             evict=lambda engine, reason: self.membership.lose_engine(engine, reason),
             stopped=self._engines_stopped,
-            adapters_changed=lambda: self.membership.announce_adapters(),
+            adapters_changed=lambda: self.membership.announce(),
         )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.prompts)
         self.replies = Replies(context, dispatcher)

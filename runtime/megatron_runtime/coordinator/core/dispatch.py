@@ -201,7 +201,7 @@ class Dispatcher:
 
     def _choose(self, entry: Entry) -> Engine | None:
         """Return the engine for a request; None if none with room may answer it."""
-        needs_match = entry.model or entry.meta.adapter or entry.meta.needs
+        needs_match = entry.model or entry.meta.adapter or entry.meta.needs or self._engines.has_pooling
         if self._router.in_turn:
             open_engines = self._engines.available() if self._router.deterministic else self._engines.with_room()
             fitting = [engine for engine in open_engines if not needs_match or engine.runs(entry)]

@@ -162,6 +162,8 @@ class Membership:
         self._counters = context.counters
         self._access = access
         self._due = 0.0
+        self._tasks: tuple[str, ...] = ()
+        """Those that were sent to the clients last."""
 
     def start(self) -> None:
         self.recovery.start()
@@ -220,6 +222,8 @@ class Membership:
         engine.heard = self._context.now
         engine.learn(hello)
         self._engines.announced(engine)
+        if engine.serving and engine.does not in self._tasks and (engine.task or self._tasks):
+            self.announce()  # while clients know no task, they wait for the next heartbeat
         self.recovery.registered(engine, hello, survivor=hello.serving and not renewed)
         current = self._verbs.current
         if current is not None and engine not in current.signalled:
@@ -246,7 +250,9 @@ class Membership:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._context.now
         client.model, client.formats = hello.model, hello.formats
-        self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route, quotas=True)
+        self._verbs.acknowledge_hello(
+            peer, state=self._verbs.state, route=client.route, quotas=True, tasks=self._engines.tasks
+        )
         if client.blocked:
             self._replies.catch_up(client)
 
@@ -360,14 +366,18 @@ class Membership:
             self.lose_client(client, f"it has not read {client.outbox_bytes} bytes of answers")
 
     def _heartbeat(self) -> Frames:
+        self._tasks = self._engines.tasks
         return Heartbeat(
             incarnation=self._context.incarnation,
             state=self._verbs.state,
             adapters=self._verbs.adapters.generation or None,
+            tasks=self._tasks,
         ).to_frames()
 
-    def announce_adapters(self) -> None:
-        """Send a heartbeat to the clients now. A client whose list of adapters is older asks for the new one."""
+    def announce(self) -> None:
+        """Send a heartbeat to the clients now, with the tasks of the engines. A client whose list of adapters is older
+        asks for the new one.
+        """
         heartbeat = self._heartbeat()
         for client in self._clients:
             if client.reachable and client.stuck_since is None:

@@ -28,7 +28,13 @@ from megatron_runtime.protocol.messages import (
     RequestMeta,
     size_of,
 )
-from megatron_runtime.requests.capabilities import FIRST_PARAMETERS, is_parameter
+from megatron_runtime.requests.capabilities import (
+    FIRST_PARAMETERS,
+    GENERATE,
+    GENERATION,
+    asks_for_pooling,
+    is_parameter,
+)
 
 _RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
@@ -140,6 +146,7 @@ class Engine:
     backend:   name of its backend; empty: not announced.
     lacks:     features that requests may need and that it announced not to have.
     parameters: sampling parameters that it knows.
+    task:      what its pooling model computes in place of tokens; empty: it generates tokens.
     started_ms: when its process started; 0: unknown.
     limits:    those of LIMITS that it announced, for STATUS.
     full:      its connection accepted no more, and the shell has not reported room since.
@@ -174,6 +181,7 @@ class Engine:
     backend: str = ""
     lacks: frozenset[str] = frozenset()
     parameters: frozenset[str] = FIRST_PARAMETERS
+    task: str = ""
     started_ms: int = 0
     max_requests: int = UNLIMITED_REQUESTS
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -189,6 +197,11 @@ class Engine:
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
     unsettled: bool = False
+
+    @property
+    def does(self) -> str:
+        """The name of its task for clients."""
+        return self.task or GENERATE
 
     def available(self) -> bool:
         return self.serving and self.state is EngineState.RUNNING and not (self.draining or self.suspect or self.full)
@@ -212,11 +225,13 @@ class Engine:
         return (
             self.has_model(entry.model)
             and (not entry.meta.adapter or entry.meta.adapter in self.adapters)
-            and (not entry.meta.needs or not self.lacking(entry.meta.needs))
+            and (not (entry.meta.needs or self.task) or not self.lacking(entry.meta.needs))
         )
 
     def lacking(self, needs: str) -> str:
         """Return the first of the `needs` of a request that it lacks; empty: it has all."""
+        if self.task and not asks_for_pooling(needs):
+            return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
 
     def _lacks(self, need: str) -> bool:
@@ -245,6 +260,7 @@ class Engine:
         self.backend = hello.backend or ""
         self.lacks = frozenset(hello.lacks or ())
         self.parameters = FIRST_PARAMETERS if hello.parameters is None else frozenset(hello.parameters)
+        self.task = hello.task or ""
         self.started_ms = hello.started_ms or 0
         if hello.state is not None:
             self.state = hello.state

@@ -9,7 +9,7 @@ from megatron_runtime.coordinator.core.records import Engine, Entry
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.media import MEDIA_NEED
-from megatron_runtime.requests.capabilities import described, is_parameter
+from megatron_runtime.requests.capabilities import GENERATION, described, is_parameter
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -76,7 +76,7 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
     None for a request that an engine has accepted. It waits for an engine to return, as it would without any engine.
     """
     needs, name = entry.meta.needs, entry.meta.adapter
-    if not needs or entry.dispatches or entry.generated:
+    if entry.dispatches or entry.generated:
         return None
     engines = [engine for engine in serving if engine.has_model(entry.model) and name not in engine.adapter_errors]
     if not engines or not all(engine.lacking(needs) for engine in engines):
@@ -86,6 +86,10 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
         message = "the request has images, audio or video, which no engine that may answer takes: leave them out, or "
         message += "serve a model that takes them with the backend vllm"
         return Rejection(ErrorCode.INVALID_REQUEST, message)
+    if missing == GENERATION:
+        tasks = ", ".join(sorted({engine.task for engine in engines}))
+        message = f"the model generates no tokens, its task is {tasks}: send the request to a model that does"
+        return Rejection(ErrorCode.INVALID_REQUEST, message, field="pooling")
     if is_parameter(missing):
         message = f"sampling parameter {missing} is of a later release than every engine that may answer: "
         message += "use its default, or upgrade the engines"

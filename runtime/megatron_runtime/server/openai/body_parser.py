@@ -10,10 +10,10 @@ from megatron_runtime.process.sacrificial_process import serve
 from megatron_runtime.server.errors import ApiError
 
 # The models of all bodies: nothing can be imported when the thread that handles requests has begun.
-from megatron_runtime.server.openai import embeddings, messages, responses, schema
+from megatron_runtime.server.openai import embeddings, messages, pooling, responses, schema
 from megatron_runtime.server.openai.bodies import parse
 
-__all__ = ["embeddings", "messages", "responses", "schema"]
+__all__ = ["embeddings", "messages", "pooling", "responses", "schema"]
 
 
 def _prepare(_setup: bytes) -> Callable[[bytes], bytes]:

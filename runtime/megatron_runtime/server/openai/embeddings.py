@@ -1,24 +1,26 @@
-"""POST /v1/embeddings: the hidden state of a decoder after each text, with length 1."""
+"""POST /v1/embeddings: the vectors of a pooling model, or the hidden state of a decoder after each text."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr
+from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, field_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_runtime.requests.capabilities import GENERATE
 from megatron_runtime.requests.rules import MAX_INT32
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import ApiError, invalid_value
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.completions import tokenized_prompts
 from megatron_runtime.server.openai.fields import EMBEDDINGS_POLICY, sampled, served, within
 from megatron_runtime.server.openai.generation import generation_of
 from megatron_runtime.server.openai.jobs import Options
+from megatron_runtime.server.openai.pooling import PoolingPrompt, PoolingRun, chosen
 from megatron_runtime.server.openai.schema import (
     MAX_PROMPTS,
     CompletionRequest,
@@ -44,6 +46,12 @@ class EmbeddingRequest(ModelRequest):
         | PromptIds
         | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     ) = Field(description="A text, a list of token ids, or a list of either. Each has a vector, in this order.")
+    dimensions: Annotated[StrictInt, Field(ge=1, le=MAX_INT32)] | None = served(
+        "Size of the vectors, of a pooling model that was trained for several."
+    )
+    use_activation: StrictBool | None = served(
+        "`false`: the vectors of a pooling model are not normalised. Absent: as the model has it."
+    )
     encoding_format: Literal["float", "base64"] | None = served(
         "`float` or `base64`, which is little-endian float32; `float` if absent."
     )
@@ -63,6 +71,13 @@ class EmbeddingRequest(ModelRequest):
     )
 
     _completion: CompletionRequest | None = PrivateAttr(None)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _are_not_too_many(cls, value: Any) -> Any:
+        if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+            raise ValueError(f"it has {len(value)} texts, at most {MAX_PROMPTS} are allowed: send several requests")
+        return value
 
     @property
     def completion(self) -> CompletionRequest:
@@ -92,9 +107,41 @@ class EmbeddingRequest(ModelRequest):
 
 
 async def create_embedding(service: Service, request: Request) -> Response:
-    """Answer with one vector for each text. Raises ApiError 501 if the engines return no hidden states."""
+    """Answer with one vector for each text. Raises ApiError 404 if the engines return none."""
     body = await service.read(request, EmbeddingRequest)
     service.check_in_flight(tenant=request.state.tenant)
+    tasks = await service.tasks()
+    if "embed" in tasks:
+        run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
+        vectors = await run.collect(_pooling_prompts(body))
+        return _answer(service, request, body, vectors, tokens=run.tokens, adapter=run.adapter)
+    if GENERATE not in tasks:
+        raise _not_offered()
+    return await _of_decoder(service, request, body)
+
+
+def _pooling_prompts(body: EmbeddingRequest) -> list[PoolingPrompt]:
+    given: Sequence[str | list[int]] = body.completion.prompt
+    pooling = chosen(
+        task="embed",
+        dimensions=body.dimensions,
+        use_activation=body.use_activation,
+        add_special_tokens=body.add_special_tokens,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+    )
+    return [
+        PoolingPrompt(content=item, param="input" if len(given) == 1 else f"input[{place}]", pooling=pooling)
+        for place, item in enumerate(given)
+    ]
+
+
+async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest) -> Response:
+    """Answer with the hidden states of a model that generates."""
+    if body.dimensions is not None:
+        raise invalid_value("dimensions", "the vectors have the hidden size of the model: leave it out")
+    if body.use_activation is False:
+        raise invalid_value("use_activation", "the vectors have length 1: leave it out or use true")
     completion = body.completion
     service.check_choices(len(completion.prompt), tenant=request.state.tenant)
     prompts = await tokenized_prompts(service, request, completion)
@@ -105,6 +152,14 @@ async def create_embedding(service: Service, request: Request) -> Response:
     except ApiError as error:
         raise _not_offered() if error.param == _FIELD else error from error
     vectors = [_vector(piece) for piece in pieces]
+    tokens, adapter = generation.usage.prompt, generation.adapter
+    return _answer(service, request, body, vectors, tokens=tokens, adapter=adapter)
+
+
+def _answer(
+    service: Service, request: Request, body: EmbeddingRequest, vectors: Sequence[Any], *, tokens: int, adapter: str
+) -> Response:
+    """vectors: float32 [D] of each text. tokens: of all texts. adapter: that answered; empty: the base model."""
     is_text = body.encoding_format == "base64"
     data = [
         {
@@ -114,11 +169,10 @@ async def create_embedding(service: Service, request: Request) -> Response:
         }
         for index, vector in enumerate(vectors)
     ]
-    tokens = generation.usage.prompt
     answer = {
         "object": "list",
         "data": data,
-        "model": generation.adapter or service.settings.served_name,
+        "model": adapter or service.settings.served_name,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
     return service.answer(request, to_json(answer))
@@ -139,5 +193,8 @@ def _vector(piece: Piece) -> Any:
 
 
 def _not_offered() -> ApiError:
-    message = "POST /v1/embeddings is not offered: only native engines of this release return hidden states."
-    return ApiError(501, message, code="not_implemented", is_final=True)
+    message = (
+        "POST /v1/embeddings is not offered: vLLM engines with an embedding model return vectors, and of models that "
+        "generate, native engines return hidden states."
+    )
+    return ApiError(404, message, code="not_offered")

@@ -291,12 +291,20 @@ MESSAGES_POLICY = FieldPolicy(
 EMBEDDINGS_POLICY = FieldPolicy(
     frozenset({"request_id", "user"}),
     {
-        "dimensions": NotOffered((), "The vectors have the hidden size of the model"),
         "embed_dtype": NotOffered(("float32",)),
         "endianness": NotOffered(("native", "little")),
         "mm_processor_kwargs": _EMPTY_MAP,
+        "messages": NotOffered((), "Send the text as input"),
         "padding": NotOffered(("do_not_pad",)),
-        "use_activation": NotOffered((True,), "The vectors have length 1"),
+    },
+)
+SCORING_POLICY = FieldPolicy(
+    frozenset({"request_id", "user"}),
+    {
+        "chat_template_kwargs": NotOffered(({},), "The engine uses no chat template for pairs"),
+        "instruction": NotOffered(("",), "Put it into the query"),
+        "mm_processor_kwargs": _EMPTY_MAP,
+        "padding": NotOffered(("do_not_pad",)),
     },
 )
 TOKENIZE_POLICY = FieldPolicy(

@@ -20,7 +20,7 @@ from megatron_runtime.client.rejection import ModelChangedError, RequestFailedEr
 from megatron_runtime.process import tracing
 from megatron_runtime.process.tracing import Span
 from megatron_runtime.server.auth import ApiKey, tenant_salt
-from megatron_runtime.server.errors import ApiError, from_reply_error, invalid_value, try_again
+from megatron_runtime.server.errors import ApiError, from_reply_error, try_again
 from megatron_runtime.server.formats.chat_format import AnswerFormat, AnswerParserError
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.metrics import RequestObserver
@@ -35,7 +35,6 @@ from megatron_runtime.server.streaming import EventStream, cancel, until_disconn
 logger = logging.getLogger(__name__)
 
 _MERGE_QUEUE_EVENTS = 64
-_RECONNECT_CHECK_SECONDS = 0.05
 _STARTED_AT_ONCE = 8
 
 _T = TypeVar("_T")
@@ -100,12 +99,7 @@ def generation_of(
     """
     tenant, settings = request.state.tenant, service.settings
     service.check_choices(len(prompts) * (body.n or 1), tenant=tenant)
-    if body.priority and not settings.allow_priority:
-        problem = (
-            f"{body.priority} is not 0, and this server lets no request choose its priority. Leave the field "
-            "out, or start the server with --allow-priority (spec.server.allowPriority)"
-        )
-        raise invalid_value("priority", problem)
+    service.check_priority(body.priority)
     jobs, field_names = jobs_of(
         body,
         prompts,
@@ -226,7 +220,7 @@ class Generation:
         tasks: list[asyncio.Task[Piece]] = []
         async with self._admitted():
             try:
-                await _start(tasks, (self._collect_one(job) for job in self.jobs))
+                await start_all(tasks, (self._collect_one(job) for job in self.jobs))
                 return list(await asyncio.gather(*tasks))
             finally:
                 await cancel(*tasks)
@@ -234,8 +228,7 @@ class Generation:
     @asynccontextmanager
     async def _admitted(self) -> AsyncGenerator[None]:
         """Wait for the coordinator, and reserve tokens until the block ends."""
-        if not self.service.client.connected:
-            await self._until_connected()
+        await self.service.until_connected()
         if self.key.tokens_per_minute is None:
             yield
             return
@@ -248,23 +241,12 @@ class Generation:
             if self._reservation is not None:
                 self._reservation.settle()
 
-    async def _until_connected(self) -> None:
-        """Wait for the coordinator, so that its restart delays requests but fails none."""
-        seconds = self.service.settings.coordinator_wait_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while not self.service.client.connected:  # noqa: ASYNC110 - only while the coordinator is unreachable
-                    await asyncio.sleep(_RECONNECT_CHECK_SECONDS)
-        except TimeoutError as error:
-            message = f"The coordinator has not answered for {seconds:g} s: try again."
-            raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
-
     async def _collect_one(self, job: Job) -> Piece:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
             # An answer that is aborted counts against a limit as far as it was generated.
             options = self._options(job, None if self._reservation is None else observed.count)
-            with _rejections(self.field_names):
+            with rejections_as_errors(self.field_names):
                 reply = await self.service.client.add_request(job.prompt.tokens, job.params, **options)
             piece = self._finished(job, choice, reply, observed)
         with closing(_Parsing(self.answer)) as parsing:
@@ -315,7 +297,7 @@ class Generation:
     async def _merged(self) -> AsyncGenerator[Piece]:
         merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(_MERGE_QUEUE_EVENTS)
         tasks: list[asyncio.Task[None]] = []
-        starting = asyncio.create_task(_start(tasks, (self._forward(job, merged) for job in self.jobs)))
+        starting = asyncio.create_task(start_all(tasks, (self._forward(job, merged) for job in self.jobs)))
         try:
             remaining = len(self.jobs)
             while remaining:
@@ -342,7 +324,7 @@ class Generation:
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
         parsing = _Parsing(self.answer)
-        with closing(parsing), self._observed(job, streams=True) as observed, _rejections(self.field_names):
+        with closing(parsing), self._observed(job, streams=True) as observed, rejections_as_errors(self.field_names):
             options = self._options(job, observed.count)
             stream = client.add_request_streaming(job.prompt.tokens, job.params, **options)
             async with aclosing(stream):
@@ -405,8 +387,8 @@ class _Parsing:
 
 
 @contextmanager
-def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
-    """Raise rejections of the client as ApiError."""
+def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
+    """Raise rejections of the client as ApiError. field_names: request fields by sampling parameter."""
     try:
         yield
     except RequestRejectedError as error:
@@ -426,7 +408,7 @@ def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
         raise from_reply_error(details, field_names=field_names) from error
 
 
-async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
+async def start_all(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
     """Append a running task for each coroutine. Other requests run in between, however many there are."""
     for work in works:
         tasks.append(asyncio.create_task(work))

@@ -42,6 +42,7 @@ _FIELD_NAMES = {
     **{name: http.name for name, http in HTTP_FIELDS.items()},
     "top_n_logprobs": "logprobs",
     "return_log_probs": "logprobs",
+    "pooling": "model",
 }
 """Request fields by sampling parameter, for errors."""
 _GENERATION_CONFIG = {

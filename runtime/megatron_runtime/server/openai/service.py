@@ -6,7 +6,7 @@ import asyncio
 import collections
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,9 +18,10 @@ from starlette.types import Scope
 
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.process.tracing import Tracer
+from megatron_runtime.requests.capabilities import GENERATE
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
 from megatron_runtime.server.auth import ApiKey, ApiKeys
-from megatron_runtime.server.errors import ApiError, context_length_error, shown, try_again
+from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, shown, try_again
 from megatron_runtime.server.formats.chat_format import ChatFormat
 from megatron_runtime.server.guards import (
     MAX_ELEMENTS,
@@ -47,6 +48,8 @@ UNNAMED_MODEL = "EMPTY"
 """Megatron-Core's clients send this name: it means the model of the server."""
 BYTES_PER_TOKEN = 4
 """Of a rejected body, whose tokens are not known."""
+_CHECK_SECONDS = 0.05
+"""How often a request that waits looks again."""
 _NAMED_MODELS = 8
 """Adapters that the error for an unknown model names."""
 
@@ -337,7 +340,53 @@ class Service:
         """Raise ApiError 400 for more choices than one request may have, 429 if too many choices are open."""
         if choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
+        self.check_open(choices, tenant=tenant)
+
+    def check_open(self, choices: int, *, tenant: str) -> None:
+        """Raise ApiError 429 if too many choices, or texts of pooling models, are open."""
         self._check_capacity(self.metrics.open_requests, tenant=tenant, more=choices)
+
+    def check_priority(self, priority: int | None) -> None:
+        """Raise ApiError 400 for a priority that the server does not allow."""
+        if priority and not self.settings.allow_priority:
+            problem = (
+                f"{priority} is not 0, and this server lets no request choose its priority. Leave the field out, or "
+                "start the server with --allow-priority (spec.server.allowPriority)"
+            )
+            raise invalid_value("priority", problem)
+
+    async def until_connected(self) -> None:
+        """Wait for the coordinator, so that its restart delays requests but fails none. Raises ApiError 503."""
+        if not self.client.connected:
+            await self._until(lambda: self.client.connected, "The coordinator has not answered")
+
+    async def tasks(self) -> tuple[str, ...]:
+        """Return what the engines do, by the names of GENERATE and POOLING_TASKS. Wait until one has served.
+
+        Raises ApiError 503.
+        """
+        if self.client.tasks == ():
+            await self._until(lambda: self.client.tasks != (), "No engine has served")
+        return (GENERATE,) if self.client.tasks is None else self.client.tasks
+
+    def check_generates(self) -> None:
+        """Raise ApiError 404 if the engines have pooling models only, as far as the server knows."""
+        if self.client.tasks and GENERATE not in self.client.tasks:
+            message = (
+                f"The model {shown(self.settings.served_name)} generates no text: it is a pooling model with the task "
+                f"{', '.join(self.client.tasks)}. Use POST /v1/embeddings, /v1/score or /v1/rerank."
+            )
+            raise ApiError(404, message, code="not_offered")
+
+    async def _until(self, is_true: Callable[[], bool], problem: str) -> None:
+        seconds = self.settings.coordinator_wait_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while not is_true():  # noqa: ASYNC110 - only while there is no coordinator, or no engine
+                    await asyncio.sleep(_CHECK_SECONDS)
+        except TimeoutError as error:
+            message = f"{problem} for {seconds:g} s: try again."
+            raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
 
     def _check_capacity(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
         """Raise ApiError 429 if `more` and the open ones together would be too many.

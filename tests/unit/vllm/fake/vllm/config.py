@@ -21,6 +21,7 @@ class ModelConfig:
     max_model_len: int
     enable_sleep_mode: bool
     logits_processors: list[type]
+    runner_type: str = "generate"
 
     def get_vocab_size(self) -> int:
         return 49_152

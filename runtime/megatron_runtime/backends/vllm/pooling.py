@@ -1,0 +1,158 @@
+"""Requests of pooling models, rendered as vLLM's own server renders them: embeddings, and scores of pairs of texts.
+
+Its classes read the texts, so limits, special tokens, templates and token types of a pair are those of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import PoolingParams
+from vllm.config import VllmConfig
+from vllm.entrypoints.pooling.base.io_processor import PoolingIOProcessor
+from vllm.entrypoints.pooling.embed.protocol import EmbeddingCompletionRequest
+from vllm.entrypoints.pooling.scoring.io_processor import CrossEncoderIOProcessor
+from vllm.entrypoints.pooling.scoring.protocol import ScoreTextRequest
+from vllm.entrypoints.pooling.scoring.utils import truncate_text_to_tokens
+from vllm.entrypoints.pooling.typing import PoolingServeContext
+from vllm.exceptions import VLLMClientError
+from vllm.lora.request import LoRARequest
+from vllm.outputs import PoolingRequestOutput
+from vllm.renderers.chat_utils import ChatTemplateConfig
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from megatron_runtime.requests.sampling_params import POOLING_TASKS
+
+TASKS = {"bi-encoder": "embed", "cross-encoder": "classify", "late-interaction": "token_embed"}
+"""The task of a model by vLLM's type of its scores."""
+READS_ALL_AT_ONCE = "JinaForRanking"
+"""The architecture of a model whose prompt has a query and all documents."""
+_RENDERED = (
+    *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens_per_query", "max_tokens_per_doc"),
+)
+
+
+class PoolingRejectedError(ValueError):
+    """vLLM rejects a request. field: the key of `pooling`, or vLLM's name of what is at fault; empty: unknown."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingSubmission:
+    """A request as the engine sends it.
+
+    pooling:    SamplingParams.pooling.
+    text:       the prompt; None: `prompt` has its tokens.
+    adapter:    key of a loaded LoRA adapter; empty: none.
+    cache_salt: None: it has none.
+    """
+
+    request_id: int
+    pooling: dict[str, Any]
+    text: str | None
+    prompt: list[int]
+    adapter: str
+    priority: int
+    cache_salt: str | None
+
+
+def task_of(config: VllmConfig) -> str:
+    """Return the task of a pooling model. Raises ValueError for one that this release does not offer."""
+    model = config.model_config
+    task = (None if model.pooler_config is None else model.pooler_config.task) or TASKS[model.score_type]
+    architecture = model.architecture
+    if task not in POOLING_TASKS or "ForTokenClassification" in architecture or architecture == READS_ALL_AT_ONCE:
+        raise ValueError(
+            f"the pooling model {architecture} with the task {task} is not offered: use a model that embeds or scores"
+        )
+    labels = getattr(model.hf_config, "num_labels", 0)
+    if task == "classify" and labels != 1:
+        raise ValueError(f"the model has num_labels={labels}: only a classifier with one label scores pairs of texts")
+    return task
+
+
+class Pooling:
+    """Renders and runs the requests of one loaded model.
+
+    Raises ValueError if the task that the configuration names is not the one of the model that was loaded.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: VllmConfig, supported: tuple[Any, ...]) -> None:
+        task, loaded = task_of(config), config.model_config.get_pooling_task(supported)
+        if task != loaded:
+            raise ValueError(
+                f"the model has the pooling task {loaded}, not {task}: set the engine argument pooler_config of vLLM "
+                f'to {{"task": "{loaded}"}}'
+            )
+        self._llm = llm
+        kind = CrossEncoderIOProcessor if task == "classify" else PoolingIOProcessor
+        self._rendering = kind(vllm_config=config, renderer=llm.renderer, chat_template_config=ChatTemplateConfig())
+
+    async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> PoolingRequestOutput:
+        """Return what vLLM computed. Raises PoolingRejectedError."""
+        try:
+            return await self._run(request, lora)
+        except VLLMClientError as error:
+            message, field = str(error.args[0]), getattr(error, "parameter", None) or ""
+            if not field and "dimensions" in request.pooling and "dimensions" in message:
+                field = "dimensions"
+            raise PoolingRejectedError(message, field) from error
+
+    async def _run(self, request: PoolingSubmission, lora: LoRARequest | None) -> PoolingRequestOutput:
+        pooling = request.pooling
+        fields = {name: pooling[name] for name in _RENDERED if name in pooling}
+        body: EmbeddingCompletionRequest | ScoreTextRequest
+        text = request.text
+        if text is None and not request.prompt:
+            raise PoolingRejectedError("the prompt is empty: give at least one token")
+        if pooling["task"] == "classify":
+            if text is None or "pair" not in pooling:
+                raise PoolingRejectedError("the model scores pairs of texts: give both as text", "pair")
+            body = ScoreTextRequest(text_1=text, text_2=pooling["pair"], **fields)
+        else:
+            longest = fields.pop("max_tokens_per_query", None) or fields.pop("max_tokens_per_doc", None)
+            if text is not None and longest is not None:
+                text = await asyncio.to_thread(truncate_text_to_tokens, text, self._llm.get_tokenizer(), longest)
+            body = EmbeddingCompletionRequest(input=request.prompt if text is None else text, **fields)
+        context = PoolingServeContext(
+            request=body,
+            model_name="",
+            request_id="",
+            pooling_params=PoolingParams(
+                task=pooling["task"],
+                dimensions=pooling.get("dimensions"),
+                use_activation=pooling.get("use_activation"),
+            ),
+            lora_request=lora,
+            priorities=request.priority,
+            prompt_extras={"cache_salt": request.cache_salt} if request.cache_salt else None,
+        )
+        [rendering] = self._rendering.get_request_factory_online(context)
+        rendered = await self._rendering.render_async(rendering)
+        outputs = self._llm.encode(
+            rendered["prompts"],
+            rendered["params"],
+            str(request.request_id),
+            lora_request=lora,
+            priority=request.priority,
+        )
+        async for output in outputs:
+            last = output
+        return last
+
+
+def entry_of(request: PoolingSubmission, output: PoolingRequestOutput) -> list[Any]:
+    """Return what the engine is sent: shape and float32 of the result, and the tokens of the prompt, also the cached.
+
+    Raises RuntimeError if vLLM could not compute it.
+    """
+    if error := getattr(output, "error", None):
+        raise RuntimeError(f"vLLM could not compute it: {error}")
+    values = output.outputs.data.float().cpu().numpy()
+    tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+    return [request.request_id, "pooled", list(values.shape), values.astype("<f4").tobytes(), tokens, cached]
