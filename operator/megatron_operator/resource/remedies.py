@@ -118,7 +118,7 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.INFERENCE_EXTENSION_MISSING: "Install the CRDs of the Gateway API Inference Extension "
         "(`inference.networking.k8s.io/v1`), or remove spec.server.inferencePool. The operator tries again every 15 s.",
         Reason.CHILD_NOT_OWNED: "Delete the object that the message names, or give the resource another name. The "
-        "operator never touches an object that it does not own. Keys of an earlier resource of this name, or of a "
+        "operator never touches an object that it does not own. Keys that the operator of another cluster made, in a "
         "backup, are adopted by the command in the message.",
     },
     Symptom.CHANGE_STOPPED: {

@@ -222,8 +222,8 @@ class NativeChatFormat:
         )
         self._calls: ToolFormat | None = formats.tools
         self._reasoning: ReasoningFormat | None = formats.reasoning
-        texts = self._calls.texts if self._calls is not None else ()
-        self._written = written_with(tokenizer.special_tokens_in(texts))
+        special = {} if self._calls is None else tokenizer.special_tokens_in(self._calls.texts)
+        self._written = written_with(special)
         # An agent sends the same tools with each request.
         self._structure = lru_cache(maxsize=_KEPT_STRUCTURES)(self._make_structure)
         self.tool_format = None if formats.tools is None else formats.tools.name
