@@ -32,7 +32,7 @@ class MediaPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MixedContent:
     """The content of a message that has more than text."""
 
     parts: tuple[str | MediaPart, ...]

@@ -36,7 +36,7 @@ from megatron_runtime.server.json_prefix import JsonPrefix
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
-from megatron_runtime.server.openai.content import MediaPart, Parts
+from megatron_runtime.server.openai.content import MediaPart, MixedContent
 from megatron_runtime.server.openai.fields import COUNT_TOKENS_POLICY, MESSAGES_POLICY, served, within
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
@@ -106,7 +106,7 @@ TextBlocks: TypeAlias = Annotated[
 ]
 
 
-class ImageSource(Body):
+class MediaSource(Body):
     """Where an image is: in the request, or at a URL."""
 
     type: Literal["base64", "url"]
@@ -124,11 +124,11 @@ class ImageSource(Body):
 
 class ImageBlock(Body):
     type: Literal["image"]
-    source: ImageSource
+    source: MediaSource
 
     @field_validator("source")
     @classmethod
-    def _names_an_image(cls, value: ImageSource) -> ImageSource:
+    def _names_an_image(cls, value: MediaSource) -> MediaSource:
         if not value.as_url:
             raise ValueError("an image needs a source of type base64 with data, or of type url with a url")
         return value
@@ -143,7 +143,7 @@ class ResultPart(Body):
     type: StrictStr
     text: StrictStr | None = None
     tool_name: StrictStr | None = None
-    source: Annotated[ImageSource | None, BeforeValidator(_readable_source)] = None
+    source: Annotated[MediaSource | None, BeforeValidator(_readable_source)] = None
 
     def as_part(self) -> str | MediaPart:
         if self.type == "text":
@@ -153,9 +153,9 @@ class ResultPart(Body):
         return MediaPart("image", url, self.type, placeholder) if url else placeholder
 
 
-def _content_of(parts: Sequence[str | MediaPart]) -> str | Parts:
+def _content_of(parts: Sequence[str | MediaPart]) -> str | MixedContent:
     texts = [part for part in parts if isinstance(part, str)]
-    return "\n".join(texts) if len(texts) == len(parts) else Parts(tuple(parts))
+    return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
 class ToolResultBlock(Body):

@@ -19,7 +19,7 @@ from megatron_runtime.server.errors import ApiError, context_length_error, inval
 from megatron_runtime.server.formats.chat_format import ChatFormat, RenderedChat
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
-from megatron_runtime.server.openai.content import MediaPart, Parts, check_taken
+from megatron_runtime.server.openai.content import MediaPart, MixedContent, check_taken
 from megatron_runtime.server.openai.jobs import check_vocabulary
 from megatron_runtime.server.openai.media import MediaLoader
 from megatron_runtime.server.openai.schema import ChatMessage, GenerationRequest, Tool
@@ -259,7 +259,7 @@ def _media_parts(messages: Sequence[ChatMessage], takes: Collection[str]) -> lis
     return [
         (f"messages[{number}].content", part)
         for number, message in enumerate(messages)
-        if isinstance(message.content, Parts)
+        if isinstance(message.content, MixedContent)
         for part in message.content.media(takes)
     ]
 

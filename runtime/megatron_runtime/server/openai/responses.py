@@ -32,7 +32,7 @@ from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
-from megatron_runtime.server.openai.content import MediaPart, Parts
+from megatron_runtime.server.openai.content import MediaPart, MixedContent
 from megatron_runtime.server.openai.fields import RESPONSES_POLICY, served
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
@@ -413,9 +413,9 @@ def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
     return text if isinstance(text, str) else None
 
 
-def _content_of(parts: Sequence[str | MediaPart], separator: str) -> str | Parts:
+def _content_of(parts: Sequence[str | MediaPart], separator: str) -> str | MixedContent:
     texts = [part for part in parts if isinstance(part, str)]
-    return separator.join(texts) if len(texts) == len(parts) else Parts(tuple(parts))
+    return separator.join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
 def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:

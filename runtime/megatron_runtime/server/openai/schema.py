@@ -40,7 +40,7 @@ from megatron_runtime.server.errors import shown
 from megatron_runtime.server.formats.conversation import THOUGHT_FIELDS
 from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS
 from megatron_runtime.server.guards import JsonScan, load_json
-from megatron_runtime.server.openai.content import MediaPart, Parts, media_part
+from megatron_runtime.server.openai.content import MediaPart, MixedContent, media_part
 from megatron_runtime.server.openai.fields import (
     CHAT_POLICY,
     COMPLETION_POLICY,
@@ -502,7 +502,9 @@ class ChatMessage(Body):
     tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
     refusal: OptionalText = None
     content: Annotated[
-        str | Parts, Field(default_factory=lambda: _ABSENT, validate_default=True), WithJsonSchema({"type": "string"})
+        str | MixedContent,
+        Field(default_factory=lambda: _ABSENT, validate_default=True),
+        WithJsonSchema({"type": "string"}),
     ]
     function_call: Annotated[Any, FREE_JSON, only()] = None
     audio: Annotated[Any, FREE_JSON, only()] = None
@@ -516,9 +518,9 @@ class ChatMessage(Body):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text(cls, value: Any, info: ValidationInfo) -> str | Parts:
+    def _text(cls, value: Any, info: ValidationInfo) -> str | MixedContent:
         role = info.data.get("role")
-        if isinstance(value, Parts):
+        if isinstance(value, MixedContent):
             if role == "assistant":
                 raise ValueError("messages of role 'assistant' have text only")
             return value
@@ -533,7 +535,7 @@ class ChatMessage(Body):
         if isinstance(value, list) and value:
             parts = [_part(part, role) for part in value]
             texts = [part for part in parts if isinstance(part, str)]
-            return "\n".join(texts) if len(texts) == len(parts) else Parts(tuple(parts))
+            return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
         raise ValueError("expected a string or a non-empty list of text parts")
 
     @field_validator("tool_call_id")
@@ -565,7 +567,7 @@ class ChatMessage(Body):
     def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> dict[str, Any]:
         """Return the message as chat templates expect it; `developer` is the newer name of `system`.
 
-        takes, numbers: as of Parts.for_template().
+        takes, numbers: as of MixedContent.for_template().
         """
         content = self.content if isinstance(self.content, str) else self.content.for_template(takes, numbers)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
