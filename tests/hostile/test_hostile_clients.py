@@ -104,10 +104,10 @@ async def slow_grammars(stack: Stack) -> None:
             response = await _post(http, "/v1/completions", _completion(guided_regex=pattern))
             assert response.status_code in (200, 400), response.text[:500]
 
-        await asyncio.gather(*(one(number) for number in range(12)))
+        await asyncio.gather(*(one(number) for number in range(size(4, soak=12))))
 
 
-async def thirty_grammars_before_a_schema_of_another_key(stack: Stack) -> None:
+async def many_grammars_before_a_schema_of_another_key(stack: Stack) -> None:
     """Each takes as long to compile as a grammar may. The other key's schema is the next but one."""
     properties = {f"p{number}": {"type": "integer", "multipleOf": 9973 - 2 * number} for number in range(300)}
     async with stack.hostile_client() as http, stack.client(WELL_BEHAVED_KEY) as other:
@@ -123,7 +123,7 @@ async def thirty_grammars_before_a_schema_of_another_key(stack: Stack) -> None:
                 assert int(response.headers["retry-after"]) > 0
             return response.status_code
 
-        tasks = [asyncio.create_task(one(number)) for number in range(30)]
+        tasks = [asyncio.create_task(one(number)) for number in range(size(10, soak=30))]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for number in range(ENGINES_TO_REACH):
             schema = {"type": "object", "properties": {"name": {"enum": [f"a{number}", "b"]}}, "required": ["name"]}
@@ -417,7 +417,7 @@ ATTACKS: tuple[Attack, ...] = (
     chained_grammar_rules,
     chained_schema_definitions,
     slow_grammars,
-    thirty_grammars_before_a_schema_of_another_key,
+    many_grammars_before_a_schema_of_another_key,
     megabytes_for_tokenization,
     rejected_bodies_of_megabytes,
     many_stop_tokens,

@@ -35,8 +35,10 @@ def measure_scale() -> float:
     return (time.monotonic() - begun) / _REFERENCE_SECONDS
 
 
-# Worker processes of pytest-xdist inherit the measurement.
-SCALE = max(1.0, float(os.environ.setdefault("MEGATRON_TIME_SCALE", f"{measure_scale():.2f}")))
+if "MEGATRON_TIME_SCALE" not in os.environ:
+    # Worker processes of pytest-xdist and programs of tests inherit the measurement.
+    os.environ["MEGATRON_TIME_SCALE"] = f"{measure_scale():.2f}"
+SCALE = max(1.0, float(os.environ["MEGATRON_TIME_SCALE"]))
 
 
 def scaled(seconds: float) -> float:

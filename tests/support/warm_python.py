@@ -30,17 +30,24 @@ TORCH = (
     "megatron_runtime.engine.worker",
     "echo_engine",
     "megatron_runtime.backends.native.build",
+    "megatron_runtime.server.app",
+    "hypothesis",
     "rank_program",
+    "warm_python",
     "pytest",  # every process imports the main module of the pytest process
+    "frozen_heap",
 )
-"""Modules of engines and ranks."""
+"""Modules of engines, ranks, servers and fuzz targets, which do not read the environment when they are imported: each
+process has its own."""
 
 PLATFORM = (
     "megatron_operator.controller.main",
     "megatron_runtime.coordinator.service",
     "megatron_runtime.engine.worker",
     "echo_engine",
+    "warm_python",
     "pytest",
+    "frozen_heap",
 )
 """Modules of an operator, a coordinator and an echo engine, without torch."""
 

@@ -7,6 +7,7 @@ meet at barriers on one CPU are many times slower than one.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with long tests come first: what is begun last must not keep one process busy while others are done."""
     long = {item.path for item in items if item.get_closest_marker("long") is not None}
     items.sort(key=lambda item: (_large_package(item.path) is None, item.path not in long))
+
+
+def pytest_collection_finish() -> None:
+    """No later collection of garbage visits the modules and tests: many tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

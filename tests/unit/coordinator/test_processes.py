@@ -5,7 +5,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import urllib.request
 
 import echo_engine
@@ -15,7 +14,9 @@ import zmq
 from control_link import ControlLink
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS
+from fleet import Process
 from scripted_engine import ScriptedEngine
+from warm_python import WarmProcess
 
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.client.coordinator_client import CoordinatorClient
@@ -36,22 +37,23 @@ class Processes:
 
     def __init__(self) -> None:
         self.ports = free_ports(4)
-        self.running: list[asyncio.subprocess.Process] = []
+        self.running: list[Process] = []
         self.closers = contextlib.ExitStack()
 
-    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, "--log-level", "warning")
+    def start(self, *arguments: str) -> Process:
+        command = (*arguments, "--log-level", "warning")
+        process = Process(WarmProcess(*command, environment=os.environ), self.ports[3])
         self.running.append(process)
         return process
 
-    async def coordinator(self) -> asyncio.subprocess.Process:
+    def coordinator(self) -> Process:
         client, engine, admin, health = map(str, self.ports)
         ports = ("--client-port", client, "--engine-port", engine, "--admin-port", admin, "--health-port", health)
-        return await self.start(*COORDINATOR, "--listen", "127.0.0.1", *ports)
+        return self.start(*COORDINATOR, "--listen", "127.0.0.1", *ports)
 
-    async def engine(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+    def engine(self, name: str, *arguments: str) -> Process:
         address = ("--coordinator", f"127.0.0.1:{self.ports[1]}", "--name", name)
-        return await self.start(echo_engine.PROGRAM, *address, "--health-port", "off", *arguments)
+        return self.start(echo_engine.PROGRAM, *address, "--health-port", "off", *arguments)
 
     async def client(self) -> InferenceClient:
         client = InferenceClient(self.ports[0], deserialize=False)
@@ -68,9 +70,7 @@ class Processes:
     async def close(self) -> None:
         self.closers.close()
         for process in self.running:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            await process.kill()
 
 
 @pytest.fixture
@@ -87,19 +87,17 @@ async def until_serving(link: ControlLink, names: set[str]) -> None:
 
 
 async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, params, collect) -> None:
-    coordinator = await processes.coordinator()
-    doomed = await processes.engine("doomed")
-    await processes.engine("other")
+    coordinator = processes.coordinator()
+    doomed = processes.engine("doomed")
+    processes.engine("other")
     link, client = await processes.admin(), await processes.client()
     await until_serving(link, {"doomed", "other"})
     streams = [client.add_request_streaming([*PROMPT, n], params(400)) for n in range(40)]
     futures = [client.add_request([*PROMPT, n], params(100)) for n in range(40)]
     begun = [item["partial"]["new_tokens"] for item in await asyncio.gather(*(anext(stream) for stream in streams))]
-    doomed.send_signal(signal.SIGKILL)
-    await doomed.wait()
-    coordinator.send_signal(signal.SIGKILL)
-    await coordinator.wait()
-    await processes.coordinator()
+    await doomed.kill()
+    await coordinator.kill()
+    processes.coordinator()
     for number, stream in enumerate(streams):
         tokens, final = await collect(stream)
         streamed = begun[number] + tokens
@@ -111,17 +109,16 @@ async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, p
 
 
 async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended(processes, params) -> None:
-    coordinator = await processes.coordinator()
-    await processes.engine("engine-0")
+    coordinator = processes.coordinator()
+    processes.engine("engine-0")
     link, client = await processes.admin(), await processes.client()
     await until_serving(link, {"engine-0"})
     await link.control(Header.SET_GENERATION_EPOCH, operation_id="e", fence=3, epoch=8)
     await link.control(Header.PAUSE, operation_id="p", fence=3, expected_engines=1)
     await link.control(Header.SUSPEND, operation_id="s", fence=3, expected_engines=1)
     future = client.add_request(PROMPT, params(5))
-    coordinator.send_signal(signal.SIGKILL)
-    await coordinator.wait()
-    await processes.coordinator()
+    await coordinator.kill()
+    processes.coordinator()
     async with asyncio.timeout(LONG_SECONDS):
         while (status := await link.status(timeout_seconds=LONG_SECONDS)).state == "RECOVERING":  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -132,22 +129,22 @@ async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended
 
 
 async def test_after_sigterm_the_coordinator_finishes_open_requests_and_an_engine_hands_over(processes, params) -> None:
-    coordinator = await processes.coordinator()
-    leaving = await processes.engine("leaving", "--drain-seconds", "0", "--echo-step-seconds", "0.1")
+    coordinator = processes.coordinator()
+    leaving = processes.engine("leaving", "--drain-seconds", "0", "--echo-step-seconds", "0.1")
     link, client = await processes.admin(), await processes.client()
     await until_serving(link, {"leaving"})
     future = client.add_request(PROMPT, params(300))
-    await processes.engine("staying")
+    processes.engine("staying")
     await until_serving(link, {"leaving", "staying"})
-    leaving.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(leaving.wait(), LONG_SECONDS) == 0
-    coordinator.send_signal(signal.SIGTERM)
+    leaving.process.send_signal(signal.SIGTERM)
+    assert await leaving.ended() == 0
+    coordinator.process.send_signal(signal.SIGTERM)
     assert (await future)["generated_tokens"] == echo_answer(PROMPT, 300)
-    assert await asyncio.wait_for(coordinator.wait(), LONG_SECONDS) == 0
+    assert await coordinator.ended() == 0
 
 
 async def test_probes_and_metrics(processes) -> None:
-    await processes.coordinator()
+    processes.coordinator()
     await processes.admin()
 
     def get(path: str) -> str:
@@ -235,9 +232,9 @@ def test_with_no_engine_to_wait_for_the_library_class_is_ready_at_once() -> None
 
 
 async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
-    await processes.coordinator()
+    processes.coordinator()
     for name in ("one", "two"):
-        await processes.engine(name, "--max-requests", "4", "--echo-step-seconds", "0.01")
+        processes.engine(name, "--max-requests", "4", "--echo-step-seconds", "0.01")
     link, greedy, other = await processes.admin(), await processes.client(), await processes.client()
     await until_serving(link, {"one", "two"})
     long = [greedy.add_request_streaming([*PROMPT, n], params(3000)) for n in range(300)]
@@ -255,25 +252,25 @@ async def _stop_engines(link: ControlLink) -> None:
 
 
 async def test_stop_ends_the_process_of_an_engine_that_belongs_to_no_resource(processes) -> None:
-    await processes.coordinator()
-    engine = await processes.engine("engine-0")
+    processes.coordinator()
+    engine = processes.engine("engine-0")
     link = await processes.admin()
     await until_serving(link, {"engine-0"})
     await _stop_engines(link)
-    assert await asyncio.wait_for(engine.wait(), LONG_SECONDS) == 0
+    assert await engine.ended() == 0
 
 
 async def test_a_stopped_engine_of_a_resource_idles_until_sigterm(processes) -> None:
     """The kubelet would start an ended container again."""
-    await processes.coordinator()
-    engine, other = await processes.engine("engine-0", "--revision", "abc"), await processes.engine("engine-1")
+    processes.coordinator()
+    engine, other = processes.engine("engine-0", "--revision", "abc"), processes.engine("engine-1")
     link = await processes.admin()
     await until_serving(link, {"engine-0", "engine-1"})
     await _stop_engines(link)
-    assert await asyncio.wait_for(other.wait(), LONG_SECONDS) == 0  # by then both had the signal
-    assert engine.returncode is None
-    engine.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(engine.wait(), LONG_SECONDS) == 0
+    assert await other.ended() == 0  # by then both had the signal
+    assert engine.running
+    engine.process.send_signal(signal.SIGTERM)
+    assert await engine.ended() == 0
 
 
 async def test_a_coordinator_on_unix_sockets_replaces_one_that_was_killed_and_opens_no_port(
@@ -283,7 +280,7 @@ async def test_a_coordinator_on_unix_sockets_replaces_one_that_was_killed_and_op
         options = (*COORDINATOR, "--socket-dir", str(folder), "--health-port", "off")
         address = f"ipc://{folder}/client"
         for _ in range(2):
-            coordinator = await processes.start(*options)
+            coordinator = processes.start(*options)
             client = CoordinatorClient(address)
             await client.start(connect_timeout_seconds=LONG_SECONDS)
             assert (await client.status()).engines == []
@@ -291,5 +288,4 @@ async def test_a_coordinator_on_unix_sockets_replaces_one_that_was_killed_and_op
             listeners = psutil.Process(coordinator.pid).net_connections(kind="inet")
             assert listeners == []
             assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-            coordinator.kill()
-            await coordinator.wait()
+            await coordinator.kill()

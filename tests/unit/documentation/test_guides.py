@@ -10,6 +10,7 @@ Each `sh` block of `docs/get-started` and `docs/guides` has a marker in the line
     <!-- test: skip: REASON -->          does not run here, for that reason
 
 The blocks of a page run in order, in one folder with links to the repository's own, and with a free port for port 8000.
+A command in the background is started once for all pages that have it. Programs in Python run in the test's process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import pytest
 import yaml
 from eventually import LONG_SECONDS
+from soak import SOAK
 
 from megatron_operator.resource.names import KIND
 from megatron_operator.resource.spec import parse_spec
@@ -116,64 +118,89 @@ def test_every_helm_upgrade_keeps_the_values_of_the_installation() -> None:
     assert not wrong, "give --reset-then-reuse-values: --reuse-values lacks the defaults of a newer chart"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", _named([page for page in PAGES if any(block.runs for block in blocks(page))]))
-def test_commands_run(page: Path, tmp_path: Path) -> None:
-    for name in LINKED:
-        (tmp_path / name).symlink_to(ROOT / name)
-    (port,) = free_ports(1)
-    running = [block for block in blocks(page) if block.runs and (block.marker != "soak" or _SOAK)]
-    with _Programs(tmp_path, port) as programs:
-        for block in running:
-            programs.run(block)
+class _Background:
+    """Runs the commands in the background, each once, with a free port for port 8000."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._environments: dict[str, dict[str, str]] = {}
+        self._processes: list[subprocess.Popen[str]] = []
 
-_SOAK = bool(os.environ.get("MEGATRON_SOAK"))
-
-
-class _Programs:
-    """Runs the blocks of one page, and ends what they started in the background."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self._folder, self._port = folder, port
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        url = f"http://127.0.0.1:{port}"
-        self._environment = {**os.environ, "PATH": path, "MEGATRON_URL": url, "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
-        self._background: list[subprocess.Popen[str]] = []
-
-    def __enter__(self) -> _Programs:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for process in self._background:
-            os.killpg(process.pid, signal.SIGTERM)
-        for process in self._background:
-            process.wait(LONG_SECONDS)
-
-    def run(self, block: Block) -> None:
-        code = block.code.replace("8000", str(self._port))
-        command = [sys.executable, "-c", code] if block.language == "python" else ["bash", "-euc", code]
-        process = subprocess.Popen(
-            command,
-            cwd=self._folder,
-            env=self._environment,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        if block.ready_text is not None:
-            self._background.append(process)
+    def environment_of(self, block: Block) -> dict[str, str]:
+        """Return the environment of the blocks that follow this one, when it has printed what they need."""
+        if block.code not in self._environments:
+            environment = _environment()
+            process = _start(block, self._folder, environment)
+            self._processes.append(process)
             with _ended_after(process, LONG_SECONDS):
-                printed = _read_until(process, block.ready_text)
+                printed = _read_until(process, block.ready_text or "")
             assert block.ready_text in printed, f"{block.code}\nended or printed no {block.ready_text!r}:\n{printed}"
             # The pipe must not fill up.
             threading.Thread(target=process.stdout.read, daemon=True).start()  # type: ignore[union-attr]
-            return
-        with _ended_after(process, LONG_SECONDS):
-            printed, _ = process.communicate()
-        assert process.returncode == 0, f"{block.code}\nexit code {process.returncode}:\n{printed}"
+            self._environments[block.code] = environment
+        return self._environments[block.code]
+
+    def close(self) -> None:
+        for process in self._processes:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in self._processes:
+            process.wait(LONG_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Background]:
+    found = _Background(tmp_path_factory.mktemp("background"))
+    yield found
+    found.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", _named([page for page in PAGES if any(block.runs for block in blocks(page))]))
+def test_commands_run(page: Path, tmp_path: Path, background: _Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LINKED:
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    environment = _environment()
+    for block in [block for block in blocks(page) if block.runs and (block.marker != "soak" or SOAK)]:
+        if block.ready_text is not None:
+            environment = background.environment_of(block)
+        elif block.language == "python":
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            exec(compile(_local(block.code, environment), str(page), "exec"), {"__name__": "__main__"})
+        else:
+            process = _start(block, tmp_path, environment)
+            with _ended_after(process, LONG_SECONDS):
+                printed, _ = process.communicate()
+            assert process.returncode == 0, f"{block.code}\nexit code {process.returncode}:\n{printed}"
+
+
+PORT = "GUIDE_PORT"
+"""The variable with the port that replaces port 8000."""
+
+
+def _environment() -> dict[str, str]:
+    (port,) = free_ports(1)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    url = f"http://127.0.0.1:{port}"
+    return {**os.environ, "PATH": path, PORT: str(port), "MEGATRON_URL": url, "HF_HUB_OFFLINE": "1", "NO_PROXY": "*"}
+
+
+def _local(code: str, environment: dict[str, str]) -> str:
+    return code.replace("8000", environment[PORT])
+
+
+def _start(block: Block, folder: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", "-euc", _local(block.code, environment)],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 @contextmanager

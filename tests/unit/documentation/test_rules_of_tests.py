@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +24,13 @@ WAITS = {
     ".wait": 0,
 }
 """Calls that give up after a time, and the position of the time; None: the keyword `timeout` only."""
+FUNCTIONS = {name.rpartition(".")[2] for name in WAITS}
 
 
-def unscaled(text: str) -> Iterator[int]:
+def unscaled(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yield the lines of the calls whose timeout is a number, whatever the speed of the machine."""
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Call):
+    for node in nodes:
+        if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") not in FUNCTIONS:
             continue
         name = ast.unparse(node.func)
         found = next((place for wait, place in WAITS.items() if name == wait or name.endswith(wait)), -1)
@@ -48,9 +49,9 @@ def unscaled(text: str) -> Iterator[int]:
 CLOCKS = ("time.monotonic()", "time.perf_counter()", "time.time()", "loop.time()")
 
 
-def of_the_clock(text: str) -> Iterator[int]:
+def of_the_clock(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Yield the lines of assertions that compare a time that passed with a number."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes:
         if not isinstance(node, ast.Assert) or not isinstance(node.test, ast.Compare):
             continue
         for left, operator, right in zip(
@@ -62,41 +63,37 @@ def of_the_clock(text: str) -> Iterator[int]:
                 yield node.lineno
 
 
-def test_no_assertion_limits_a_time_that_passed() -> None:
-    found = [
-        f"{path.relative_to(TESTS)}:{line}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for line in of_the_clock(path.read_text())
-    ]
-    assert not found, "wait for an event with scaled() or LONG_SECONDS, which fails alike and at the latest then"
+def parsed(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+def test_every_timeout_is_scaled_and_no_assertion_limits_a_time_that_passed() -> None:
+    timeouts, limits = [], []
+    for path in sorted(TESTS.rglob("*.py")):
+        nodes = parsed(path.read_text())
+        timeouts += [f"{path.relative_to(TESTS)}:{line}" for line in unscaled(nodes)]
+        limits += [f"{path.relative_to(TESTS)}:{line}" for line in of_the_clock(nodes)]
+    assert not timeouts, "use scaled() of tests/support/machine.py, or LONG_SECONDS of tests/support/eventually.py"
+    assert not limits, "wait for an event with scaled() or LONG_SECONDS, which fails alike and at the latest then"
 
 
 @pytest.mark.parametrize(
     "limit", ["time.monotonic() - begun < 30", "5 >= time.perf_counter() - a", "0 < time.time() < 9"]
 )
 def test_a_limit_of_a_time_is_found(limit: str) -> None:
-    assert list(of_the_clock(f"assert {limit}")) == [1]
+    assert list(of_the_clock(parsed(f"assert {limit}"))) == [1]
 
 
 @pytest.mark.parametrize("limit", ["time.monotonic() - begun >= 0.3", "time.monotonic() < deadline", "waited < 30"])
 def test_a_lower_limit_or_a_deadline_is_not(limit: str) -> None:
-    assert list(of_the_clock(f"assert {limit}")) == []
-
-
-def test_every_timeout_that_fails_a_test_is_scaled() -> None:
-    found = [
-        f"{path.relative_to(TESTS)}:{line}"
-        for path in sorted(TESTS.rglob("*.py"))
-        for line in unscaled(path.read_text())
-    ]
-    assert not found, "use scaled() of tests/support/machine.py, or LONG_SECONDS of tests/support/eventually.py"
+    assert list(of_the_clock(parsed(f"assert {limit}"))) == []
 
 
 @pytest.mark.parametrize(
     "call", ["asyncio.wait_for(x, 10)", "async_lock.wait(timeout=60)", "thread.join(30.0)", "asyncio.timeout(6)"]
 )
 def test_an_unscaled_timeout_is_found(call: str) -> None:
-    assert list(unscaled(call)) == [1]
+    assert list(unscaled(parsed(call))) == [1]
 
 
 @pytest.mark.parametrize(
@@ -104,4 +101,4 @@ def test_an_unscaled_timeout_is_found(call: str) -> None:
     ["asyncio.wait_for(x, 0.3)", "asyncio.wait_for(x, LONG_SECONDS)", "', '.join(names)", "thread.join(scaled(9))"],
 )
 def test_a_short_or_scaled_one_is_not(call: str) -> None:
-    assert list(unscaled(call)) == []
+    assert list(unscaled(parsed(call))) == []

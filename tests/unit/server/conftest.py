@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
-from megatron_runtime.server.formats.chat_format import ChatFormat
+from megatron_runtime.server.formats.chat_format import ChatFormat, NativeChatFormat
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import ServerSettings, listen
@@ -91,6 +92,12 @@ def plain_client(url: str = "") -> httpx.AsyncClient:
 Start = Callable[..., Awaitable[Running]]
 
 
+@lru_cache(maxsize=8)
+def _format_of(tokenizer: Tokenizer, tool_call_parser: str, reasoning_parser: str) -> ChatFormat:
+    """Return the format for a server's settings. Cached: it is recognised by rendering several conversations."""
+    return NativeChatFormat(tokenizer, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
+
+
 @asynccontextmanager
 async def _running(
     settings: ServerSettings,
@@ -99,6 +106,7 @@ async def _running(
     certificate: Certificate | None,
     chat_format: ChatFormat | None,
 ) -> AsyncIterator[Running]:
+    chat_format = chat_format or _format_of(tokenizer, settings.tool_call_parser, settings.reasoning_parser)
     app = create_app(settings, backend=backend, tokenizer=tokenizer, chat_format=chat_format)
     listener = listen(host="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +78,18 @@ def test_an_origin_of_the_command_line_is_checked(text: str) -> None:
     assert origin_of("HTTP://Localhost:3000/") == "http://localhost:3000"
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/", "/v1", "/v1/", "/health", "/health/", "/healthz", "/livez", "/readyz", "/ping", "/version"),
-        *("/v1/models", "/v1/models/", "/models", "//v1//models", "/v1/models/smollm2", "/v1/models/smollm2/"),
-    ],
+PROBES = (
+    *("/", "/v1", "/v1/", "/health", "/health/", "/healthz", "/livez", "/readyz", "/ping", "/version"),
+    *("/v1/models", "/v1/models/", "/models", "//v1//models", "/v1/models/smollm2", "/v1/models/smollm2/"),
 )
-async def test_probes_of_clients_and_load_balancers_are_answered(running: Any, method: str, path: str) -> None:
-    reply = await running.http.request(method, path)
-    assert reply.status_code == 200
-    assert bool(reply.content) is (method == "GET")
+
+
+async def test_probes_of_clients_and_load_balancers_are_answered(running: Any, subtests: pytest.Subtests) -> None:
+    for path, method in product(PROBES, ("GET", "HEAD")):
+        with subtests.test(path=path, method=method):
+            reply = await running.http.request(method, path)
+            assert reply.status_code == 200
+            assert bool(reply.content) is (method == "GET")
 
 
 async def test_slashes_too_many_change_nothing(running: Any) -> None:

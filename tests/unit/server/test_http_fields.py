@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_origin
@@ -156,28 +157,30 @@ async def test_unknown_fields_are_ignored_named_and_counted(running: Any, path: 
     assert "x-ignored-fields" not in plain.headers
 
 
-@pytest.mark.parametrize(("path", "name"), NOT_OFFERED)
 async def test_a_field_that_is_not_offered_is_rejected_if_it_asks_for_something(
-    running: Any, path: str, name: str
+    running: Any, subtests: pytest.Subtests
 ) -> None:
-    rule = (BODIES[path].policy.not_offered or {})[name]
-    for value in (None, *rule.neutral):
-        reply = await running.post(f"/v1/{path}", {**REQUIRED[path], name: value})
-        assert reply.status_code == 200, (value, reply.text)
-        assert "x-ignored-fields" not in reply.headers
-    reply = await running.post(f"/v1/{path}", {**REQUIRED[path], name: {"asks": "for something"}})
-    assert reply.status_code == 400
-    error = reply.json()["error"]
-    assert f"{name} is not offered by this server: leave it out" in error["message"]
-    assert error.get("param", name) == name
+    for path, name in NOT_OFFERED:
+        with subtests.test(path=path, name=name):
+            rule = (BODIES[path].policy.not_offered or {})[name]
+            for value in (None, *rule.neutral):
+                reply = await running.post(f"/v1/{path}", {**REQUIRED[path], name: value})
+                assert reply.status_code == 200, (value, reply.text)
+                assert "x-ignored-fields" not in reply.headers
+            reply = await running.post(f"/v1/{path}", {**REQUIRED[path], name: {"asks": "for something"}})
+            assert reply.status_code == 400
+            error = reply.json()["error"]
+            assert f"{name} is not offered by this server: leave it out" in error["message"]
+            assert error.get("param", name) == name
 
 
-@pytest.mark.parametrize("path", REQUIRED)
-async def test_fields_without_effect_take_any_value(running: Any, path: str) -> None:
-    fields = {name: {"any": ["value"]} for name in BODIES[path].policy.without_effect}
-    reply = await running.post(f"/v1/{path}", {**REQUIRED[path], **fields})
-    assert reply.status_code == 200, reply.text
-    assert "x-ignored-fields" not in reply.headers
+async def test_fields_without_effect_take_any_value(running: Any, subtests: pytest.Subtests) -> None:
+    for path in REQUIRED:
+        with subtests.test(path=path):
+            fields = {name: {"any": ["value"]} for name in BODIES[path].policy.without_effect}
+            reply = await running.post(f"/v1/{path}", {**REQUIRED[path], **fields})
+            assert reply.status_code == 200, reply.text
+            assert "x-ignored-fields" not in reply.headers
 
 
 def test_a_neutral_value_is_compared_with_its_type() -> None:
@@ -329,21 +332,13 @@ async def test_every_field_of_vllm_is_known_and_its_default_is_accepted(running:
     assert "x-ignored-fields" not in reply.headers
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("chat/completions", "chat_template"),
-        *(
-            (path, name)
-            for path in VLLM_FIELDS
-            for name in ("logits_processors", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs")
-        ),
-    ],
-)
-async def test_code_and_templates_of_a_client_are_rejected(running: Any, path: str, name: str) -> None:
-    for value in ({"a": 1}, "{{ 1 }}", ["x"]):
-        reply = await running.post(f"/v1/{path}", {**REQUIRED[path], name: value})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+async def test_code_and_templates_of_a_client_are_rejected(running: Any, subtests: pytest.Subtests) -> None:
+    names = ("logits_processors", "kv_transfer_params", "vllm_xargs", "mm_processor_kwargs")
+    for path, name in [("chat/completions", "chat_template"), *itertools.product(VLLM_FIELDS, names)]:
+        with subtests.test(path=path, name=name):
+            for value in ({"a": 1}, "{{ 1 }}", ["x"]):
+                reply = await running.post(f"/v1/{path}", {**REQUIRED[path], name: value})
+                assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
     assert running.backend.requests == []
 
 

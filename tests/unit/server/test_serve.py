@@ -119,7 +119,7 @@ async def test_run_serves_a_model_answers_and_leaves_no_process(tmp_path: Path) 
 
 async def test_run_reports_why_the_server_does_not_start() -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_runtime.cli", "run", "/no/such/model"),
+        *(sys.executable, echo_serve.PROGRAM, "run", "/no/such/model"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -19,6 +19,8 @@ from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.sampling_params import SamplingParams
 
+from . import warm_popen
+
 FAKE = Path(__file__).with_name("fake")
 
 
@@ -31,12 +33,15 @@ def _forget() -> None:
 
 @pytest.fixture(autouse=True)
 def fake_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Install the fake package in this process and its children. Return the fake's log."""
+    """Install the fake package in this process and its children, which are forked. Return the fake's log."""
     _forget()
     log = tmp_path / "vllm.log"
     monkeypatch.setenv("FAKE_VLLM_LOG", str(log))
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.syspath_prepend(str(FAKE))
+    from megatron_runtime.backends.vllm import process
+
+    monkeypatch.setattr(process, "subprocess", warm_popen)
     yield log
     _forget()
 
