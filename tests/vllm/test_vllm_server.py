@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import pytest
 from eventually import eventually
 
 from megatron_runtime.cli.processes import free_ports
+from megatron_runtime.tokenization import load_tokenizer
 
 from .conftest import START_SECONDS, has_formats
 
@@ -28,21 +32,21 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture
-def servers(model: Path) -> Iterator[dict[str, str]]:
-    """Base URLs of both servers, by "megatron" and "vllm"."""
+@contextmanager
+def started(model: Path, *, vllm: Sequence[str] = (), megatron: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """Start both servers. Yield their base URLs, by "megatron" and "vllm". vllm, megatron: further arguments."""
     shared = ("--max-model-len", "1024", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "64")
     vllm_port, megatron_port = free_ports(2)
     commands = {
         "vllm": (
             *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m", *shared),
             *("--kv-cache-memory-bytes", str(256 << 20), "--generation-config", "vllm", "--port", str(vllm_port)),
-            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", *vllm),
         ),
         "megatron": (
             *("-m", "megatron_runtime.cli", "serve", "--backend", "vllm", "--model", str(model), "--model-name", "m"),
             *("--dtype", "float32", "--max-sequence-length", "1024", "--kv-cache-memory", "256Mi"),
-            *("--vllm-arguments", '{"enforce_eager": true}', "--port", str(megatron_port)),
+            *("--vllm-arguments", '{"enforce_eager": true}', "--port", str(megatron_port), *megatron),
         ),
     }
     with ExitStack() as stack:
@@ -53,6 +57,13 @@ def servers(model: Path) -> Iterator[dict[str, str]]:
             "vllm": f"http://127.0.0.1:{vllm_port}/v1",
             "megatron": f"http://127.0.0.1:{megatron_port}/v1",
         }
+
+
+@pytest.fixture
+def servers(model: Path) -> Iterator[dict[str, str]]:
+    """Base URLs of both servers with SmolLM2."""
+    with started(model) as urls:
+        yield urls
 
 
 async def until_ready(client: openai.AsyncOpenAI) -> None:
@@ -91,8 +102,12 @@ async def chats_are_equal(clients: dict[str, openai.AsyncOpenAI]) -> None:
     assert card.tool_call_format == "vllm:hermes"  # type: ignore[attr-defined]
 
 
+def clients_of(servers: Mapping[str, str]) -> dict[str, openai.AsyncOpenAI]:
+    return {name: openai.AsyncOpenAI(base_url=url, api_key="none") for name, url in servers.items()}
+
+
 async def test_greedy_answers_streams_and_log_probabilities_equal_vllms_server(servers: dict[str, str]) -> None:
-    clients = {name: openai.AsyncOpenAI(base_url=url, api_key="none") for name, url in servers.items()}
+    clients = clients_of(servers)
     for client in clients.values():
         await until_ready(client)
     for prompt in PROMPTS:
@@ -121,3 +136,128 @@ async def test_greedy_answers_streams_and_log_probabilities_equal_vllms_server(s
         assert ours.choices[0].logprobs.token_logprobs == pytest.approx(expected, abs=1e-3)
     if has_formats():
         await chats_are_equal(clients)
+
+
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": PARAMETERS}}]
+
+
+def call_of(a: int, b: int) -> str:
+    return f'<tool_call>\n{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+
+
+MEMORISED = {
+    "What is 6 times 7?": "<think>6 times 7 🦙\nis 42.</think>The answer is 42.",
+    "Is 3 less than 4?": "<think></think>Sure: 3 < 4 <tool",
+    "Add 3 and -4.": f"<think>I need add.</think>I will add.\n{call_of(3, -4)}",
+    "Add 1 and 2, then 5 and 6.": f"<think>\nTwice.\n</think>\n{call_of(1, 2)}\n{call_of(5, 6)}",
+}
+"""What the model answers, by the question, with and without tools."""
+CALLS = {"Add 3 and -4.": [(3, -4)], "Add 1 and 2, then 5 and 6.": [(1, 2), (5, 6)]}
+
+
+@pytest.fixture
+def thinking_model(model: Path, tmp_path: Path) -> Path:
+    """A model with SmolLM2's vocabulary and the tokens of <think>, which answers as MEMORISED says."""
+    from .memorising_model import write_memorising_model
+
+    directory = tmp_path / "thinking"
+    directory.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model / name, directory / name)
+    file = directory / "tokenizer.json"
+    file.write_text(file.read_text().replace("<repo_name>", "<think>").replace("<reponame>", "</think>"))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = load_tokenizer(str(directory))
+    answers = [
+        (
+            tokenizer.encode_chat(
+                [{"role": "user", "content": question}], tools=tools, variables={"add_generation_prompt": True}
+            ),
+            tokenizer.encode(f"{answer}<|im_end|>", add_special=False),
+        )
+        for question, answer in MEMORISED.items()
+        for tools in (None, TOOLS)
+    ]
+    write_memorising_model(directory, answers, vocab_size=tokenizer.vocab_size)
+    return directory
+
+
+def message_of(answer: Any) -> dict[str, Any]:
+    """Return what a client reads from a whole answer. `ids`: their shape."""
+    (choice,) = answer.choices
+    calls = choice.message.tool_calls or []
+    return {
+        "content": choice.message.content or "",
+        "reasoning": choice.message.model_extra.get("reasoning") or "",
+        "calls": [(call.function.name, call.function.arguments) for call in calls],
+        "ids": [re.sub("[0-9a-f]{16}", "#", call.id) for call in calls],
+        "finish_reason": choice.finish_reason,
+        "usage": (answer.usage.prompt_tokens, answer.usage.completion_tokens),
+    }
+
+
+async def collected(stream: Any) -> dict[str, Any]:
+    """Return the same from a stream."""
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "ids": []}
+    async for chunk in stream:
+        if chunk.usage is not None:
+            found["usage"] = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+        for choice in chunk.choices:
+            found["content"] += choice.delta.content or ""
+            found["reasoning"] += choice.delta.model_extra.get("reasoning") or ""
+            for call in choice.delta.tool_calls or []:
+                if call.id:
+                    found["ids"].append(re.sub("[0-9a-f]{16}", "#", call.id))
+                    found["calls"].append((call.function.name, ""))
+                name, arguments = found["calls"][call.index]
+                found["calls"][call.index] = (name, arguments + (call.function.arguments or ""))
+            if choice.finish_reason is not None:
+                found["finish_reason"] = choice.finish_reason
+    return found
+
+
+@pytest.mark.skipif(not has_formats(), reason="servers with this version of vLLM use our formats")
+async def test_reasoning_and_calls_equal_vllms_server_streamed_and_whole(thinking_model: Path) -> None:
+    megatron = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
+    with started(thinking_model, vllm=("--reasoning-parser", "qwen3"), megatron=megatron) as servers:
+        clients = clients_of(servers)
+        for client in clients.values():
+            await until_ready(client)
+        for question in MEMORISED:
+            for tools in ({}, {"tools": TOOLS}):
+                options: Any = {"model": "m", "messages": [{"role": "user", "content": question}], "temperature": 0}
+                options |= {"max_tokens": 200, **tools}
+                theirs, ours = [
+                    message_of(await clients[name].chat.completions.create(**options)) for name in ("vllm", "megatron")
+                ]
+                assert ours == theirs
+                assert ours["finish_reason"] == ("tool_calls" if tools and question in CALLS else "stop")
+                assert ours["reasoning"] or question == "Is 3 less than 4?"
+                calls = [(name, json.loads(arguments)) for name, arguments in ours["calls"]]
+                assert calls == ([("add", {"a": a, "b": b}) for a, b in CALLS.get(question, ())] if tools else [])
+                options |= {"stream": True, "stream_options": {"include_usage": True}}
+                streams = [
+                    await collected(await clients[name].chat.completions.create(**options))
+                    for name in ("vllm", "megatron")
+                ]
+                assert streams[1] == streams[0]
+                assert streams[1]["ids"] == ours["ids"] == ["chatcmpl-tool-#"] * len(calls)

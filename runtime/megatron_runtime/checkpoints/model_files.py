@@ -25,6 +25,9 @@ from typing import Any, BinaryIO
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import shown
 
+TOKENIZER_FILE = "tokenizer.json"
+OTHER_VOCABULARIES = ("tekken.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+"""Files that vLLM reads in place of tokenizer.json. A repository with a tokenizer has one of all these."""
 MAX_METADATA_BYTES = 16 << 20
 """Limit of config.json and the other small files."""
 MAX_INDEX_BYTES = 64 << 20

@@ -7,14 +7,23 @@ file and encodes some text before this process loads it.
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
+from megatron_runtime.checkpoints.model_files import (
+    MAX_TOKENIZER_BYTES,
+    OTHER_VOCABULARIES,
+    TOKENIZER_FILE,
+    ModelDirectory,
+)
 from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
+from megatron_runtime.process.children import child_environment, module_command
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization.chat_template import DEFAULT_TEMPLATE, TOOL_TEMPLATE, ChatTemplate
@@ -26,7 +35,15 @@ TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
 """Time to load a tokenizer.json and encode the trial texts: fixed, and for each megabyte of the file."""
 TRIAL_MEMORY_BYTES = 4 << 30
 """Address space of the child for the tokenizer."""
-TOKENIZER_FILE = "tokenizer.json"
+VLLM_SECONDS = 300
+"""Time to import vLLM and to read a vocabulary: about a minute on two loaded cores."""
+VLLM_ENVIRONMENT: Mapping[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+}
+"""Of children that use vLLM without an engine: they use no GPU and no network."""
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -40,7 +57,8 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
     """Return the tokenizer of a model reference.
 
     model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, a .gguf file, or a directory with a
-           tokenizer.json, with one .gguf file, or with a Megatron-Core checkpoint and a tokenizer.json.
+           tokenizer.json, with one .gguf file, or with a Megatron-Core checkpoint and a tokenizer.json. Where vLLM
+           is installed, a directory may have another vocabulary that vLLM reads.
     renders_chat: load the chat template, which only servers need.
 
     Raises TokenizerLoadError.
@@ -65,19 +83,28 @@ def tokenizer_location(model: str) -> Path:
 
         model = str(cached_directory(model, tokenizer_only=True))
     directory = Path(model).expanduser()
-    if ModelDirectory(directory).file(TOKENIZER_FILE) is not None:
+    if _has_tokenizer(directory):
         return directory
     try:
         source = resolve(model)
     except ModelSourceError as error:
         raise TokenizerLoadError(str(error)) from error
-    if source.format == "GGUF" or ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
+    if source.format == "GGUF" or _has_tokenizer(source.location):
         return source.location
-    raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")
+    other = next((name for name in OTHER_VOCABULARIES if (source.location / name).is_file()), None)
+    remedy = "complete the directory" if other is None else f"{other} is read where vLLM is installed (backend: VLLM)"
+    raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: {remedy}")
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    files = (TOKENIZER_FILE, *(() if importlib.util.find_spec("vllm") is None else OTHER_VOCABULARIES))
+    return any(ModelDirectory(directory).file(name) is not None for name in files)
 
 
 def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> Tokenizer:
-    """Build the tokenizer of a directory that holds tokenizer.json, with its chat template or without.
+    """Build the tokenizer of a directory, with its chat template or without.
+
+    If the directory has no tokenizer.json, vLLM reads its vocabulary.
 
     Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
     and the defaults of sampling also from generation_config.json, the context length from config.json; each of these
@@ -86,21 +113,26 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
     Raises ValueError naming the file.
     """
     file = ModelDirectory(directory).file(TOKENIZER_FILE)
-    if file is None:
-        raise ValueError(f"{directory / TOKENIZER_FILE} is missing: complete the directory")
-    backend = backend_from_json(file.read_bytes(MAX_TOKENIZER_BYTES), name=str(file.path))
-    config = _read_json(directory / SETTINGS_FILE)
+    vllms: dict[str, Any] = {}
+    if file is not None:
+        backend = backend_from_json(file.read_bytes(MAX_TOKENIZER_BYTES), name=str(file.path))
+    else:
+        vllms = _vllm_tokenizer(directory)
+        backend = backend_from_json(vllms["tokenizer"].encode(), name=f"vLLM's tokenizer of {directory}")
+    config = {**vllms.get("special", {}), **_read_json(directory / SETTINGS_FILE)}
     special = {
         name: text
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         if (text := _token_text(config, name)) is not None
     }
     templates = _template_sources(directory, config) if renders_chat else {}
+    if renders_chat and not templates and vllms.get("chat_template") is not None:
+        templates = {DEFAULT_TEMPLATE: vllms["chat_template"]}
     length, logits = (_positive(directory / "config.json", name) for name in ("max_position_embeddings", "vocab_size"))
     return Tokenizer(
         backend,
         bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
-        add_bos=bool(config.get("add_bos_token", False)),
+        add_bos=bool(config.get("add_bos_token", vllms.get("adds_bos", False))),
         eos_ids=_end_ids(directory, backend, special.get("eos_token")),
         chat_template=ChatTemplate.of(templates, DEFAULT_TEMPLATE, special=special),
         tool_template=ChatTemplate.of(templates, TOOL_TEMPLATE, special=special),
@@ -138,6 +170,33 @@ def _run_trial(content: bytes, *, name: str) -> None:
         child.close()
     if verdict:
         raise ValueError(f"{name} is not a readable tokenizer: {verdict.decode()}")
+
+
+def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
+    """Return the output of vllm_tokenizer.py for a directory. Raises ValueError."""
+    command = module_command("megatron_runtime.tokenization.vllm_tokenizer", str(directory), str(VLLM_SECONDS))
+    try:
+        child = subprocess.run(
+            command,
+            env=child_environment(VLLM_ENVIRONMENT),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal reaches the whole process group
+            timeout=VLLM_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"the tokenizer of {directory} could not be read with vLLM: {error}") from error
+    if child.returncode != 0:
+        raise ValueError(
+            f"the tokenizer of {directory} could not be read with vLLM: its process ended with exit status "
+            f"{child.returncode}"
+        )
+    reply: dict[str, Any] = json.loads(child.stdout)
+    if (problem := reply.get("problem")) is not None:
+        raise ValueError(f"vLLM cannot read the tokenizer of {directory}: {problem}")
+    return reply
 
 
 def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:

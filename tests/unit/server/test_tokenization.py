@@ -233,6 +233,27 @@ def test_unknown_model_reference_names_the_remedy(model: str, tmp_path: Path, mo
         load_tokenizer(model)
 
 
+def test_vllm_reads_a_model_without_tokenizer_json(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM is a fake package here."""
+    (tmp_path / "vocab.json").write_text(tokenizer.to_json())
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(
+        TokenizerLoadError, match=r"has no tokenizer.json .*: vocab.json is read where vLLM is installed"
+    ):
+        load_tokenizer(str(tmp_path))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "vllm/fake_formats"))
+    vllms = load_tokenizer(str(tmp_path))
+    assert vllms.encode(MULTI_BYTE) == tokenizer.encode(MULTI_BYTE)
+    assert vllms.eos_ids == (tokenizer.token_id("<|im_end|>"),)
+    assert vllms.render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(TokenizerLoadError, match=r"vLLM cannot read the tokenizer of .*: Exception: "):
+        load_tokenizer(str(tmp_path))
+
+
 def test_tokenization_needs_no_torch() -> None:
     program = "import sys; import megatron_runtime.tokenization; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,6 +26,7 @@ from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 FAKE = Path(__file__).parents[1] / "vllm/fake_formats"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 ANSWER = "think[Well, hm.]Both: call[add] and call[sub]."
+VLLM_ID = r"chatcmpl-tool-[0-9a-f]{16}"
 SETTINGS = {"tool_call_parser": "fake_calls", "reasoning_parser": "fake_thoughts"}
 
 
@@ -143,6 +145,32 @@ async def test_a_forced_call_is_read_after_its_reasoning(served: Any) -> None:
     answer = (await served.chat(tools=TOOLS, tool_choice="required")).json()
     assert message_of(answer)["calls"] == [("add", "{}")]
     assert message_of(answer)["reasoning"] == "Hm."
+    assert re.fullmatch(VLLM_ID, answer["choices"][0]["message"]["tool_calls"][0]["id"])
+
+
+async def test_calls_have_the_ids_that_vllm_gives_them(served: Any) -> None:
+    """vLLM's server makes an id if the parser gives none. The ids are accepted in the next request."""
+    message = (await served.chat(tools=TOOLS)).json()["choices"][0]["message"]
+    first, second = (call["id"] for call in message["tool_calls"])
+    assert first == "id-of-add"
+    assert re.fullmatch(VLLM_ID, second)
+    results = [{"role": "tool", "tool_call_id": id_, "content": "1"} for id_ in (first, second)]
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}, message, *results], "tools": TOOLS}
+    assert (await served.post("/v1/chat/completions", body)).status_code == 200
+    request = {"model": "smollm2", "max_tokens": 99, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    blocks = (await served.post("/v1/messages", request)).json()["content"]
+    assert blocks[2]["id"] == "id-of-add"
+    items = (await served.post("/v1/responses", {"model": "smollm2", "input": "Hi", "temperature": 0})).json()["output"]
+    assert items[2]["call_id"] == "id-of-add"
+
+
+async def test_ids_of_kimi_are_numbers_in_the_conversation(
+    fake_vllm: None, make_format: MakeFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat_format = await make_format()
+    monkeypatch.setattr(chat_format, "_numbers_calls", True)
+    answer = chat_format.answer(AnswerRequest(prompt=[1], tools={"add": {}}, earlier_calls=3))
+    assert [answer.call_id("add", number) for number in (0, 1)] == ["functions.add:3", "functions.add:4"]
 
 
 async def test_a_worker_that_dies_once_loses_and_repeats_nothing(served: Any, tmp_path: Path) -> None:

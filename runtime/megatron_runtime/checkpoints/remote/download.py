@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.checkpoints.model_files import ModelDirectory
+from megatron_runtime.checkpoints.model_files import OTHER_VOCABULARIES, TOKENIZER_FILE, ModelDirectory
 from megatron_runtime.checkpoints.remote import LOCK_FILE, MODEL_CACHE, hf_home, hub_cache
 from megatron_runtime.checkpoints.remote.files import (
     MANIFEST_FILE,
@@ -55,7 +55,7 @@ _CONCURRENT_FILES = 8
 _COMMIT_CHARACTERS = 256
 _TOKENIZER_SUFFIX = "-tokenizer"
 """Of the directory with the manifest of a commit of which only the tokenizer is there."""
-_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 AnyReference = Reference | ObjectReference
 Source = HubApi | ObjectStoreApi
 
@@ -88,7 +88,7 @@ def cached_directory(
     """Return the cached directory with all files of `model`, fetched when first needed.
 
     model:          an `hf:` reference or the URL of an object store.
-    tokenizer_only: fetch only the tokenizer of a repository that has a tokenizer.json.
+    tokenizer_only: fetch only the tokenizer of a repository that has one.
     cache:          directory of the cache to fetch to; by default a model in $MEGATRON_MODEL_CACHE is used, and others
                     are fetched to the cache of the Hugging Face libraries.
     progress:       by default it is logged.
@@ -107,7 +107,7 @@ def cached_directory(
     directory = _complete_snapshot(repository, listing.commit, tokenizer_only=tokenizer_only)
     if directory is None:
         directory = repository.directory(f"snapshots/{listing.commit}").path
-        part = tokenizer_only and any(file.path == "tokenizer.json" for file in listing.files)
+        part = tokenizer_only and any(file.path in (TOKENIZER_FILE, *OTHER_VOCABULARIES) for file in listing.files)
         own = repository.directory(f".megatron/{listing.commit}" + part * _TOKENIZER_SUFFIX).path
         logged = silent if part else _reported(reference)
         blobs = repository.path / "blobs"

@@ -48,6 +48,7 @@ class AnswerRequest:
     forced:     a grammar restricts the answer to calls: to a list of them ("*"), or to the arguments of this tool.
     continues:  the answer continues the last message of the prompt.
     is_thought: that message has ended within its reasoning.
+    earlier_calls: number of calls in the conversation.
     variables:  of the chat template.
     """
 
@@ -56,6 +57,7 @@ class AnswerRequest:
     forced: str | None = None
     continues: bool = False
     is_thought: bool = False
+    earlier_calls: int = 0
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -109,6 +111,14 @@ class AnswerFormat(Protocol):
         """Return a new parser in another process for one choice; None: there is none, and nothing is awaited.
 
         parser() then parses the text that this one finds.
+        """
+        ...
+
+    def call_id(self, name: str, number: int) -> str | None:
+        """Return the id of a call whose parser gave it none; None: any.
+
+        name:   of the function.
+        number: of the call in its answer, from 0.
         """
         ...
 
@@ -199,6 +209,10 @@ class NativeAnswerFormat:
 
     def async_parser(self) -> None:
         """Return None: parser() parses the whole answer."""
+        return
+
+    def call_id(self, name: str, number: int) -> None:
+        """Return None: the templates that we render accept any id."""
         return
 
 

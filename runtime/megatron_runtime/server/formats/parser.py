@@ -54,9 +54,13 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call begins. Comes once for each call, before its arguments."""
+    """A call begins. Comes once for each call, before its arguments.
+
+    id: that the format gives it; None: any.
+    """
 
     name: str
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import secrets
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class VllmChatFormat:
         self._tools: str | None = parsers["tools"]
         self._reasoning: str | None = parsers["reasoning"]
         self._skips_special: tuple[bool, bool] = tuple(parsers["skips_special"])
+        self._numbers_calls: bool = parsers["numbers_calls"]
         # An answer has one reader: where vLLM lacks a parser that the model needs, ours read all of it.
         self._reads = (self._tools is not None or native.tool_format is None) and (
             self._reasoning is not None or native.reasoning_format is None
@@ -148,10 +150,17 @@ class VllmChatFormat:
         """Return the structure of the answers to a request."""
         native = self._native.answer(request)
         may_call = bool(request.tools) and request.forced is None
-        if not self._reads or (self._reasoning is None and not may_call):
+        is_text = self._reasoning is None and not may_call
+        if not self._reads or (is_text and request.forced is None):
             return native
-        skips_special = self._skips_special[may_call and self._tools is not None]
-        return VllmAnswerFormat(request, native, self._processes, () if skips_special else self._markers)
+        skips_special = is_text or self._skips_special[may_call and self._tools is not None]
+        return VllmAnswerFormat(
+            request,
+            native,
+            None if is_text else self._processes,
+            markers=() if skips_special else self._markers,
+            numbers_calls=self._numbers_calls,
+        )
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
         """Return `call_structure` of an answer that may be a call; None: no grammar, or one beyond the limits."""
@@ -171,13 +180,16 @@ def _name(parser: str | None) -> str | None:
 class VllmAnswerFormat:
     """Answers that vLLM's parsers read. A call that a grammar forces is JSON, which ours read after its reasoning.
 
-    markers: special tokens that its parsers need as text.
+    processes:     None: vLLM's parsers have nothing to read.
+    markers:       special tokens that its parsers need as text.
+    numbers_calls: ids of calls are their numbers in the conversation, as Kimi has them.
     """
 
     request: AnswerRequest
     native: NativeAnswerFormat
-    processes: VllmProcesses
+    processes: VllmProcesses | None
     markers: tuple[str, ...]
+    numbers_calls: bool
 
     @property
     def reasoning(self) -> ReasoningUse | None:
@@ -188,14 +200,23 @@ class VllmAnswerFormat:
         """Return a parser of the text that async_parser() finds; None: it is text."""
         return self.native.forced_parser()
 
-    def async_parser(self) -> AsyncAnswerParser:
-        """Return a new parser of vLLM for one choice."""
+    def async_parser(self) -> AsyncAnswerParser | None:
+        """Return a new parser of vLLM for one choice; None: the answer has nothing that it reads."""
+        if self.processes is None:
+            return None
         tools = [] if self.request.forced is not None else self.request.tools.items()
         request = {
             "tools": [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in tools],
             "variables": self.request.variables,
+            "earlier_calls": self.request.earlier_calls,
         }
         return self.processes.answer(request, self.request.prompt)
+
+    def call_id(self, name: str, number: int) -> str:
+        """Return the id that vLLM gives a call whose parser gave it none."""
+        if self.numbers_calls:
+            return f"functions.{name}:{self.request.earlier_calls + number}"
+        return f"chatcmpl-tool-{secrets.token_hex(8)}"
 
 
 class _Rendering:

@@ -33,6 +33,7 @@ from megatron_runtime.server.formats.vllm_worker import (
     SIZE,
     TEXT,
 )
+from megatron_runtime.tokenization.loader import VLLM_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,7 @@ RENDERERS = 2
 PARSERS = 2
 """Workers that parse answers; each has a share of them."""
 _MAX_BATCH = 256
-_ENVIRONMENT: Mapping[str, str] = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_TARGET_DEVICE": "cpu",
-}
-"""Of the parent: it uses no GPU and no network."""
+_ENVIRONMENT: Mapping[str, str] = {**VLLM_ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
 _CLASSES: Mapping[int, type[Text | Reasoning | CallArguments]] = {
     TEXT: Text,
     REASONING: Reasoning,
@@ -129,7 +123,8 @@ class VllmProcesses:
         self._keys = itertools.count()
 
     async def start(self) -> dict[str, Any]:
-        """Start the parent, and return its parsers: `tools`, `reasoning`, `skips_special`, and what the model `takes`.
+        """Start the parent, and return its parsers: `tools`, `reasoning`, `skips_special`, `numbers_calls`, and what
+        the model `takes`.
 
         Raises UnusableError, UnknownSettingError.
         """
@@ -398,7 +393,7 @@ class VllmAnswer:
             raise AnswerParserError(f"vLLM's parser failed: {reason}")
         self.opened_in = self.worker.generation
         self.earlier.append(piece)
-        return [CallBegin(text) if kind == CALL else _CLASSES[kind](text) for kind, text in reply["events"]]
+        return [CallBegin(*rest) if kind == CALL else _CLASSES[kind](*rest) for kind, *rest in reply["events"]]
 
     def close(self) -> None:
         """Drop the parser. Idempotent."""

@@ -16,14 +16,17 @@ import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_runtime.checkpoints.model_files import TOKENIZER_FILE
 from megatron_runtime.process.children import be_child
 from megatron_runtime.process.sacrificial_process import OUT_OF_MEMORY, limit_memory
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.answer_formats import REASONING_FORMATS, TOOL_FORMATS
 from megatron_runtime.protocol.codec import UnpackLimits, pack, unpack
 from megatron_runtime.protocol.media import data_url
+from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS, is_unicode
 from megatron_runtime.server.formats.vllm_parsers import REASONING_PARSERS, TOOL_PARSERS, parsers_of
 
 MESSAGE_LIMITS = UnpackLimits(frame_bytes=1 << 30, elements=1 << 27, containers=1 << 24, depth=300)
@@ -38,7 +41,10 @@ _SMALL_IMAGE = bytes.fromhex(
 )
 """A PNG of 64 x 64 pixels."""
 TEXT, REASONING, CALL, ARGUMENTS = range(4)
-"""Kinds of events in replies: each is [kind, text]."""
+"""Kinds of events in replies: each is [kind, text]; a call is [kind, name, id]. The id may be None."""
+
+_HARMONY = "gpt_oss"
+"""The `model_type` whose conversations and answers vLLM reads with the package openai_harmony."""
 
 
 class Formats:
@@ -55,11 +61,16 @@ class Formats:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.reasoning import ReasoningParserManager
         from vllm.renderers import renderer_from_config
+        from vllm.renderers.chat_utils import get_tool_call_id_type
         from vllm.renderers.online_renderer import OnlineRenderer
         from vllm.tool_parsers import ToolParserManager
 
+        directory = Path(setup["directory"])
+        # vLLM recognises a model of Mistral by its weights, which a server may not have.
+        is_mistral = (directory / "tekken.json").exists() and not (directory / TOKENIZER_FILE).exists()
+        mode = {"tokenizer_mode": "mistral"} if is_mistral else {}
         # No features of media are kept: this process has no use for them.
-        config = AsyncEngineArgs(model=setup["directory"], mm_processor_cache_gb=0).create_model_config()
+        config = AsyncEngineArgs(model=str(directory), mm_processor_cache_gb=0, **mode).create_model_config()
         config.quantization = None  # no weights are read
         config.max_model_len = (1 << 31) - 1  # the server checks lengths itself
         installed = (
@@ -78,6 +89,10 @@ class Formats:
             setup["reasoning"], chosen.reasoning, installed[1], REASONING_PARSERS, option="--reasoning-parser"
         )
         self._config = config
+        self._is_harmony = config.hf_config.model_type == _HARMONY
+        if self._is_harmony:
+            _load_harmony()
+        self.numbers_calls = get_tool_call_id_type(config) == "kimi_k2"
         renderer = renderer_from_config(VllmConfig(model_config=config))
         self._tokenizer = renderer.get_tokenizer()
         if setup["tools"] == "auto" and not self._reads(setup["written"], setup["call"]):
@@ -128,7 +143,9 @@ class Formats:
         from vllm.parser import ParserManager
 
         try:
-            ParserManager.get_parser(reasoning_parser_name=self.reasoning, tokenizer=self._tokenizer)
+            ParserManager.get_parser(
+                reasoning_parser_name=self.reasoning, is_harmony=self._is_harmony, tokenizer=self._tokenizer
+            )
         except Exception:
             return False
         return True
@@ -142,7 +159,10 @@ class Formats:
 
         try:
             make = ParserManager.get_parser(
-                tool_parser_name=self.tools, enable_auto_tools=True, tokenizer=self._tokenizer
+                tool_parser_name=self.tools,
+                enable_auto_tools=True,
+                is_harmony=self._is_harmony,
+                tokenizer=self._tokenizer,
             )
         except Exception:
             return False
@@ -160,9 +180,8 @@ class Formats:
         """Return a request of a chat for vLLM."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        question = [{"role": "user", "content": ""}]
         offered = {"tools": list(tools), "tool_choice": "auto"} if tools else {}
-        values = {"messages": question, "chat_template_kwargs": dict(variables) or None, **offered, **fields}
+        values = {"messages": [_QUESTION], "chat_template_kwargs": dict(variables) or None, **offered, **fields}
         return ChatCompletionRequest.model_validate(values)
 
     def parser(self, request: Any, variables: Mapping[str, Any]) -> Any:
@@ -188,6 +207,8 @@ class Formats:
             "add_generation_prompt": variables.pop("add_generation_prompt", True) and not conversation["continues"],
             "continue_final_message": conversation["continues"],
         }
+        if self._is_harmony:  # its conversations are written without the chat template
+            fields["reasoning_effort"] = variables.get("reasoning_effort")
         try:
             # vLLM may take `auto` for a model without a parser only if the request has no choice of tools.
             request = self.request(tools, variables, **fields)
@@ -257,6 +278,19 @@ def _spans(kinds: Sequence[str], placeholders: Mapping[str, Sequence[Any]]) -> l
     return spans
 
 
+def _load_harmony() -> None:
+    """Load the vocabulary of gpt-oss, which every conversation needs. Raises RuntimeError."""
+    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+
+    try:
+        get_encoding()
+    except Exception as error:
+        raise RuntimeError(
+            "openai_harmony has no vocabulary of gpt-oss: set TIKTOKEN_ENCODINGS_BASE to a directory with "
+            f"o200k_base.tiktoken ({error})"
+        ) from error
+
+
 def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
     """Return whether a parser finds one call in a text, and no other."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -299,7 +333,8 @@ class ChoiceParser:
 
     def __init__(self, formats: Formats, opening: Mapping[str, Any]) -> None:
         said = json.loads(opening["request"])
-        self._request = formats.request(said["tools"], said["variables"])
+        messages = [_QUESTION, _with_calls(said["earlier_calls"]), _QUESTION] if said["earlier_calls"] else [_QUESTION]
+        self._request = formats.request(said["tools"], said["variables"], messages=messages)
         self._parser = formats.parser(self._request, said["variables"])
         self._request = self._parser.adjust_request(self._request)
         self._prompt = _tokens(opening["prompt"])
@@ -316,7 +351,7 @@ class ChoiceParser:
             events: list[list[Any]] = [[REASONING, reasoning]] if reasoning else []
             events += [[TEXT, content]] if content else []
             for call in calls or ():
-                events += [[CALL, call.name], [ARGUMENTS, call.arguments]]
+                events += [[CALL, call.name, _id(call)], [ARGUMENTS, call.arguments]]
             return events
         delta = self._parser.parse_delta(text, tokens, self._request, self._prompt, finished=is_last)
         if delta is None:
@@ -325,10 +360,25 @@ class ChoiceParser:
         events += [[TEXT, delta.content]] if delta.content else []
         for call in delta.tool_calls or ():
             if call.function is not None and call.function.name:
-                events.append([CALL, call.function.name])
+                events.append([CALL, call.function.name, _id(call)])
             if call.function is not None and call.function.arguments:
                 events.append([ARGUMENTS, call.function.arguments])
         return events
+
+
+_QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
+
+
+def _with_calls(number: int) -> dict[str, Any]:
+    """Return a message with calls: a parser that numbers calls counts those of the conversation."""
+    call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "content": "", "tool_calls": [call] * number}
+
+
+def _id(call: Any) -> str | None:
+    """Return the id that a parser gives a call; None: it gives none that a conversation may have."""
+    id_ = call.id
+    return id_ if id_ and len(id_) <= MAX_NAME_CHARACTERS and is_unicode(id_) else None
 
 
 def _tokens(packed: bytes) -> list[int]:
@@ -422,6 +472,7 @@ def main() -> None:
             "reasoning": formats.reasoning,
             "skips_special": formats.skips_special,
             "takes": formats.takes,
+            "numbers_calls": formats.numbers_calls,
         },
     )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that ended

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import string
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -88,8 +88,12 @@ class PreparedChat:
 
     def reader(self) -> AnswerReader:
         """Return a reader of one choice."""
-        parser = self.answer.parser()
-        return AnswerReader(parser, parallel_calls=self.parallel_calls, shows_reasoning=self.shows_reasoning)
+        return AnswerReader(
+            self.answer.parser(),
+            parallel_calls=self.parallel_calls,
+            shows_reasoning=self.shows_reasoning,
+            call_id=self.answer.call_id,
+        )
 
 
 async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
@@ -126,6 +130,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
             forced=tools.forced,
             continues=continues,
             is_thought=bool(last.thought and not last.content),
+            earlier_calls=sum(len(message.tool_calls or ()) for message in body.messages),
             variables=variables,
         )
     )
@@ -288,19 +293,30 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
 class AnswerReader:
     """Turns the pieces of one choice into events.
 
-    calls: number of calls that have begun.
+    call_id: as AnswerFormat has it.
+    calls:   number of calls that have begun.
     """
 
-    def __init__(self, parser: AnswerParser | None, *, parallel_calls: bool, shows_reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        parser: AnswerParser | None,
+        *,
+        parallel_calls: bool,
+        shows_reasoning: bool = True,
+        call_id: Callable[[str, int], str | None] = lambda name, number: None,
+    ) -> None:
         self.calls = 0
         self._parser = parser
+        self._call_id = call_id
         self._max_calls = MAX_CALLS if parallel_calls else 1
         self._shows_reasoning = shows_reasoning
 
     def read(self, piece: Piece) -> Iterator[Event]:
         """Yield the events of a piece. Calls beyond the number that an answer may have are left out."""
         for event in self._events(piece):
-            self.calls += isinstance(event, CallBegin)
+            if isinstance(event, CallBegin):
+                event = replace(event, id=event.id or self._call_id(event.name, self.calls))
+                self.calls += 1
             if isinstance(event, Reasoning) and not self._shows_reasoning:
                 continue
             if isinstance(event, Text | Reasoning) or self.calls <= self._max_calls:
@@ -352,7 +368,7 @@ class _ChatChoice:
         calls: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, CallBegin):
-                calls.append(_new_call(event.name))
+                calls.append(_new_call(event))
             elif isinstance(event, CallArguments):
                 calls[-1]["function"]["arguments"] += event.text
         # A forced call has an empty text; a call that the model chose to make has none unless the model wrote some.
@@ -395,7 +411,7 @@ class _ChatChoice:
             return {"content": event.text}
         if isinstance(event, Reasoning):
             return _reasoning(event.text)
-        part = _new_call(event.name) if isinstance(event, CallBegin) else {"function": {"arguments": event.text}}
+        part = _new_call(event) if isinstance(event, CallBegin) else {"function": {"arguments": event.text}}
         return {"tool_calls": [{"index": self._reader.calls - 1, **part}]}
 
     def _reason(self, piece: Piece) -> str | None:
@@ -423,6 +439,6 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _new_call(name: str) -> dict[str, Any]:
-    id_ = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": ""}}
+def _new_call(event: CallBegin) -> dict[str, Any]:
+    id_ = event.id or "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+    return {"id": id_, "type": "function", "function": {"name": event.name, "arguments": ""}}

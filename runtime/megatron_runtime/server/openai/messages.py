@@ -529,7 +529,7 @@ class _Answer:
         self._texts, self._arguments, self._is_open = [], JsonPrefix(), True
         block: dict[str, Any] = {"type": kind}
         if isinstance(event, CallBegin):
-            block |= {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": event.name, "input": {}}
+            block |= {"id": event.id or f"toolu_{uuid.uuid4().hex[:24]}", "name": event.name, "input": {}}
         elif kind == "thinking":
             block |= {"thinking": "", "signature": ""}
         else:

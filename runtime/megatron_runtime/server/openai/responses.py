@@ -578,7 +578,7 @@ class _Answer:
         if isinstance(event, CallBegin):
             tool = self._tools.get(event.name)
             item |= {
-                "call_id": f"call_{uuid.uuid4().hex[:24]}",
+                "call_id": event.id or f"call_{uuid.uuid4().hex[:24]}",
                 "name": event.name if tool is None else tool.name,
                 _CALLS[kind]: "",
             }

@@ -61,7 +61,9 @@ class Parser:
             found.reasoning = (found.reasoning or "") + thought if thought else found.reasoning
             found.content = (found.content or "") + text if text else found.content
             if name:
-                found.tool_calls.append(SimpleNamespace(function=SimpleNamespace(name=name, arguments='{"a": 1}')))
+                id_ = f"id-of-{name}" if name != "sub" else None
+                function = SimpleNamespace(id=id_, name=name, arguments='{"a": 1}')
+                found.tool_calls.append(SimpleNamespace(id=id_, function=function))
         return found
 
 
@@ -72,6 +74,7 @@ class ParserManager:
         tool_parser_name: str | None = None,
         reasoning_parser_name: str | None = None,
         enable_auto_tools: bool = False,
+        is_harmony: bool = False,
         tokenizer: Any = None,
     ) -> type[Parser] | None:
         return Parser if tool_parser_name or reasoning_parser_name else None

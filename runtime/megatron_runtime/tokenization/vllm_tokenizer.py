@@ -1,0 +1,70 @@
+"""Reads the tokenizer of a model without tokenizer.json, as vLLM does, in a child process: vLLM and transformers are
+large, and the files may be hostile.
+
+vLLM knows vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child writes the tokenizer in the
+form of tokenizer.json, so that servers and engines use it as any other. loader.py runs it with the directory of the
+model. Its output is a JSON object:
+
+`tokenizer`:     as the content of a tokenizer.json.
+`special`:       texts of special tokens, by their names in tokenizer_config.json.
+`adds_bos`:      prompts begin with the begin-of-sequence token, which `tokenizer` does not write.
+`chat_template`: None if it has none.
+`problem`:       why it cannot be read; the others are missing then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.process.children import be_child
+from megatron_runtime.process.sacrificial_process import limit_memory
+from megatron_runtime.protocol import strict_json as json
+
+MEMORY_BYTES = 32 << 30
+"""Address space: the libraries of vLLM reserve much that they do not use."""
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    if is_tekken := (directory / "tekken.json").is_file():
+        # vLLM reads this file with mistral_common, which has no tokenizer.json.
+        from transformers.integrations.mistral import convert_tekken_tokenizer
+
+        tokenizer = convert_tekken_tokenizer(str(directory / "tekken.json"))
+    else:
+        from vllm.tokenizers import get_tokenizer
+
+        tokenizer = get_tokenizer(str(directory))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {"problem": f"{type(tokenizer).__name__} has no tokenizer.json: convert the tokenizer of the model"}
+    template = getattr(tokenizer, "chat_template", None)
+    return {
+        "tokenizer": backend.to_str(),
+        "special": {name: str(text) for name in _SPECIAL if (text := getattr(tokenizer, name, None)) is not None},
+        "adds_bos": is_tekken,
+        "chat_template": template if isinstance(template, str) else None,
+    }
+
+
+def main() -> None:
+    """Write the tokenizer of a directory to the standard output. Arguments: the directory, and the time limit."""
+    be_child()
+    signal.alarm(int(sys.argv[2]))
+    limit_memory(MEMORY_BYTES)
+    output = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
+    try:
+        reply = _read(Path(sys.argv[1]))
+    except Exception as error:
+        reply = {"problem": f"{type(error).__name__}: {error}"[:2000]}
+    with open(output, "w", encoding="utf-8") as file:
+        file.write(json.dumps(reply))
+
+
+if __name__ == "__main__":
+    main()
