@@ -134,9 +134,6 @@ VECTORS: dict[str, Vector] = {
     "HELLO, engine with sampling parameters": Hello(
         role=Role.ENGINE, name="demo-engine-2", incarnation=3, parameters=("temperature", "top_k")
     ),
-    "HELLO, engine with a pooling model": Hello(
-        role=Role.ENGINE, name="demo-engine-3", incarnation=3, backend="vllm", task="embed"
-    ),
     "HELLO_ACK": HelloAck(incarnation=9, state=CoordinatorState.RUNNING, epoch=7, fence=3, route=1),
     "HEARTBEAT": Heartbeat(incarnation=2, state=EngineState.RUNNING, running=4, waiting=1, steps=100),
     "CONTROL_ACK, of an engine": ControlAck(operation_id="op-1", ok=True, state=EngineState.PAUSING, ranks=1),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple, Self
@@ -223,11 +223,16 @@ class PoolingRun:
     _reservation: Reservation | None = None
     """Of tokens that count against the limit of the API key; None: it has none."""
 
-    async def collect(self, prompts: Sequence[PoolingPrompt]) -> list[Vector]:
+    async def collect(
+        self, prompts: Sequence[PoolingPrompt], *, reduce: Callable[[int, Vector], Any] | None = None
+    ) -> list[Any]:
         """Return what the model computes of each prompt. If the client disconnects, the open ones are aborted.
 
+        reduce: called with the place of a prompt and its array, which is then released; its result is returned.
+
         Raises ApiError 400 for a prompt that the model does not take, or prompts that take too many bytes, 404 if no
-        engine has such a model, 429 if too many are open or the API key has too few tokens left in this minute.
+        engine has such a model, 429 if too many are open, the server holds too much, or the API key has too few tokens
+        left in this minute.
         """
         service, state = self.service, self.request.state
         service.check_open(len(prompts), tenant=state.tenant)
@@ -242,25 +247,27 @@ class PoolingRun:
         if span is not None:
             name = self.adapter or service.settings.served_name
             span.set({tracing.REQUEST_N: len(prompts), tracing.RESPONSE_MODEL: name})
-        work = self._collect(prompts)
+        work = self._collect(prompts, reduce)
         return await until_disconnect(self.request.receive, work, expired=service.expired)
 
-    async def _collect(self, prompts: Sequence[PoolingPrompt]) -> list[Vector]:
+    async def _collect(
+        self, prompts: Sequence[PoolingPrompt], reduce: Callable[[int, Vector], Any] | None
+    ) -> list[Any]:
         service, key = self.service, self.request.state.key
         await service.until_connected()
-        tasks: list[asyncio.Task[Vector]] = []
+        tasks: list[asyncio.Task[Any]] = []
         reserved = [prompt.estimated_tokens for prompt in prompts]
         self._reservation = await service.reserve(key, prompt=0, choices=[*reserved])
         self.request.state.body_bytes = 0  # the prompts are charged: an error that follows does not charge the body too
         try:
-            await start_all(tasks, (self._run(prompt) for prompt in prompts))
+            await start_all(tasks, (self._run(place, prompt, reduce) for place, prompt in enumerate(prompts)))
             return list(await asyncio.gather(*tasks))
         finally:
             await cancel(*tasks)
             if self._reservation is not None:
                 self._reservation.settle()
 
-    async def _run(self, prompt: PoolingPrompt) -> Vector:
+    async def _run(self, place: int, prompt: PoolingPrompt, reduce: Callable[[int, Vector], Any] | None) -> Any:
         service, state = self.service, self.request.state
         observer = RequestObserver(service.metrics, prompt_tokens=0, tenant=state.tenant, streams=False)
         with observer, _named(prompt):
@@ -288,8 +295,13 @@ class PoolingRun:
                 f"The model computed numbers that are not finite for {prompt.param}: change the text or the model."
             )
             raise ApiError(500, message, code="not_finite", is_final=True)
-        service.lease(self.request).force(vector.nbytes)
-        return vector
+        lease = service.lease(self.request)
+        lease.add(vector.nbytes)
+        if reduce is None:
+            return vector
+        reduced = reduce(place, vector)
+        lease.add(-vector.nbytes)
+        return reduced
 
     def _params(self, prompt: PoolingPrompt) -> SamplingParams:
         tenant = "" if self.service.settings.share_prefix_cache else self.request.state.tenant
@@ -391,20 +403,20 @@ async def _scores(
             for place, (query, document) in enumerate(pairs)
         ]
         return [float(values.reshape(-1)[0]) for values in await run.collect(prompts)], run
-    prompts = [
-        PoolingPrompt(content=text, param=f"{param}[{place}]", pooling=body.pooling(task, is_query=param == first))
-        for param, texts in ((first, queries), (second, documents))
-        for place, text in enumerate(texts)
-    ]
-    vectors = await run.collect(prompts)
     score = _cosine if task == "embed" else _best_matches
-    of_queries, of_documents = vectors[: len(queries)], vectors[len(queries) :]
-    of_queries = of_queries * len(documents) if len(of_queries) == 1 else of_queries
-    scores = []
-    for query, document in zip(of_queries, of_documents, strict=True):
-        scores.append(float(score(query, document)))
-        await asyncio.sleep(0)  # other requests run between the documents
-    return scores, run
+    of_queries = await run.collect(_alone(body, task, queries, param=first, is_query=True))
+
+    def scored(place: int, document: Vector) -> float:
+        return float(score(of_queries[place if len(of_queries) > 1 else 0], document))
+
+    prompts = _alone(body, task, documents, param=second, is_query=False)
+    return await run.collect(prompts, reduce=scored), run
+
+
+def _alone(body: ScoringRequest, task: str, texts: list[str], *, param: str, is_query: bool) -> list[PoolingPrompt]:
+    """Return the prompts of texts that are no pairs."""
+    pooling = body.pooling(task, is_query=is_query)
+    return [PoolingPrompt(content=text, param=f"{param}[{place}]", pooling=pooling) for place, text in enumerate(texts)]
 
 
 def _cosine(query: Vector, document: Vector) -> np.float32:
