@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_runtime.checkpoints.model_files import ModelDirectory
 from megatron_runtime.process.children import be_child
 from megatron_runtime.process.sacrificial_process import limit_memory
 from megatron_runtime.protocol import strict_json as json
@@ -30,7 +31,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    if is_tekken := (directory / "tekken.json").is_file():
+    if is_tekken := ModelDirectory(directory).file("tekken.json") is not None:
         # vLLM reads this file with mistral_common, which has no tokenizer.json.
         from transformers.integrations.mistral import convert_tekken_tokenizer
 
@@ -62,7 +63,7 @@ def main() -> None:
         reply = _read(Path(sys.argv[1]))
     except Exception as error:
         reply = {"problem": f"{type(error).__name__}: {error}"[:2000]}
-    with open(output, "w", encoding="utf-8") as file:
+    with os.fdopen(output, "w", encoding="utf-8") as file:
         file.write(json.dumps(reply))
 
 

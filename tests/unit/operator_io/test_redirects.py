@@ -160,6 +160,8 @@ HTTP_CLIENTS = {
     # Never follows one: http.client.
     "operator/megatron_kubectl/proxy.py": {"http.client.HTTPConnection"},
     "operator/megatron_operator/controller/observe.py": {"http.client.HTTPConnection"},
+    # Sends no credential; tests/unit/server/test_media.py has the tests of its redirects.
+    "runtime/megatron_runtime/server/openai/media.py": {"httpx.AsyncClient"},
     # Follows them, without the token for other servers.
     "runtime/megatron_runtime/checkpoints/remote/hub.py": {"httpx2.Client"},
 }

@@ -358,9 +358,9 @@ async def test_fetched_files_are_bounded(start_with_media: Any, monkeypatch: pyt
 
 INNER = """
 127.0.0.1 10.1.2.3 192.168.0.1 169.254.169.254 100.64.0.1 0.0.0.0 ::1 fe80::1%eth0 fd00::1 ::ffff:10.0.0.1
-2002:0a00:0001:: ff02::1
+2002:0a00:0001:: ff02::1 64:ff9b::a00:1 2001:0:4136:e378:8000:63bf:f5ff:fffe
 """
-PUBLIC = "8.8.8.8 2606:4700::1111 ::ffff:8.8.8.8"
+PUBLIC = "8.8.8.8 2606:4700::1111 ::ffff:8.8.8.8 64:ff9b::808:808"
 
 
 def test_names_lead_to_public_addresses() -> None:

@@ -328,7 +328,8 @@ async def test_calls_are_not_constrained_where_nothing_says_how(running: Any, mo
         await running.openai.chat.completions.create(**body)
         assert running.backend.requests[-1][1].call_structure is None
     monkeypatch.setattr(chat_format, "MAX_GRAMMAR_BYTES", 100)
-    await running.openai.chat.completions.create(**request())
+    tool = {"type": "function", "function": {"name": "of_this_test"}}  # grammars of tools are kept
+    await running.openai.chat.completions.create(**request(tools=[tool]))
     assert running.backend.requests[-1][1].call_structure is None
 
 

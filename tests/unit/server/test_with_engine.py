@@ -261,10 +261,10 @@ async def test_an_answer_has_the_epoch_of_its_weights(start_stack: StartStack) -
 
 async def test_each_adapter_is_a_model_of_its_own(start_stack: StartStack) -> None:
     stack = await start_stack()
-    before = (await stack.running.http.get("/v1/models")).json()["data"]
+    (before,) = (await stack.running.http.get("/v1/models")).json()["data"]
     await stack.set_adapters(Adapter("sql", "hf:org/sql"), Adapter("org/chat", "hf:org/chat"))
     base, *adapters = (await stack.running.http.get("/v1/models")).json()["data"]
-    assert [base] == before
+    assert base == {**before, "tasks": ["generate"]}, "the server learns the tasks from the coordinator"
     assert "parent" not in base
     assert [(card["id"], card["parent"], card["object"]) for card in adapters] == [
         ("org/chat", "smollm2", "model"),

@@ -161,7 +161,7 @@ class _Gemma4Rules:
 
     def value(self, rule: str, schema: Mapping[str, Any]) -> str:
         """Return the expression of a value. rule: begin of the names of its rules."""
-        entry = Parameter("", schema, is_required=True)
+        entry = ToolParameter("", schema, is_required=True)
         match entry.kind:
             case "string" if entry.choices:
                 return f"{self._quote} ({' | '.join(map(quoted, entry.choices))}) {self._quote}"
@@ -197,7 +197,7 @@ class _MiniMaxM3Rules:
 
     def value(self, rule: str, schema: Mapping[str, Any], end: str) -> str:
         """Return the expression of a value and of the tag that ends it. rule: begin of the names of its rules."""
-        entry, ending = Parameter("", schema, is_required=True), self._written(end)
+        entry, ending = ToolParameter("", schema, is_required=True), self._written(end)
         items = schema.get("items")
         match entry.kind:
             case "object" if (members := list(parameters_of(schema))) or schema.get("additionalProperties") is False:
@@ -236,7 +236,7 @@ def _separated(rule: str, entries: Sequence[tuple[str, bool]], separator: str) -
     return [*rules, f'{first}: ""', *([f'{rule}_more_{len(entries)}: ""'] if entries else [])]
 
 
-def _python_value(entry: Parameter) -> str:
+def _python_value(entry: ToolParameter) -> str:
     if entry.kind == "boolean":
         return '"True" | "False"'
     values = [f"%json {dumped(entry.schema)}"]
@@ -249,7 +249,7 @@ def _python_value(entry: Parameter) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ToolParameter:
     """A parameter of a tool, with the schema of its value, and its type if that is one of the schema's."""
 
     name: str
@@ -278,12 +278,12 @@ class Parameter:
         return self.kind in _OF_JSON
 
 
-def parameters_of(schema: Mapping[str, Any]) -> Iterator[Parameter]:
+def parameters_of(schema: Mapping[str, Any]) -> Iterator[ToolParameter]:
     """Yield the declared parameters of a tool."""
     declared, required = schema.get("properties"), schema.get("required")
     for name, value in declared.items() if isinstance(declared, Mapping) else ():
         own = _with_definitions(value, root=schema) if isinstance(value, Mapping) else {}
-        yield Parameter(name, own, isinstance(required, list) and name in required)
+        yield ToolParameter(name, own, isinstance(required, list) and name in required)
 
 
 def without_annotations(schema: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.server.formats.call_grammars import (
     CallGrammar,
-    Parameter,
     Schemas,
+    ToolParameter,
     Written,
     all_calls,
     dumped,
@@ -89,7 +89,7 @@ class TaggedCalls:
             )
         return all_calls(self.open, f"({calls}) {close}", rules, written, is_single=is_single)
 
-    def _value(self, rule: str, parameter: Parameter, written: Written) -> list[str]:
+    def _value(self, rule: str, parameter: ToolParameter, written: Written) -> list[str]:
         """Return the rule of a value and of what ends it."""
         values = ""
         if parameter.kind == "boolean":  # some models write it as Python does

@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
 from megatron_runtime.server.errors import invalid_value
 
 _OF_URL: Mapping[str, str] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
@@ -36,6 +39,11 @@ class MixedContent:
     """The content of a message that has more than text."""
 
     parts: tuple[str | MediaPart, ...]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validators make it; no JSON is read as one."""
+        return core_schema.is_instance_schema(cls)
 
     @property
     def text(self) -> str:

@@ -36,6 +36,8 @@ MAX_URL_CHARACTERS = 8192
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+\"-]*)*(?P<base64>;base64)?,", re.ASCII)
 _FRAMES = re.compile("[A-Za-z0-9+/=,]+")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+"""Addresses whose last four bytes are an IPv4 address behind a translator."""
 _MAX_HEAD = 256
 """Characters of a data URL before its data."""
 
@@ -159,8 +161,12 @@ async def _address_of(host: str, port: int, *, param: str) -> str:
 
 def _is_public(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
-    return parsed.is_global and not parsed.is_multicast and (mapped is None or mapped.is_global)
+    inner: ipaddress.IPv4Address | None = None
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
+        if parsed in _NAT64:
+            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+    return parsed.is_global and not parsed.is_multicast and (inner is None or inner.is_global)
 
 
 async def _get(target: _Target, *, most: int, param: str) -> bytes | str:
