@@ -208,6 +208,8 @@ async def test_each_server_has_the_routes_of_its_model(serve: Serve) -> None:
     assert await statuses(await serve("classify")) == {**dict.fromkeys(ROUTES, 404), "score": 200, "rerank": 200}
     generates = await serve(None)
     assert await statuses(generates) == {**dict.fromkeys(ROUTES, 404), "completions": 200, "chat/completions": 200}
+    for path in ("score", "rerank"):
+        assert (await generates.post(f"/v1/{path}", {})).status_code == 404, "whatever the body is"
     (card,) = (await generates.http.get("/v1/models")).json()["data"]
     assert card["tasks"] == ["generate"]
 

@@ -343,10 +343,12 @@ def not_offered() -> ApiError:
 
 async def create_score(service: Service, request: Request) -> Response:
     """Answer with a score for each pair of texts. Raises ApiError 404 without an engine that scores pairs."""
+    task = await _scoring_task(service, request)
     body = await service.read(request, ScoreRequest)
     first, second = body.sides
     params = first.name, second.name
-    scores, run = await _scores(service, request, body, listed(first.texts), listed(second.texts), params=params)
+    run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
+    scores = await _scores(run, task, body, listed(first.texts), listed(second.texts), params=params)
     answer = {
         "id": f"score-{uuid.uuid4().hex}",
         "object": "list",
@@ -360,9 +362,11 @@ async def create_score(service: Service, request: Request) -> Response:
 
 async def rerank(service: Service, request: Request) -> Response:
     """Answer with the documents by falling score. Raises ApiError 404 without an engine that scores pairs."""
+    task = await _scoring_task(service, request)
     body = await service.read(request, RerankRequest)
     documents = listed(body.documents)
-    scores, run = await _scores(service, request, body, [body.query], documents, params=("query", "documents"))
+    run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
+    scores = await _scores(run, task, body, [body.query], documents, params=("query", "documents"))
     results = [
         {"index": index, "document": {"text": documents[index], "multi_modal": None}, "relevance_score": score}
         for index, score in sorted(enumerate(scores), key=lambda item: -item[1])
@@ -376,25 +380,29 @@ async def rerank(service: Service, request: Request) -> Response:
     return service.answer(request, to_json(answer))
 
 
-async def _scores(
-    service: Service,
-    request: Request,
-    body: ScoringRequest,
-    queries: list[str],
-    documents: list[str],
-    *,
-    params: tuple[str, str],
-) -> tuple[list[float], PoolingRun]:
-    """Return the score of each document with its query, and the run. One query is compared with all documents.
-
-    params: the request fields of both, for errors.
-    """
+async def _scoring_task(service: Service, request: Request) -> str:
+    """Return the task of the models that score pairs. Raises ApiError 404 if there are none, whatever the body is."""
     service.check_in_flight(tenant=request.state.tenant)
     tasks = await service.tasks()
     task = next((name for name in _SCORING_TASKS if name in tasks), None)
     if task is None:
         raise not_offered()
-    run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
+    return task
+
+
+async def _scores(
+    run: PoolingRun,
+    task: str,
+    body: ScoringRequest,
+    queries: list[str],
+    documents: list[str],
+    *,
+    params: tuple[str, str],
+) -> list[float]:
+    """Return the score of each document with its query. One query is compared with all documents.
+
+    params: the request fields of both, for errors.
+    """
     first, second = params
     if task == "classify":
         pairs = zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True)
@@ -402,7 +410,7 @@ async def _scores(
             PoolingPrompt(content=query, param=f"{second}[{place}]", pooling=body.pooling(task, pair=document))
             for place, (query, document) in enumerate(pairs)
         ]
-        return [float(values.reshape(-1)[0]) for values in await run.collect(prompts)], run
+        return [float(values.reshape(-1)[0]) for values in await run.collect(prompts)]
     score = _cosine if task == "embed" else _best_matches
     of_queries = await run.collect(_alone(body, task, queries, param=first, is_query=True))
 
@@ -410,7 +418,7 @@ async def _scores(
         return float(score(of_queries[place if len(of_queries) > 1 else 0], document))
 
     prompts = _alone(body, task, documents, param=second, is_query=False)
-    return await run.collect(prompts, reduce=scored), run
+    return await run.collect(prompts, reduce=scored)
 
 
 def _alone(body: ScoringRequest, task: str, texts: list[str], *, param: str, is_query: bool) -> list[PoolingPrompt]:
