@@ -63,10 +63,10 @@ def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGramma
 
 def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
     """`name`, a newline and the arguments, with `>>>` before a further call."""
-    call = " | ".join(f"{quoted(name + chr(10))} rest_{place}" for place, name in enumerate(tools))
+    starts = {f"{name}\n": f"calls_{place}" for place, name in enumerate(tools)}
+    call = " | ".join(f"{quoted(start)} rest_{place}" for place, start in enumerate(starts))
     more = "" if is_single else f" (SPACE? {written('>>>')} ({call}))*"
     rest = [f"rest_{place}: %json {dumped(schema)}" for place, schema in enumerate(tools.values())]
-    starts = {f"{name}\n": f"calls_{place}" for place, name in enumerate(tools)}
     return starts, lines(*(f"calls_{place}: rest_{place}{more}" for place in range(len(tools))), *rest, SPACE)
 
 
