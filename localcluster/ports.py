@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from collections.abc import Iterable
 from localcluster.errors import ClusterError
 from localcluster.settings import PORT_NAMES, PREFERRED_PORTS, Options
 from localcluster.shell import run
+from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.protocol import strict_json as json
 
 _reservations: dict[int, socket.socket] = {}
@@ -47,24 +47,15 @@ def _can_listen(port: int) -> bool:
 
 
 def allocate(options: Options) -> dict[str, int]:
-    """Return a free port for each name: the requested or preferred one, or one that the system chooses."""
+    """Return a free port for each name: the requested or preferred one, or one that no outgoing connection takes."""
     if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
     ports: dict[str, int] = {}
-    with contextlib.ExitStack() as held:
-        for name in PORT_NAMES:
-            preferred = PREFERRED_PORTS.get(name, 0)
-            if name == "apiserver" and options.api_port is not None:
-                preferred = options.api_port
-            # The sockets stay open until all ports are chosen, so that no port is allocated twice.
-            holder = held.enter_context(socket.socket())
-            if preferred and take(preferred):
-                # As the server itself does: connections of an earlier cluster may be in TIME_WAIT.
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                holder.bind(("127.0.0.1", preferred))
-            else:
-                holder.bind(("127.0.0.1", 0))
-            ports[name] = holder.getsockname()[1]
+    for name in PORT_NAMES:
+        preferred = PREFERRED_PORTS.get(name, 0)
+        if name == "apiserver" and options.api_port is not None:
+            preferred = options.api_port
+        ports[name] = preferred if preferred and take(preferred) else free_ports(1)[0]
     return ports
 
 

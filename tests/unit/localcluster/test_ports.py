@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,8 @@ print(ports.allocate(Options())["apiserver"])
     assert ports.allocate(Options())["apiserver"] == port
     other = subprocess.run([sys.executable, "-c", allocate], capture_output=True, text=True, check=True)
     assert int(other.stdout) != port
+
+
+def test_no_outgoing_connection_takes_a_port_before_its_server_listens() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not [port for port in ports.allocate(Options()).values() if first <= port <= last]
