@@ -31,7 +31,7 @@ from megatron_runtime.process.scheduler_hints import request_scheduler_slices
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.protocol.messages import Frames, KeyReport, Outgoing, frames_of
+from megatron_runtime.protocol.messages import Frames, KeyReport, Outgoing
 from megatron_runtime.transport.security import Gatekeeper
 from megatron_runtime.transport.zmtp.connection import Connection
 from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
@@ -121,10 +121,10 @@ class Transport(Access):
     def is_connected(self, peer: PeerId) -> bool:
         return peer in self._connections
 
-    def send(self, peer: PeerId, *messages: Frames) -> bool:
+    def send(self, peer: PeerId, message: Frames, even_if_full: bool = False) -> bool:
         """False, and nothing is sent, if there is no such connection, or if it is full: on_room follows then."""
         connection = self._connections.get(peer)
-        return connection is not None and connection.send(*messages)
+        return connection is not None and connection.send(message, even_if_full)
 
     def report_room(self, peer: PeerId) -> None:
         """Call on_room when the connection is not full."""
@@ -404,7 +404,11 @@ class Coordinator:
             for peer, message in effects:
                 if message:
                     translator = translators.get(peer) if translators else None
-                    if not (send(peer, frames_of(message)) if translator is None else translator.send(message)):
+                    if translator is not None:
+                        is_accepted = translator.send(message)
+                    else:
+                        is_accepted = send(peer, message if isinstance(message, list) else message.to_frames())
+                    if not is_accepted:
                         is_gone = translator is None and not self.transport.is_connected(peer)
                         rejected.append((peer, message, is_gone))
                 elif message is not None:

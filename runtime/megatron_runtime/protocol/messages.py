@@ -680,9 +680,10 @@ class Plain:
 
 
 RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | CachedBlocks
-Message: TypeAlias = ControlMessage | RequestMessage | Plain
-Outgoing: TypeAlias = Frames | Dispatch | Partial | Final
-"""A message that a coordinator sends: frames, or a message that is encoded unless a translator gets it."""
+NativeMessage: TypeAlias = ControlMessage | RequestMessage
+Message: TypeAlias = NativeMessage | Plain
+Outgoing: TypeAlias = Frames | NativeMessage
+"""A message as frames, or one that is encoded unless a translator gets it."""
 
 
 def frames_of(message: Outgoing) -> Frames:

@@ -38,7 +38,7 @@ class CoreDriver:
         self.is_shut_down = False
         self.plain = PlainPeers(
             self.core,
-            send=lambda peer, *messages: all([self._deliver(peer, frames) for frames in messages]),
+            send=lambda peer, message, even_if_full=False: self._deliver(peer, message),
             is_connected=is_connected,
             now=lambda: self.now,
             shut_down=lambda: setattr(self, "is_shut_down", True),

@@ -32,7 +32,6 @@ from megatron_runtime.protocol.messages import (
     Dispatch,
     Error,
     Final,
-    Frames,
     Heartbeat,
     Hello,
     MalformedMessageError,
@@ -127,19 +126,14 @@ class CoordinatorCore:
         self.context.now = now
         self.membership.start()
 
-    def received(self, now: float, peer: PeerId, frames: Frames) -> None:
-        """A message arrived. No message that a peer can send raises an exception here."""
-        try:
-            message = decode(frames)
-        except MalformedMessageError as error:
-            self.context.now = now
-            self.context.reject(peer, ErrorCode.MALFORMED, str(error))
-        else:
-            self.handle(now, peer, message, frames)
-
-    def handle(self, now: float, peer: PeerId, message: Message, sent: Outgoing) -> None:
-        """A message arrived or was made by a translator. sent: what to forward of it."""
+    def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
+        """A message arrived, or was made by a translator. No message that a peer can send raises an exception here."""
         self.context.now = now
+        try:
+            message = decode(sent) if isinstance(sent, list) else sent
+        except MalformedMessageError as error:
+            self.context.reject(peer, ErrorCode.MALFORMED, str(error))
+            return
         if type(message) is Hello:
             self.membership.hello(peer, message)
         elif (engine := self.engines.at(peer)) is not None:

@@ -15,11 +15,9 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
     Disconnect,
-    Final,
     Frames,
     MalformedMessageError,
-    Message,
-    Partial,
+    NativeMessage,
     header_of,
     pack,
     unpack,
@@ -37,7 +35,7 @@ class PlainPeers:
     A peer of the shared port that begins with CONNECT is a plain client, one that begins with an empty frame a plain
     engine. A CONNECT with a protocol version is the greeting of a client of this project, which continues with HELLO.
 
-    send:         sends messages to a peer, all or none; False if its connection does not accept them.
+    send:         sends a message to a peer, if asked even when its connection is full; False if it is not accepted.
     is_connected: whether the peer has a connection.
     now:          seconds on the core's clock.
     shut_down:    ends the coordinator, as a client requests.
@@ -54,7 +52,7 @@ class PlainPeers:
     ) -> None:
         self.translators: dict[PeerId, ClientTranslator | EngineTranslator] = {}
         core.context.translated = self.translators
-        self.messages: deque[tuple[PeerId, Message]] = deque()
+        self.messages: deque[tuple[PeerId, NativeMessage]] = deque()
         """Messages of translators that the core has not handled yet."""
         self._requests: dict[bytes, OpenRequest] = {}
         self._core = core
@@ -89,7 +87,7 @@ class PlainPeers:
         while self.messages:
             peer, message = self.messages.popleft()
             kind = type(message)
-            self._core.handle(self._now(), peer, message, message if isinstance(message, Final | Partial) else [])
+            self._core.received(self._now(), peer, message)
             if kind is Disconnect and not self._is_connected(peer):
                 self.translators.pop(peer, None)
 
@@ -128,11 +126,12 @@ class PlainPeers:
         routing_id = peer[1]
         randbits = core.context.randbits
 
-        def accept(message: Message) -> None:
+        def accept(message: NativeMessage) -> None:
             self.messages.append((peer, message))
 
         def send(*messages: Frames) -> bool:
-            return self._send(peer, *messages)
+            """Send all or none."""
+            return all(self._send(peer, message, number > 0) for number, message in enumerate(messages))
 
         if is_client:
             return ClientTranslator(

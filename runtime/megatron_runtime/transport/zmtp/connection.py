@@ -258,24 +258,23 @@ class Connection(asyncio.Protocol):
 
     # --- sending --------------------------------------------------------------------------------------------------
 
-    def send(self, *messages: Frames) -> bool:
+    def send(self, message: Frames, even_if_full: bool = False) -> bool:
         """Send at the end of this iteration of the loop.
 
-        False, and none is sent, if the buffer is full. The owner's has_room() is called when it no longer is.
+        False, and not sent, if the buffer is full. The owner's has_room() is called when it no longer is.
         """
-        if self._paused or self._out_bytes > self._send_buffer_bytes:
+        if (self._paused or self._out_bytes > self._send_buffer_bytes) and not even_if_full:
             self._reports_room = True
             return False
-        for message in messages:
-            if self._box is None:
-                encoded = frames.frame(0, message[0]) if len(message) == 1 else frames.message(message)
-            else:
-                last = len(message) - 1
-                encoded = b"".join([self._box.close(MORE if n < last else 0, body) for n, body in enumerate(message)])
-            if not self._out:
-                self._owner.flush_soon(self)
-            self._out.append(encoded)
-            self._out_bytes += len(encoded)
+        if self._box is None:
+            encoded = frames.frame(0, message[0]) if len(message) == 1 else frames.message(message)
+        else:
+            last = len(message) - 1
+            encoded = b"".join([self._box.close(MORE if n < last else 0, body) for n, body in enumerate(message)])
+        if not self._out:
+            self._owner.flush_soon(self)
+        self._out.append(encoded)
+        self._out_bytes += len(encoded)
         return True
 
     def report_room(self) -> None:
