@@ -9,12 +9,16 @@ connection. Ratios differ between two starts by more than the goals, so both sta
 First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron bench
 coordinator` of both runs in turn. Figures are compared within a round.
 
+With --instructions, server and coordinator run under valgrind's callgrind, and the figures are instructions in user
+space in place of CPU time. They repeat within 1 %, whatever else the machine does.
+
 With --tools the requests are chats with tools, which a --model may call.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -31,7 +35,7 @@ from peer_bench.servers import Server
 from peers import commit
 
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.cli.bench.serve import measure
+from megatron_runtime.cli.bench.serve import Answers, measure
 from megatron_runtime.protocol import strict_json as json
 
 THIS, OTHER = "this", "other"
@@ -41,6 +45,8 @@ MIN_RATIO, MAX_COST = 0.97, 1.03
 """Goals for this checkout: requests per second, and CPU time for each request, as shares of the other one's."""
 COMPONENTS = ("server", "coordinator")
 """The commands of `megatron` that the measured processes run."""
+CALLGRIND_SERVE = Path(__file__).parent / "peer_workers/callgrind_serve.py"
+IDLE_SECONDS = 10
 KEY = "key-of-the-benchmark"
 KEYS = f"keys:\n- name: bench\n  key: {KEY}\n  requestsPerMinute: 1000000000\n  tokensPerMinute: 1000000000\n"
 REPOSITORY = Path(__file__).parents[1]
@@ -48,10 +54,20 @@ Row: TypeAlias = dict[str, Any]
 """Load, and of each figure: `this`, `other`, `ratio` and `ratio_by_round`."""
 
 
-def start(name: str, checkout: Path, keys: Path | None, model: str | None) -> Server:
-    """Start `megatron serve` of a checkout. keys: its file of API keys. model: None: echo engines answer."""
+def start(name: str, checkout: Path, keys: Path | None, model: str | None, counts: Path | None) -> Server:
+    """Start `megatron serve` of a checkout.
+
+    keys:   its file of API keys.
+    model:  None: echo engines answer.
+    counts: a folder of callgrind's files; None: no instructions are counted.
+    """
     serve, environment = checkout / "tests/support/echo_serve.py", checkout / ".venv/bin"
-    if model is not None:
+    if counts is not None:
+        engine = checkout / "tests/support/echo_engine.py"
+        counted = [str(CALLGRIND_SERVE), str(counts), str(engine) if serve.exists() else ""]
+        backend = ["--backend", "echo"] if not serve.exists() else []
+        command = [str(environment / "python"), *counted, "serve", *backend, "--port", "{port}"]
+    elif model is not None:
         command = [str(environment / "megatron"), "serve", "--model", model, "--device", "cpu", "--port", "{port}"]
     elif serve.exists():
         command = [str(environment / "python"), str(serve), "serve", "--device", "cpu", "--port", "{port}"]
@@ -59,7 +75,8 @@ def start(name: str, checkout: Path, keys: Path | None, model: str | None) -> Se
         command = [str(environment / "megatron"), "serve", "--backend", "echo", "--port", "{port}"]
     if keys is not None:
         command += ["--api-keys-file", str(keys)]
-    server = Server(Engine(name, "echo", command), "/readyz", api_key=None if keys is None else KEY)
+    paths = {"PYTHONPATH": str(checkout / "tests/support")} if counts is not None else {}
+    server = Server(Engine(name, "echo", command), "/readyz", paths, api_key=None if keys is None else KEY)
     server.start(os.sched_getaffinity(0))
     return server
 
@@ -78,12 +95,50 @@ def cpu_seconds(process: psutil.Process) -> float:
     return time.clock_gettime(~process.pid << 3 | 2)  # as clock_getcpuclockid() makes it
 
 
+def instructions(process: psutil.Process, folder: Path) -> int:
+    """Return the instructions of a process under callgrind since the last call."""
+    subprocess.run(["callgrind_control", "--dump=count", str(process.pid)], check=True, capture_output=True)
+    (file,) = folder.glob(f"out.{process.pid}.*")
+    found = re.search(r"^totals: (\d+)", file.read_text(), re.MULTILINE)
+    file.unlink()
+    if found is None:
+        raise click.ClickException(f"{file}: no line `totals:`, which callgrind writes")
+    return int(found[1])
+
+
+def idle_rates(server: Server, folder: Path) -> dict[str, float]:
+    """Return the instructions of each component in a second without requests: callgrind slows requests, not timers."""
+    processes = {name: component(server, name) for name in COMPONENTS}
+    for process in processes.values():
+        instructions(process, folder)
+    time.sleep(IDLE_SECONDS)
+    return {name: instructions(process, folder) / IDLE_SECONDS for name, process in processes.items()}
+
+
+def counted_run(
+    server: Server, folder: Path, idle: dict[str, float], clients: int, tokens: int, *, requests: int, seed: int
+) -> dict[str, float]:
+    """Return the instructions of each component for each request, without those of its timers."""
+    processes = {name: component(server, name) for name in COMPONENTS}
+    for process in processes.values():
+        instructions(process, folder)
+    begun = time.perf_counter()
+    answers = load(server, clients, tokens, requests=requests, seed=seed, tools=0)
+    used = {name: instructions(process, folder) for name, process in processes.items()}
+    seconds, answered = time.perf_counter() - begun, len(answers.first) + 1
+    return {f"{name}_instructions": (count - idle[name] * seconds) / answered for name, count in used.items()}
+
+
+def load(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> Answers:
+    options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
+    return measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools, **options)
+
+
 def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> dict[str, float]:
     """Return requests per second of the load, and CPU microseconds of each component for each request."""
     processes = {name: component(server, name) for name in COMPONENTS}
     before = {name: cpu_seconds(process) for name, process in processes.items()}
-    options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
-    answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools, **options)
+    answers = load(server, clients, tokens, requests=requests, seed=seed, tools=tools)
     used = {name: cpu_seconds(process) - before[name] for name, process in processes.items()}
     answered = len(answers.first)
     costs = {f"{name}_cpu_us": 1e6 * seconds / (answered + 1) for name, seconds in used.items()}
@@ -92,6 +147,29 @@ def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, 
 
 def run_named(servers: dict[str, Server], name: str, seed: int, **options: int) -> dict[str, float]:
     return run(servers[name], seed=seed, **options)
+
+
+def counted_rows(checkouts: dict[str, Path], keys: Path | None, *, rounds: int, requests: int) -> Iterator[Row]:
+    """Yield the instructions of the servers under each load."""
+    servers: dict[str, Server] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+
+        def measured(clients: int, tokens: int, count: int, name: str, seed: int) -> dict[str, float]:
+            return counted_run(servers[name], folder, idle[name], clients, tokens, requests=count, seed=seed)
+
+        try:
+            for name, checkout in checkouts.items():
+                servers[name] = start(name, checkout, keys, None, folder)
+                load(servers[name], 8, 8, requests=requests, seed=-1, tools=0)  # warm-up
+            idle = {name: idle_rates(server, folder) for name, server in servers.items()}
+            for clients, tokens in LOADS:
+                figures = Rounds()
+                figures.measure(rounds, partial(measured, clients, tokens, requests if tokens < 8 else requests // 4))
+                yield {"clients": clients, "tokens": tokens, "has_key": keys is not None, **figures.row()}
+        finally:
+            for server in servers.values():
+                server.close()
 
 
 def serve_rows(
@@ -110,7 +188,7 @@ def serve_rows(
         servers: dict[str, Server] = {}
         try:
             for name in sorted(checkouts, reverse=start_number % 2 == 1):
-                servers[name] = start(name, checkouts[name], keys, model)
+                servers[name] = start(name, checkouts[name], keys, model, None)
                 run(servers[name], 8, 8, requests=min(100, requests), seed=-1, tools=tools)  # warm-up
             for (clients, tokens), figures in found.items():
                 count = requests if tokens < 8 else requests // 4
@@ -169,7 +247,8 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
     parts = []
     for figure in figures:
         found, ratio = row[figure], row[figure]["ratio"]
-        is_met = ratio is None or (ratio <= MAX_COST if "cpu_us" in figure else ratio >= MIN_RATIO)
+        is_cost = "cpu_us" in figure or "instructions" in figure
+        is_met = ratio is None or (ratio <= MAX_COST if is_cost else ratio >= MIN_RATIO)
         missed = "" if is_met else " (goal missed)"
         parts.append(f"{figure} {found[THIS]:g} and {found[OTHER]:g}, ratio {found['ratio']}{missed}")
     click.echo(f"{what}: {'; '.join(parts)}")
@@ -182,6 +261,7 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
 @click.option("--requests", type=click.IntRange(min=4), default=300, show_default=True, help="Of a run of 2 tokens.")
 @click.option("--tools", type=click.IntRange(0, 128), default=0, show_default=True, help="As of megatron bench serve.")
 @click.option("--model", help="A model in place of the echo engines, which never call a tool.")
+@click.option("--instructions", "counts", is_flag=True, help="Count them in place of CPU time, with callgrind.")
 @click.option("--coordinator-requests", type=click.IntRange(min=100), default=20_000, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
 def main(
@@ -192,6 +272,7 @@ def main(
     requests: int,
     tools: int,
     model: str | None,
+    counts: bool,
     coordinator_requests: int,
     json_file: Path | None,
 ) -> None:
@@ -203,16 +284,23 @@ def main(
         keys = Path(folder, "keys.yaml")
         keys.write_text(KEYS)
         for file in (None, keys):
-            options: dict[str, Any] = {"rounds": rounds, "requests": requests, "tools": tools, "model": model}
-            for row in serve_rows(checkouts, file, starts=starts, **options):
+            options: dict[str, Any] = {"rounds": rounds, "requests": requests}
+            if counts:
+                found = counted_rows(checkouts, file, **options)
+            else:
+                found = serve_rows(checkouts, file, starts=starts, tools=tools, model=model, **options)
+            for row in found:
                 key = ", a key with limits" if row["has_key"] else ""
                 what = f"{row['clients']} clients, {row['tokens']:2} tokens{key}"
-                say(what, row, ("requests_per_s", *(f"{name}_cpu_us" for name in COMPONENTS)))
+                say(what, row, [figure for figure in row if isinstance(row[figure], dict)])
                 rows.append(row)
-    figures = Rounds()
-    figures.measure(starts * rounds, lambda name, _: bench_coordinator(checkouts[name], coordinator_requests))
-    coordinators = figures.row()
-    say("megatron bench coordinator", coordinators, ("cpu_us_per_request", "cpu_us_per_partial", "requests_per_second"))
+    coordinators = None
+    if not counts:
+        figures = Rounds()
+        figures.measure(starts * rounds, lambda name, _: bench_coordinator(checkouts[name], coordinator_requests))
+        coordinators = figures.row()
+        costs = ("cpu_us_per_request", "cpu_us_per_partial", "requests_per_second")
+        say("megatron bench coordinator", coordinators, costs)
     if json_file is not None:
         goals = {"least_ratio_of_requests_per_s": MIN_RATIO, "most_ratio_of_cpu": MAX_COST}
         document = {

@@ -1,0 +1,35 @@
+"""`megatron serve` of any checkout, with coordinator and server under valgrind's callgrind.
+
+    python bench/peer_workers/callgrind_serve.py FOLDER ECHO_ENGINE serve --port 8000
+
+Runs with the Python of the checkout. FOLDER gets callgrind's files; ECHO_ENGINE is a program that takes the options of
+`megatron engine`, or empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_runtime.cli import main, processes, readiness
+from megatron_runtime.process.children import module_command
+
+FOLDER, ECHO_ENGINE = sys.argv[1:3]
+COUNTED = ("coordinator", "server")
+
+
+def command(module: str, name: str, *arguments: str) -> list[str]:
+    """Return the command of a child process of `megatron`."""
+    if name == "engine" and ECHO_ENGINE:
+        return [sys.executable, ECHO_ENGINE, *arguments]
+    program = module_command(module, name, *arguments)
+    if name not in COUNTED:
+        return program
+    return ["valgrind", "--quiet", "--tool=callgrind", f"--callgrind-out-file={Path(FOLDER, 'out.%p')}", *program]
+
+
+if __name__ == "__main__":
+    sys.argv[1:3] = []
+    processes.module_command = command  # type: ignore[assignment]
+    readiness._CONNECT_SECONDS = 600.0  # a coordinator needs minutes to start under callgrind
+    main(prog_name="megatron")
