@@ -116,9 +116,8 @@ class GreetingSocket:
                     monitor = self._zmq_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
                     self._monitor = EventSocket(monitor, lambda _: self._lose())
                 self._translator.send(self._hello)
-            case Plain(items=[Header.CONNECT_ACK, *_]) | Error(code=ErrorCode.UNKNOWN_PEER):
-                # An earlier release answers with the error, which may come again for another reason.
-                self._acknowledgement = [] if isinstance(message, Error) else frames
+            case Plain(items=[Header.CONNECT_ACK, *_]):
+                self._acknowledgement = frames
                 self._socket.send(self._hello)
             case _:
                 self._receive(frames)

@@ -248,7 +248,7 @@ async def test_a_reservation_is_cut_to_the_limit_and_what_is_not_generated_retur
     await running.backend.until(open_requests=0)
     assert await left() == 100 - 10 - 2 * 2
     running.backend.gate.set()
-    running.service.rate_limits._own = Quotas()
+    running.backend.quotas = Quotas()
     large = await complete(max_tokens=30, n=4, stop=["llama"])
     assert large.status_code == 200, "10 and four times 30 have a minute alone"
     assert await left() == 100 - 10 - large.json()["usage"]["completion_tokens"] > 0

@@ -250,9 +250,7 @@ class Membership:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._context.now
         client.model, client.formats = hello.model, hello.formats
-        self._verbs.acknowledge_hello(
-            peer, state=self._verbs.state, route=client.route, quotas=True, tasks=self._engines.tasks
-        )
+        self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route, tasks=self._engines.tasks)
         if client.blocked:
             self._replies.catch_up(client)
 
