@@ -261,15 +261,6 @@ tensor_parallel = environment_option(
 )
 
 
-def cached_references(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete a model of the local cache."""
-    from megatron_runtime.checkpoints.remote.cache import cached_models
-
-    found = [model.reference for model in cached_models()]
-    short = [name.removeprefix("hf:") for name in found]
-    return [name for name in (*found, *short) if name.startswith(incomplete)]
-
-
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 engine_options = together(
     model,

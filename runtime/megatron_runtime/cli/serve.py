@@ -20,7 +20,6 @@ from megatron_runtime.cli.options import (
     PORT,
     ROUTING_POLICIES,
     SECONDS,
-    cached_references,
     check_parsers,
     config_option,
     engine_options,
@@ -40,7 +39,7 @@ _GRACE_SECONDS = 10.0
 
 
 @click.command()
-@click.argument("reference", required=False, metavar="[MODEL]", shell_complete=cached_references)
+@click.argument("reference", required=False, metavar="[MODEL]")
 @engine_options
 @click.option(
     "--adapter",
