@@ -7,7 +7,7 @@ import torch
 
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.models.decoder import DecoderModel
-from megatron_runtime.models.layers.paged_attention import AttentionBatch, Chunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, SequenceRows
 from megatron_runtime.models.weights import load_weights
 
 PAGE = 16
@@ -42,7 +42,7 @@ class Model:
         return self.ours.logits(hidden[ends - 1])
 
     def prefill(self, tokens: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        chunk = Chunk(slice(0, len(tokens)), None, None)
+        chunk = SequenceRows(slice(0, len(tokens)), None, None)
         return self.run([tokens], [0], AttentionBatch(rows(pages, 0, len(tokens)), [chunk]))[0]
 
 
@@ -125,10 +125,10 @@ def test_a_mixed_batch_over_scattered_pages_gives_each_sequence_its_own_logits(
             [rows(pages_of[9], 8, 9), rows(pages_of[50], 49, 50), rows(pages_of[40], 25, 40), rows(pages_of[21], 0, 21)]
         ),
         chunks=[
-            Chunk(slice(0, 1), pages_of[9], torch.zeros(1, 9)),
-            Chunk(slice(1, 2), pages_of[50], torch.zeros(1, 50)),
-            Chunk(slice(2, 17), pages_of[40], hidden_from(torch.arange(26, 41), 40)),
-            Chunk(slice(17, 38), None, None),
+            SequenceRows(slice(0, 1), pages_of[9], torch.zeros(1, 9)),
+            SequenceRows(slice(1, 2), pages_of[50], torch.zeros(1, 50)),
+            SequenceRows(slice(2, 17), pages_of[40], hidden_from(torch.arange(26, 41), 40)),
+            SequenceRows(slice(17, 38), None, None),
         ],
     )
     logits = model.run([short, long, chunked, fresh], [8, 49, 25, 0], batch)
@@ -144,7 +144,7 @@ def test_bfloat16_weights_stay_near_float32(tiny: Model, tmp_path: Path) -> None
     hidden = model.run_layers(
         model.embed(tokens),
         torch.arange(30),
-        attention=AttentionBatch(torch.arange(30), [Chunk(slice(0, 30), None, None)]),
+        attention=AttentionBatch(torch.arange(30), [SequenceRows(slice(0, 30), None, None)]),
         cache_LPXE=tiny.cache.bfloat16(),
     )
     logits = model.logits(hidden[29:])[0]

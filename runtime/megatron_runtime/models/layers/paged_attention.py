@@ -133,7 +133,7 @@ def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SequenceRows:
     """The new tokens of one sequence: rows `rows` of the step.
 
     pages:   int64; of its cached tokens and the new ones. None: no token was cached before.
@@ -155,7 +155,7 @@ class AttentionBatch:
     """
 
     cache_rows_T: torch.Tensor
-    chunks: Sequence[Chunk]
+    chunks: Sequence[SequenceRows]
     local: AttentionBatch | None = None
 
 
@@ -174,7 +174,9 @@ class PagedAttention:
         cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE.to(cache_PXE.dtype))
         return torch.cat([self._attend(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.chunks])
 
-    def _attend(self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    def _attend(
+        self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: SequenceRows
+    ) -> torch.Tensor:
         kv_SE = kv_TE[chunk.rows]
         if chunk.pages is not None and chunk.mask_TS is not None:
             # Without the end of the last page, which may have what another request left there.

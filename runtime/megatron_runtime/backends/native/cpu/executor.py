@@ -30,7 +30,7 @@ from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.models.cpp_decoder import CppDecoder, build_decoder
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
 from megatron_runtime.models.layers.cpu import numbers_of
-from megatron_runtime.models.layers.paged_attention import AttentionBatch, Chunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, SequenceRows
 
 ForwardPass = Callable[[StepPlan, torch.Tensor], ForwardStep]
 
@@ -217,7 +217,7 @@ def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, windo
         masks = _Masks(page_size, dtype, window)
         starts = [0, *ends[:-1]]
         rows = zip(map(slice, starts, ends), lengths, plan.block_tables, strict=True)
-        return AttentionBatch(cache_rows_T, [masks.chunk(*row) for row in rows], local)
+        return AttentionBatch(cache_rows_T, [masks.sequence_rows(*row) for row in rows], local)
 
     return batch(None, batch(window) if window is not None and max(lengths) > window else None)
 
@@ -230,14 +230,14 @@ class _Masks:
     dtype: torch.dtype
     window: int | None
 
-    def chunk(self, rows: slice, length: int, block_table: npt.NDArray[np.int32]) -> Chunk:
+    def sequence_rows(self, rows: slice, length: int, block_table: npt.NDArray[np.int32]) -> SequenceRows:
         queries_T = np.arange(length - (rows.stop - rows.start), length)
         if queries_T[0] == 0:
             is_causal = self.window is None or length <= self.window
-            return Chunk(rows, None, None if is_causal else self._mask(queries_T, queries_T))
+            return SequenceRows(rows, None, None if is_causal else self._mask(queries_T, queries_T))
         first = 0 if self.window is None else max(0, int(queries_T[0]) - self.window + 1) // self.page_size
         table = torch.from_numpy(block_table[first : -(-length // self.page_size)].astype(np.int64))
-        return Chunk(rows, table, self._mask(queries_T, np.arange(first * self.page_size, length)))
+        return SequenceRows(rows, table, self._mask(queries_T, np.arange(first * self.page_size, length)))
 
     def _mask(self, queries_T: Int64, tokens_S: Int64) -> torch.Tensor:
         queries_T1 = queries_T[:, None]
