@@ -116,8 +116,9 @@ class GreetingSocket:
                     monitor = self._zmq_socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
                     self._monitor = EventSocket(monitor, lambda _: self._lose())
                 self._translator.send(self._hello)
-            case Plain(items=[Header.CONNECT_ACK, *_]):
-                self._acknowledgement = frames
+            case Plain(items=[Header.CONNECT_ACK, *_]) | Error(code=ErrorCode.UNKNOWN_PEER):
+                # The port of engines answers with the error, and rejects HELLO with the reason.
+                self._acknowledgement = [] if isinstance(message, Error) else frames
                 self._socket.send(self._hello)
             case _:
                 self._receive(frames)
