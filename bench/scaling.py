@@ -96,7 +96,7 @@ class Bench:
             begun = time.perf_counter()
             model, cache_LPXE = self.executor.model, self.executor.cache_LPXE
             assert model is not None
-            forward(model, plan, cache_LPXE, dtype=self.executor.dtype).sampled_logits()
+            forward(model, plan, cache_LPXE).sampled_logits()
             taken.append(time.perf_counter() - begun)
         return statistics.median(taken[1:]) * 1000
 

@@ -111,15 +111,3 @@ async def test_an_unsupported_verb_fails_and_names_the_remedy(pool: Pool) -> Non
     assert failed.value.code == ErrorCode.UNSUPPORTED
     reply = await pool.client.add_request([3], SamplingParams(num_tokens_to_generate=4))
     assert reply["generated_tokens"] == toy_answer([3], 4)
-
-
-async def test_a_killed_engine_loses_and_duplicates_no_token(pool: Pool) -> None:
-    load = Load([pool.client])
-    for number in range(40):
-        load.add([number, 1], 80)
-    await load.until(400)
-    await pool.fleet.engines.pop(ENGINES[0]).kill()
-    await load.check(answer=toy_answer)
-    await until_status(
-        pool.admin, lambda status: len(status.engines) == 1, what="the coordinator has removed the killed engine"
-    )

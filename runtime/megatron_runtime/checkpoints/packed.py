@@ -132,9 +132,8 @@ def _map(file: ModelFile) -> torch.Tensor:
         # Copy on write only because torch accepts no read-only buffer.
         view = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     # Where kernel and file system have pages of 2 MiB, those of a file that is not in memory yet are read as such.
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            view.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):
+        view.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(view, dtype=torch.uint8)
 
 

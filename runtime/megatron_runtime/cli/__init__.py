@@ -18,8 +18,6 @@ from megatron_runtime.process.environment import prepare_process
         "chat": ("terminal", "Talk to a model in the terminal."),
         "generate": ("terminal", "Complete one prompt."),
         "status": ("servers", "Show the servers on this machine."),
-        "list": ("models", "List the models in the local cache."),
-        "rm": ("models", "Remove a model from the local cache."),
         "convert": ("models", "Write a model in another checkpoint format."),
         "fetch": ("models", "Download a model from the Hugging Face hub, or check one."),
         "bench": ("bench", "Measure the coordinator, an engine or a server."),

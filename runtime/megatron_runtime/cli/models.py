@@ -1,9 +1,8 @@
-"""`megatron convert`, `fetch`, `list` and `rm`: models on the disk."""
+"""`megatron convert` and `fetch`: models on the disk."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megatron_runtime.cli.options import (
-    DIRECTORY,
-    FILE,
-    NEW_DIRECTORY,
-    PORT,
-    cached_references,
-    json_output,
-    model_reference,
-    say_table,
-)
-from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.cli.options import DIRECTORY, FILE, NEW_DIRECTORY, PORT
 
 if TYPE_CHECKING:
     from megatron_runtime.checkpoints.remote.files import Progress
@@ -123,66 +112,6 @@ def fetch(
         click.echo(f"Error: {error}", err=True)
         raise SystemExit(os.EX_TEMPFAIL) from error
     click.echo(f"{directory} holds {len(manifest.files)} files of {manifest.repository}@{manifest.commit}")
-
-
-@click.command()
-@json_output
-def list_(*, output: str | None) -> None:
-    """List the models in the local cache: those that were fetched from a hub or an object store."""
-    from megatron_runtime.checkpoints.remote.cache import cached_models
-
-    found = cached_models()
-    if output == "json":
-        fields = ("reference", "format", "size", "used")
-        models = [{**{name: getattr(model, name) for name in fields}, "path": str(model.path)} for model in found]
-        click.echo(json.dumps(models, indent=2))
-        return
-    if not found:
-        click.echo("no model is cached: 'megatron serve ORG/NAME' fetches one of the Hugging Face hub", err=True)
-        return
-    rows = [
-        [
-            model.reference,
-            _readable_size(model.size),
-            model.format or "unknown",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(model.used)),
-        ]
-        for model in found
-    ]
-    say_table(["MODEL", "SIZE", "FORMAT", "LAST USED"], rows)
-
-
-@click.command()
-@click.argument("model", shell_complete=cached_references)
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-def rm(*, model: str, yes: bool) -> None:
-    """Remove all revisions of MODEL from the local cache. A model that a server of this user serves is not removed."""
-    from megatron_runtime.checkpoints.remote.cache import cached_models, remove
-    from megatron_runtime.cli.servers import running_servers
-
-    reference = model_reference(model)
-    found = [cached for cached in cached_models() if cached.reference == reference]
-    if not found:
-        remedy = "leave @REVISION out, all revisions are removed" if "@" in reference else "see 'megatron list'"
-        raise click.ClickException(f"{reference} is not in the local cache: {remedy}")
-    for server in running_servers():
-        if server.model.partition("@")[0] == reference:
-            raise click.ClickException(
-                f"{reference} is in use by the server at {server.url} (process {server.pid}): stop that one first"
-            )
-    for cached in found:
-        if not yes:
-            click.confirm(f"Remove {reference} ({_readable_size(cached.size)}) in {cached.path}?", abort=True)
-        remove(cached)
-        click.echo(f"{reference} is removed, {_readable_size(cached.size)} are free")
-
-
-def _readable_size(size: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{size:.3g} {units[0]}"
 
 
 @contextmanager

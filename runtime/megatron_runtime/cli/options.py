@@ -261,15 +261,6 @@ tensor_parallel = environment_option(
 )
 
 
-def cached_references(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete a model of the local cache."""
-    from megatron_runtime.checkpoints.remote.cache import cached_models
-
-    found = [model.reference for model in cached_models()]
-    short = [name.removeprefix("hf:") for name in found]
-    return [name for name in (*found, *short) if name.startswith(incomplete)]
-
-
 sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 engine_options = together(
     model,
@@ -462,11 +453,22 @@ def _option_value(option: click.Option, value: Any) -> Any:
 
 
 def _arguments(option: click.Option, value: Any) -> list[str]:
-    """Return the command line arguments of a value that _option_value() has returned."""
+    """Return the command line arguments of a value."""
     if option.is_flag:
         return [option.opts[0]] if value else option.secondary_opts[:1]
     name = max(option.opts, key=len)
-    return [argument for each in (value if option.multiple else [value]) for argument in (name, each)]
+    values = value if option.multiple else [json.dumps(value) if isinstance(value, dict) else value]
+    return [argument for each in values for argument in (name, str(each))]
+
+
+def arguments_of(command: click.Command, values: Mapping[str, Any]) -> list[str]:
+    """Return the command line arguments of the options that `values` has by their parameters. None: the default."""
+    return [
+        argument
+        for option in command.params
+        if isinstance(option, click.Option) and values.get(str(option.name)) is not None
+        for argument in _arguments(option, values[str(option.name)])
+    ]
 
 
 def log_options(command: _F) -> _F:

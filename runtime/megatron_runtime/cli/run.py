@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import PASSED_ON, cached_references, config_option
+from megatron_runtime.cli.options import PASSED_ON, config_option
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.cli.serve import serve
 from megatron_runtime.cli.terminal import chat, chat_options
@@ -20,7 +20,7 @@ _READY = re.compile(r"ready in \S+ s: .* at (\S+)/v1 ")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-@click.argument("reference", metavar="MODEL", shell_complete=cached_references)
+@click.argument("reference", metavar="MODEL")
 @chat_options
 @config_option(passes_on=serve)
 @click.pass_context

@@ -14,13 +14,14 @@ from typing import Any
 
 import click
 
+from megatron_runtime.cli import containers
 from megatron_runtime.cli.devices import VISIBLE, assign_gpus, count_gpus, device_option, show_only
 from megatron_runtime.cli.options import (
     ADAPTER,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
-    cached_references,
+    arguments_of,
     check_parsers,
     config_option,
     engine_options,
@@ -31,7 +32,6 @@ from megatron_runtime.cli.options import (
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
 from megatron_runtime.cli.servers import Server, listed
 from megatron_runtime.process.listening import private_folder
-from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen, url_of
 
@@ -40,7 +40,7 @@ _GRACE_SECONDS = 10.0
 
 
 @click.command()
-@click.argument("reference", required=False, metavar="[MODEL]", shell_complete=cached_references)
+@click.argument("reference", required=False, metavar="[MODEL]")
 @engine_options
 @click.option(
     "--adapter",
@@ -167,63 +167,31 @@ def _address(sockets: Path, role: str) -> str:
 
 
 def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socket) -> list[Child]:
-    def arguments(*names: str, **others: Any) -> list[str]:
-        """Return command line options: `names` with their values of `serve`, and `others`."""
-        found: list[str] = []
-        values = {**{name: getattr(options, name) for name in names}, **others}
-        for name, value in {"log_level": "info" if options.verbose else "warning", **values}.items():
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                found.append(f"--{flag}" if value else f"--no-{flag}")
-            elif value is not None:
-                found += [f"--{flag}", str(value)]
-        return found
+    values = {**vars(options), "log_level": "info" if options.verbose else "warning", "health_port": "off"}
 
-    coordinator = arguments(
-        "routing_policy",
-        socket_dir=sockets,
-        health_port="off",
-    )
-    engine = arguments(
-        *("model", "backend", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
-        *("moe_enable_routing_replay", "prefix_caching", "threads", "vllm_allow_code"),
-        "drain_seconds",
-        *("tensor_parallel", "device"),
-        vllm_arguments=json.dumps(options.vllm_arguments),
-        coordinator=_address(sockets, "engine"),
-        health_port="off",
-    )
-    server = arguments(
-        *("model", "backend", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache", "any_model_name"),
-        *("allow_priority", "reserve_tokens", "tool_call_parser", "reasoning_parser", "generation_config"),
-        "drain_seconds",
-        coordinator=_address(sockets, "client"),
-        listen_fd=listener.fileno(),
-        linger_seconds=0,
-        health_port="off",
-    )
-    repeated = [
-        argument
-        for flag, values in (
-            ("--model-name", options.model_names),
-            ("--allowed-host", options.allowed_hosts),
-            ("--allowed-origin", options.allowed_origins),
-            ("--allowed-media-host", options.allowed_media_hosts),
-        )
-        for value in values
-        for argument in (flag, value)
-    ]
+    def arguments(command: click.Command, **own: Any) -> list[str]:
+        """Return a child's command line: the options of `serve` that `command` has too, and its own."""
+        return [str(command.name), *arguments_of(command, {**values, **own})]
+
     engines = []
     for index, gpus in enumerate(options.gpus):
         variables = {name: value for name, value in os.environ.items() if name == VISIBLE}
         if gpus is not None:
             show_only(gpus, variables)
         name = f"engine-{index}"
-        engines.append(Child(name, ["engine", *engine, "--name", name], variables=variables))
+        command = arguments(containers.engine, name=name, coordinator=_address(sockets, "engine"))
+        engines.append(Child(name, command, variables=variables))
+    server = arguments(
+        containers.server,
+        coordinator=_address(sockets, "client"),
+        port=None,
+        listen_fd=listener.fileno(),
+        linger_seconds=0,
+    )
     return [
-        Child("coordinator", ["coordinator", *coordinator]),
+        Child("coordinator", arguments(containers.coordinator, socket_dir=sockets)),
         *engines,
-        Child("server", ["server", *server, *repeated], pass_fds=(listener.fileno(),)),
+        Child("server", server, pass_fds=(listener.fileno(),)),
     ]
 
 

@@ -145,9 +145,8 @@ class CoordinatorClient:
         """The formats of answers that this client reads, if it is an OpenAI server. Set before it starts."""
         self.adapters = AdapterList()
         """The adapters that requests may name, as far as this client knows."""
-        self.tasks: tuple[str, ...] | None = ()
-        """What the engines do: "generate", or the tasks of pooling models. Empty: no engine has served yet. None: the
-        coordinator is of a release without pooling models."""
+        self.tasks: tuple[str, ...] = ()
+        """What the engines do: "generate", or the tasks of pooling models. Empty: no engine has served yet."""
         self._calls = ControlCalls(self._link.send, address=self._link.address)
         self._quotas = QuotaCalls(self._link.send, is_connected=lambda: self._link.registered)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,11 +158,6 @@ class CoordinatorClient:
     def connected(self) -> bool:
         """Whether the client is registered and got a message within the last seconds."""
         return self._link.registered
-
-    @property
-    def counts_quotas(self) -> bool:
-        """Whether the coordinator counts requests and tokens of tenants, as far as this client knows."""
-        return self._quotas.supported is True
 
     # --- start and stop -----------------------------------------------------------------------------------------
 
@@ -357,22 +351,15 @@ class CoordinatorClient:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
-        if ack.adapters is None:
-            self.adapters = AdapterList()
-            for request in list(self._open.values()):
-                if request.meta.adapter:
-                    message = "the coordinator is of a release without adapters, after it was restarted: upgrade it"
-                    self._reject(request, rejection(ErrorCode.ADAPTER_NOT_FOUND, message))
-        elif ack.adapters.generation:  # a restarted coordinator learns the list after it has answered
+        if ack.adapters is not None and ack.adapters.generation:  # a restarted coordinator learns the list later
             self.adapters = ack.adapters
-        if ack.tasks is None or ack.tasks or self.tasks is None:  # while no engine serves, the last tasks hold
-            self.tasks = ack.tasks
+        self.tasks = ack.tasks or self.tasks  # while no engine serves, the last tasks hold
         if forgotten or not self._ever_registered:
             self._sent_media.clear()
             for request in list(self._open.values()):
                 self._send(request)
             self._calls.resend()
-        self._quotas.registered(supported=bool(ack.quotas), is_forgotten=forgotten or not self._ever_registered)
+        self._quotas.registered(is_forgotten=forgotten or not self._ever_registered)
         self._ever_registered = True
 
     def _on_message(self, message: Message) -> None:
@@ -422,11 +409,10 @@ class CoordinatorClient:
 
     # --- limits of tenants --------------------------------------------------------------------------------------
 
-    def reserve(self, reserve: Reserve) -> asyncio.Future[Quota | None]:
+    def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
         """Count requests and tokens of a tenant at the coordinator, now or after the next registration.
 
-        The future gives the answer; None if the coordinator is of a release that does not count. Cancelling it returns
-        the tokens.
+        Cancelling the future of the answer returns the tokens.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 

@@ -12,27 +12,19 @@ class QuotaCalls:
     """Calls in progress on one connection. After a new registration each is sent again; it counts once by its uid.
 
     is_connected: returns whether messages reach the coordinator.
-    supported:    whether the coordinator counts; None until the first registration.
     """
 
     def __init__(self, send: Callable[[Frames], object], *, is_connected: Callable[[], bool]) -> None:
-        self.supported: bool | None = None
         self._send = send
         self._is_connected = is_connected
-        self._open: dict[bytes, tuple[Reserve, asyncio.Future[Quota | None]]] = {}
+        self._open: dict[bytes, tuple[Reserve, asyncio.Future[Quota]]] = {}
 
-    def reserve(self, reserve: Reserve) -> asyncio.Future[Quota | None]:
-        """Send now. The future gives the answer, or None if the coordinator does not count.
-
-        Cancelling the future returns the tokens when the answer arrives.
-        """
-        future: asyncio.Future[Quota | None] = asyncio.get_running_loop().create_future()
-        if self.supported is False:
-            future.set_result(None)
-        else:
-            self._open[reserve.uid] = reserve, future
-            future.add_done_callback(lambda _: self._forget_unsent(reserve.uid))
-            self._send(reserve.to_frames())
+    def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
+        """Send now. Cancelling the future of the answer returns the tokens when it arrives."""
+        future: asyncio.Future[Quota] = asyncio.get_running_loop().create_future()
+        self._open[reserve.uid] = reserve, future
+        future.add_done_callback(lambda _: self._forget_unsent(reserve.uid))
+        self._send(reserve.to_frames())
         return future
 
     def _forget_unsent(self, uid: bytes) -> None:
@@ -41,19 +33,14 @@ class QuotaCalls:
             self._open.pop(uid, None)
 
     def charge(self, charge: Charge) -> None:
-        """Send now. Without a connection, or if the coordinator does not count, the message is lost."""
-        if self.supported:
-            self._send(charge.to_frames())
+        """Send now. Without a connection the message is lost."""
+        self._send(charge.to_frames())
 
-    def registered(self, *, supported: bool, is_forgotten: bool) -> None:
+    def registered(self, *, is_forgotten: bool) -> None:
         """is_forgotten: the coordinator may have lost messages."""
-        self.supported = supported
         for uid, (reserve, future) in list(self._open.items()):
             if future.done():
                 del self._open[uid]  # nothing waits for it, and the tokens return with the end of the minute
-            elif not supported:
-                del self._open[uid]
-                future.set_result(None)
             elif is_forgotten:
                 self._send(reserve.to_frames())
 

@@ -88,7 +88,7 @@ def _end_with(parent: int) -> None:
         loop.remove_reader(descriptor)
         os.kill(os.getpid(), END_SIGNAL)
 
-    descriptor = os.pidfd_open(parent) if hasattr(os, "pidfd_open") else sys.stdin.fileno()
+    descriptor = os.pidfd_open(parent)
     if os.getppid() != parent:
         sys.exit(1)
     loop.add_reader(descriptor, leave)

@@ -48,7 +48,7 @@ def build_executor(
     *,
     dtype: str = "auto",
     threads: int | None = None,
-    make_forward: Callable[[DecoderModel, torch.dtype], ForwardPass] | None = None,
+    make_forward: Callable[[DecoderModel], ForwardPass] | None = None,
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
     """Return this rank's executor, whose weights are not loaded yet, the configuration of all ranks of its engine, and
     the follower on other ranks than the first.

@@ -117,7 +117,7 @@ class GreetingSocket:
                     self._monitor = EventSocket(monitor, lambda _: self._lose())
                 self._translator.send(self._hello)
             case Plain(items=[Header.CONNECT_ACK, *_]) | Error(code=ErrorCode.UNKNOWN_PEER):
-                # An earlier release answers with the error, which may come again for another reason.
+                # The port of engines answers with the error, and rejects HELLO with the reason.
                 self._acknowledgement = [] if isinstance(message, Error) else frames
                 self._socket.send(self._hello)
             case _:

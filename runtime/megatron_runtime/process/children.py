@@ -69,8 +69,6 @@ def end_with_parent() -> None:
     if parent is None:
         return
     be_child()
-    if sys.platform != "linux":
-        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, END_SIGNAL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import struct
-import sys
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +22,9 @@ def request_scheduler_slices() -> bool:
     The threads get no more CPU time than before, but earlier: on a loaded machine, a message is handled after the
     next 0.1 ms instead of after the slice of another process. Needs no privilege. Kernels before 6.12 ignore it.
 
-    Returns False if this is not Linux on x86-64 or ARM, or the kernel rejects it.
+    Returns False on other machines than x86-64 and ARM, or the kernel rejects it.
     """
-    number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
+    number = _SCHED_SETATTR.get(os.uname().machine)
     if number is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)

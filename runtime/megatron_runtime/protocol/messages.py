@@ -175,13 +175,10 @@ class HelloAck(ControlMessage):
     none."""
     term: U64 | None = None
     """Counts the takeovers of a pair of coordinators. None: there is no other coordinator."""
-    quotas: bool | None = None
-    """Clients: the coordinator answers RESERVE. None: it is of a release that does not."""
     other: Text | None = None
     """Host of the other coordinator of a pair, with the same port. None: there is none."""
     tasks: Tasks | None = None
-    """Clients: the tasks of the serving engines, "generate" for those that announce none. None: the coordinator is of a
-    release that knows no pooling models."""
+    """Clients: the tasks of the serving engines, "generate" for those that announce none."""
 
 
 class Heartbeat(ControlMessage):

@@ -197,9 +197,9 @@ class Parameter:
     http: HttpField | None
 
 
-def parameter(text: str, rule: Rule = FLAG, *, http: HttpField | None = None) -> dict[str, Parameter]:
-    """Return the metadata of the field of SamplingParams that declares a parameter."""
-    return {"parameter": Parameter(rule, text, http)}
+def parameter(default: Any, text: str, rule: Rule = FLAG, *, http: HttpField | None = None) -> Any:
+    """Return the field of SamplingParams that declares a parameter."""
+    return field(default=default, metadata={"parameter": Parameter(rule, text, http)})
 
 
 @dataclass(eq=True)
@@ -213,326 +213,258 @@ class SamplingParams:
     order.
     """
 
-    temperature: float = field(
-        default=1.0,
-        metadata=parameter(
-            "Divides the logits. 0 means greedy, and so does any value below 1e-5 (MIN_TEMPERATURE).",
-            bounded(number_in(0, 1_000_000), f"below {MIN_TEMPERATURE:g} is greedy"),
-            http=HttpField(
-                "temperature", "As OpenAI defines it. 0 is greedy, and so is any value below 0.00001.", maximum=2
-            ),
+    temperature: float = parameter(
+        1.0,
+        "Divides the logits. 0 means greedy, and so does any value below 1e-5 (MIN_TEMPERATURE).",
+        bounded(number_in(0, 1_000_000), f"below {MIN_TEMPERATURE:g} is greedy"),
+        http=HttpField(
+            "temperature", "As OpenAI defines it. 0 is greedy, and so is any value below 0.00001.", maximum=2
         ),
     )
-    top_k: int = field(
-        default=0,
-        metadata=parameter(
-            "Keep the k most likely tokens. 0 keeps all. 1 means greedy.",
-            bounded(int_in(0, MAX_INT32), "0 switches it off"),
-            http=HttpField(
-                "top_k", "Keep the k most likely tokens. 0 and -1 keep all.", minimum=-1, value=_not_negative
-            ),
+    top_k: int = parameter(
+        0,
+        "Keep the k most likely tokens. 0 keeps all. 1 means greedy.",
+        bounded(int_in(0, MAX_INT32), "0 switches it off"),
+        http=HttpField("top_k", "Keep the k most likely tokens. 0 and -1 keep all.", minimum=-1, value=_not_negative),
+    )
+    top_p: float = parameter(
+        0.0,
+        "Keep the smallest set of tokens whose probability reaches p. 0 and 1 keep all.",
+        bounded(number_in(0, 1), "0 and 1 switch it off"),
+        http=HttpField("top_p", "As OpenAI defines it."),
+    )
+    return_log_probs: bool = parameter(
+        False, "Return the log-probability of each generated token: see InferenceConfig.logprobs_mode."
+    )
+    skip_prompt_log_probs: bool = parameter(
+        False,
+        "Return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the prefix cache "
+        "is not used for it.",
+    )
+    return_segments: bool = parameter(
+        False, "Return the text that each token adds. A character comes with its last token."
+    )
+    num_tokens_to_generate: int | None = parameter(
+        None,
+        "Maximum number of new tokens. 0 computes the prompt only. None means the engine's sequence limit.",
+        bounded(int_in(0, MAX_INT32), "0 computes the prompt only", or_none=True),
+        http=HttpField(
+            "max_tokens",
+            "Maximum number of tokens of the answer. Completions: 16 if absent, and 0 is "
+            "allowed with `echo`. Chat: as many as fit. A value that does not fit is cut to what fits.",
+            minimum=1,
+            maximum=math.inf,
         ),
     )
-    top_p: float = field(
-        default=0.0,
-        metadata=parameter(
-            "Keep the smallest set of tokens whose probability reaches p. 0 and 1 keep all.",
-            bounded(number_in(0, 1), "0 and 1 switch it off"),
-            http=HttpField("top_p", "As OpenAI defines it."),
+    num_tokens_total: int | None = parameter(
+        None,
+        "Maximum number of tokens of prompt and answer together. At most one of the two may be given.",
+        bounded(int_in(1, MAX_INT32), or_none=True),
+    )
+    termination_id: int | None = parameter(
+        None,
+        "The token that ends the request. None means the model's own, -1 means none.",
+        bounded(int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
+    )
+    top_n_logprobs: int = parameter(
+        0,
+        "Return the log-probabilities of the n most likely tokens at each position, too.",
+        bounded(int_in(0, MAX_TOP_LOGPROBS)),
+    )
+    return_prompt_top_n_logprobs: bool = parameter(
+        False, "Former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set from these two."
+    )
+    add_BOS: bool = parameter(False, "Put the begin-of-sequence token before a string prompt.")
+    stop_words: list[str] | None = parameter(
+        None,
+        "Texts that end the answer.",
+        Rule(optional(list_of(is_text)), "a list of strings, or None"),
+        http=HttpField(
+            "stop", "A string, or a list. Each has at most 1024 characters. The text ends before the match."
         ),
     )
-    return_log_probs: bool = field(
-        default=False,
-        metadata=parameter("Return the log-probability of each generated token: see InferenceConfig.logprobs_mode."),
+    detokenize_stop_sequence: bool = parameter(
+        False,
+        "Keep the matched stop text, or the token that ended the request, in the answer's text.",
+        http=HttpField("include_stop_str_in_output"),
     )
-    skip_prompt_log_probs: bool = field(
-        default=False,
-        metadata=parameter(
-            "Return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the prefix cache "
-            "is not used for it.",
+    return_prompt_tokens: bool = parameter(False, "Return the prompt's tokens.")
+    min_p: float = parameter(
+        0.0,
+        "Keep tokens at least min_p times as likely as the most likely one. 0 keeps all.",
+        bounded(number_in(0, 1), "0 switches it off"),
+        http=HttpField("min_p"),
+    )
+    repetition_penalty: float = parameter(
+        1.0,
+        "Divides positive and multiplies negative logits of tokens in prompt or answer (Keskar et al. 2019, "
+        "arXiv:1909.05858). 1 is off.",
+        bounded(number_in(0.01, 100), "1 switches it off"),
+        http=HttpField("repetition_penalty"),
+    )
+    presence_penalty: float = parameter(
+        0.0,
+        "Subtracted from the logits of tokens in the answer.",
+        bounded(number_in(-2, 2), "0 switches it off"),
+        http=HttpField("presence_penalty"),
+    )
+    frequency_penalty: float = parameter(
+        0.0,
+        "Subtracted from the logit of a token once for each time it is in the answer.",
+        bounded(number_in(-2, 2), "0 switches it off"),
+        http=HttpField("frequency_penalty"),
+    )
+    logit_bias: dict[int, float] | None = parameter(
+        None,
+        "Added to the logits of these tokens.",
+        Rule(
+            optional(_is_logit_bias),
+            f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from {BIASES.minimum} to "
+            f"{BIASES.maximum}, or None",
+            BIASES,
+        ),
+        http=HttpField(
+            "logit_bias",
+            "Token ids, as decimal strings without leading zeros, to a bias of -100 to 100.",
+            value=_biases_by_token,
         ),
     )
-    return_segments: bool = field(
-        default=False,
-        metadata=parameter("Return the text that each token adds. A character comes with its last token."),
+    allowed_token_ids: list[int] | None = parameter(
+        None,
+        "Only these tokens are sampled. The model's end tokens are no exception: without them the answer ends at "
+        "its longest, or at a stop text.",
+        Rule(
+            optional(_are_allowed_tokens),
+            f"a list of at least one token id, each {TOKEN_IDS}, or None",
+            TOKEN_IDS,
+        ),
+        http=HttpField("allowed_token_ids"),
     )
-    num_tokens_to_generate: int | None = field(
-        default=None,
-        metadata=parameter(
-            "Maximum number of new tokens. 0 computes the prompt only. None means the engine's sequence limit.",
-            bounded(int_in(0, MAX_INT32), "0 computes the prompt only", or_none=True),
-            http=HttpField(
-                "max_tokens",
-                "Maximum number of tokens of the answer. Completions: 16 if absent, and 0 is "
-                "allowed with `echo`. Chat: as many as fit. A value that does not fit is cut to what fits.",
-                minimum=1,
-                maximum=math.inf,
-            ),
+    bad_words: list[str] | None = parameter(
+        None,
+        "Texts that may not be in the answer, as in vLLM: the last token of a text's tokens is not generated "
+        "where the answer ends with the tokens before it, unless structured output allows no others. Each text "
+        "counts with and without a leading space. Text that the model writes with other tokens is not recognised: "
+        "add its other spellings, such as `word` and `Word`.",
+        Rule(
+            optional(_are_bad_words),
+            f"a list of at most {MAX_BAD_WORDS} texts that are not only white space, with at most "
+            f"{MAX_BAD_WORDS_CHARACTERS} characters in all, or None",
+        ),
+        http=HttpField("bad_words"),
+    )
+    structured_output: dict[str, Any] | None = parameter(
+        None,
+        'A map `{"type": …, "value": …}` that the answer\'s text must match: see STRUCTURED_OUTPUT_TYPES. With '
+        '`"after": [token id, …]` only the text that follows these tokens must match, such as the text after '
+        "reasoning.",
+        Rule(
+            _is_structured_output,
+            f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
         ),
     )
-    num_tokens_total: int | None = field(
-        default=None,
-        metadata=parameter(
-            "Maximum number of tokens of prompt and answer together. At most one of the two may be given.",
-            bounded(int_in(1, MAX_INT32), or_none=True),
+    call_structure: dict[str, Any] | None = parameter(
+        None,
+        'A map `{"markers": {text: rule, …}, "grammar": text}`: an answer that begins with one of these texts, '
+        "after its reasoning and white space, goes on as this rule of the Lark grammar says. Best effort: an "
+        "engine without grammars leaves it out, as do a grammar that is not valid, structured_output and "
+        "allowed_token_ids.",
+        Rule(
+            _is_call_structure,
+            f"a map with 1 to {MAX_MARKERS} markers of at most {MAX_MARKER_CHARACTERS} characters, each with the "
+            "name of a rule, and a grammar, or None",
         ),
     )
-    termination_id: int | None = field(
-        default=None,
-        metadata=parameter(
-            "The token that ends the request. None means the model's own, -1 means none.",
-            bounded(int_in(IGNORE_EOS, MAX_INT32), "-1 for none, None for the model's own", or_none=True),
+    reasoning: dict[str, Any] | None = parameter(
+        None,
+        'How the model marks its reasoning, for its budget and call_structure: a map `{"opening": [token id, …], '
+        '"closing": [token id, …], "is_open": …, "budget": …}`. is_open: the prompt has opened it. After `budget` '
+        'tokens of reasoning the engine writes `"ending"`, which ends with the closing and is equal to it if '
+        "absent. Best effort: allowed_token_ids leave the budget out.",
+        Rule(
+            _is_reasoning,
+            f"a map with a closing of 1 to {MAX_MARKER_TOKENS} token ids and is_open, or None",
         ),
     )
-    top_n_logprobs: int = field(
-        default=0,
-        metadata=parameter(
-            "Return the log-probabilities of the n most likely tokens at each position, too.",
-            bounded(int_in(0, MAX_TOP_LOGPROBS)),
+    min_tokens: int = parameter(
+        0,
+        "Number of tokens before an end-of-sequence token or a stop text may end the answer. Tokens that would "
+        "end it earlier are not sampled, unless structured output allows no others.",
+        bounded(int_in(0, MAX_INT32)),
+        http=HttpField("min_tokens"),
+    )
+    stop_token_ids: list[int] | None = parameter(
+        None,
+        "Further tokens that end the answer. They are not part of its text.",
+        Rule(optional(list_of(TOKEN_IDS)), f"a list of token ids, each {TOKEN_IDS}, or None", TOKEN_IDS),
+        http=HttpField("stop_token_ids"),
+    )
+    seed: int | None = parameter(
+        None,
+        "64-bit seed. None: the client chooses a random one.",
+        bounded(int_in(0, MAX_SEED), or_none=True),
+        http=HttpField(
+            "seed",
+            "Makes a sampled answer repeatable. Choice 0 has this seed, the others have seeds derived from it and "
+            "their number. -1 is no seed.",
+            minimum=-(1 << 63),
+            value=_unsigned_seed,
         ),
     )
-    return_prompt_top_n_logprobs: bool = field(
-        default=False,
-        metadata=parameter(
-            "Former name of `not skip_prompt_log_probs`, together with top_n_logprobs. It is set from these two.",
+    return_hidden_state: bool = parameter(
+        False,
+        "Return the last hidden state of the last token before the first generated one, after the model's last "
+        "norm. Only with num_tokens_to_generate=1.",
+    )
+    pooling: dict[str, Any] | None = parameter(
+        None,
+        'What a pooling model computes of the prompt, in place of an answer: a map `{"task": …}` with one of '
+        "POOLING_TASKS. Further keys: `dimensions` of a vector, `use_activation` (false: no normalisation, no "
+        "sigmoid), `pair` (the text that is classified with the prompt), `add_special_tokens`, "
+        "`truncate_prompt_tokens`, `truncation_side`, `max_tokens_per_query` and `max_tokens_per_doc`. The engine "
+        "tokenizes a prompt that is text.",
+        Rule(
+            _is_pooling,
+            f"a map with a task of {', '.join(POOLING_TASKS)}, and {', '.join(list(_POOLING_FIELDS)[1:])} as they "
+            "are needed, or None",
         ),
     )
-    add_BOS: bool = field(default=False, metadata=parameter("Put the begin-of-sequence token before a string prompt."))
-    stop_words: list[str] | None = field(
-        default=None,
-        metadata=parameter(
-            "Texts that end the answer.",
-            Rule(optional(list_of(is_text)), "a list of strings, or None"),
-            http=HttpField(
-                "stop", "A string, or a list. Each has at most 1024 characters. The text ends before the match."
-            ),
+    return_record: bool = parameter(
+        False,
+        "Return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`), and the "
+        "most likely tokens by their text. InferenceClient and MegatronLLM set it; a server that detokenizes "
+        "itself does not need it.",
+    )
+    streaming: bool = parameter(
+        False, "Send partial replies.", http=HttpField("stream", "Answer with server-sent events.")
+    )
+    streaming_interval: int = parameter(
+        1,
+        "Minimum number of tokens of a partial reply.",
+        bounded(int_in(1, MAX_INT32)),
+        http=HttpField("streaming_interval", "Minimum number of tokens of an event; 1 if absent."),
+    )
+    do_kv_handoff: bool = parameter(
+        False,
+        "Megatron-Core: keep the KV for another engine. No backend does: only False is accepted.",
+        Rule(lambda value: value is False, "False: no backend hands KV to another engine"),
+    )
+    priority: int = parameter(
+        0,
+        "Waiting requests with a lower number run first; equal ones in the order of arrival.",
+        bounded(int_in(-MAX_INT32 - 1, MAX_INT32)),
+        http=HttpField(
+            "priority",
+            "A lower number goes first, and preempts running requests with a higher number if there is no room; 0 "
+            "if absent. Any other number needs `--allow-priority` (`spec.server.allowPriority`).",
         ),
     )
-    detokenize_stop_sequence: bool = field(
-        default=False,
-        metadata=parameter(
-            "Keep the matched stop text, or the token that ended the request, in the answer's text.",
-            http=HttpField("include_stop_str_in_output"),
-        ),
-    )
-    return_prompt_tokens: bool = field(default=False, metadata=parameter("Return the prompt's tokens."))
-    min_p: float = field(
-        default=0.0,
-        metadata=parameter(
-            "Keep tokens at least min_p times as likely as the most likely one. 0 keeps all.",
-            bounded(number_in(0, 1), "0 switches it off"),
-            http=HttpField("min_p"),
-        ),
-    )
-    repetition_penalty: float = field(
-        default=1.0,
-        metadata=parameter(
-            "Divides positive and multiplies negative logits of tokens in prompt or answer (Keskar et al. 2019, "
-            "arXiv:1909.05858). 1 is off.",
-            bounded(number_in(0.01, 100), "1 switches it off"),
-            http=HttpField("repetition_penalty"),
-        ),
-    )
-    presence_penalty: float = field(
-        default=0.0,
-        metadata=parameter(
-            "Subtracted from the logits of tokens in the answer.",
-            bounded(number_in(-2, 2), "0 switches it off"),
-            http=HttpField("presence_penalty"),
-        ),
-    )
-    frequency_penalty: float = field(
-        default=0.0,
-        metadata=parameter(
-            "Subtracted from the logit of a token once for each time it is in the answer.",
-            bounded(number_in(-2, 2), "0 switches it off"),
-            http=HttpField("frequency_penalty"),
-        ),
-    )
-    logit_bias: dict[int, float] | None = field(
-        default=None,
-        metadata=parameter(
-            "Added to the logits of these tokens.",
-            Rule(
-                optional(_is_logit_bias),
-                f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from {BIASES.minimum} to "
-                f"{BIASES.maximum}, or None",
-                BIASES,
-            ),
-            http=HttpField(
-                "logit_bias",
-                "Token ids, as decimal strings without leading zeros, to a bias of -100 to 100.",
-                value=_biases_by_token,
-            ),
-        ),
-    )
-    allowed_token_ids: list[int] | None = field(
-        default=None,
-        metadata=parameter(
-            "Only these tokens are sampled. The model's end tokens are no exception: without them the answer ends at "
-            "its longest, or at a stop text.",
-            Rule(
-                optional(_are_allowed_tokens),
-                f"a list of at least one token id, each {TOKEN_IDS}, or None",
-                TOKEN_IDS,
-            ),
-            http=HttpField("allowed_token_ids"),
-        ),
-    )
-    bad_words: list[str] | None = field(
-        default=None,
-        metadata=parameter(
-            "Texts that may not be in the answer, as in vLLM: the last token of a text's tokens is not generated "
-            "where the answer ends with the tokens before it, unless structured output allows no others. Each text "
-            "counts with and without a leading space. Text that the model writes with other tokens is not recognised: "
-            "add its other spellings, such as `word` and `Word`.",
-            Rule(
-                optional(_are_bad_words),
-                f"a list of at most {MAX_BAD_WORDS} texts that are not only white space, with at most "
-                f"{MAX_BAD_WORDS_CHARACTERS} characters in all, or None",
-            ),
-            http=HttpField("bad_words"),
-        ),
-    )
-    structured_output: dict[str, Any] | None = field(
-        default=None,
-        metadata=parameter(
-            'A map `{"type": …, "value": …}` that the answer\'s text must match: see STRUCTURED_OUTPUT_TYPES. With '
-            '`"after": [token id, …]` only the text that follows these tokens must match, such as the text after '
-            "reasoning.",
-            Rule(
-                _is_structured_output,
-                f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
-            ),
-        ),
-    )
-    call_structure: dict[str, Any] | None = field(
-        default=None,
-        metadata=parameter(
-            'A map `{"markers": {text: rule, …}, "grammar": text}`: an answer that begins with one of these texts, '
-            "after its reasoning and white space, goes on as this rule of the Lark grammar says. Best effort: an "
-            "engine without grammars leaves it out, as do a grammar that is not valid, structured_output and "
-            "allowed_token_ids.",
-            Rule(
-                _is_call_structure,
-                f"a map with 1 to {MAX_MARKERS} markers of at most {MAX_MARKER_CHARACTERS} characters, each with the "
-                "name of a rule, and a grammar, or None",
-            ),
-        ),
-    )
-    reasoning: dict[str, Any] | None = field(
-        default=None,
-        metadata=parameter(
-            'How the model marks its reasoning, for its budget and call_structure: a map `{"opening": [token id, …], '
-            '"closing": [token id, …], "is_open": …, "budget": …}`. is_open: the prompt has opened it. After `budget` '
-            'tokens of reasoning the engine writes `"ending"`, which ends with the closing and is equal to it if '
-            "absent. Best effort: allowed_token_ids leave the budget out.",
-            Rule(
-                _is_reasoning,
-                f"a map with a closing of 1 to {MAX_MARKER_TOKENS} token ids and is_open, or None",
-            ),
-        ),
-    )
-    min_tokens: int = field(
-        default=0,
-        metadata=parameter(
-            "Number of tokens before an end-of-sequence token or a stop text may end the answer. Tokens that would "
-            "end it earlier are not sampled, unless structured output allows no others.",
-            bounded(int_in(0, MAX_INT32)),
-            http=HttpField("min_tokens"),
-        ),
-    )
-    stop_token_ids: list[int] | None = field(
-        default=None,
-        metadata=parameter(
-            "Further tokens that end the answer. They are not part of its text.",
-            Rule(optional(list_of(TOKEN_IDS)), f"a list of token ids, each {TOKEN_IDS}, or None", TOKEN_IDS),
-            http=HttpField("stop_token_ids"),
-        ),
-    )
-    seed: int | None = field(
-        default=None,
-        metadata=parameter(
-            "64-bit seed. None: the client chooses a random one.",
-            bounded(int_in(0, MAX_SEED), or_none=True),
-            http=HttpField(
-                "seed",
-                "Makes a sampled answer repeatable. Choice 0 has this seed, the others have seeds derived from it and "
-                "their number. -1 is no seed.",
-                minimum=-(1 << 63),
-                value=_unsigned_seed,
-            ),
-        ),
-    )
-    return_hidden_state: bool = field(
-        default=False,
-        metadata=parameter(
-            "Return the last hidden state of the last token before the first generated one, after the model's last "
-            "norm. Only with num_tokens_to_generate=1.",
-        ),
-    )
-    pooling: dict[str, Any] | None = field(
-        default=None,
-        metadata=parameter(
-            'What a pooling model computes of the prompt, in place of an answer: a map `{"task": …}` with one of '
-            "POOLING_TASKS. Further keys: `dimensions` of a vector, `use_activation` (false: no normalisation, no "
-            "sigmoid), `pair` (the text that is classified with the prompt), `add_special_tokens`, "
-            "`truncate_prompt_tokens`, `truncation_side`, `max_tokens_per_query` and `max_tokens_per_doc`. The engine "
-            "tokenizes a prompt that is text.",
-            Rule(
-                _is_pooling,
-                f"a map with a task of {', '.join(POOLING_TASKS)}, and {', '.join(list(_POOLING_FIELDS)[1:])} as they "
-                "are needed, or None",
-            ),
-        ),
-    )
-    return_record: bool = field(
-        default=False,
-        metadata=parameter(
-            "Return the text of the answer and the times of its tokens (`generated_text`, `ttft`, `tpot`), and the "
-            "most likely tokens by their text. InferenceClient and MegatronLLM set it; a server that detokenizes "
-            "itself does not need it.",
-        ),
-    )
-    streaming: bool = field(
-        default=False,
-        metadata=parameter("Send partial replies.", http=HttpField("stream", "Answer with server-sent events.")),
-    )
-    streaming_interval: int = field(
-        default=1,
-        metadata=parameter(
-            "Minimum number of tokens of a partial reply.",
-            bounded(int_in(1, MAX_INT32)),
-            http=HttpField("streaming_interval", "Minimum number of tokens of an event; 1 if absent."),
-        ),
-    )
-    do_kv_handoff: bool = field(
-        default=False,
-        metadata=parameter(
-            "Megatron-Core: keep the KV for another engine. No backend does: only False is accepted.",
-            Rule(lambda value: value is False, "False: no backend hands KV to another engine"),
-        ),
-    )
-    priority: int = field(
-        default=0,
-        metadata=parameter(
-            "Waiting requests with a lower number run first; equal ones in the order of arrival.",
-            bounded(int_in(-MAX_INT32 - 1, MAX_INT32)),
-            http=HttpField(
-                "priority",
-                "A lower number goes first, and preempts running requests with a higher number if there is no room; 0 "
-                "if absent. Any other number needs `--allow-priority` (`spec.server.allowPriority`).",
-            ),
-        ),
-    )
-    cache_salt: str | None = field(
-        default=None,
-        metadata=parameter(
-            "Requests share cached prefixes only with requests of the same salt.",
-            Rule(
-                optional(lambda value: isinstance(value, str) and len(value) <= 256),
-                "a text of at most 256 characters, or None",
-            ),
+    cache_salt: str | None = parameter(
+        None,
+        "Requests share cached prefixes only with requests of the same salt.",
+        Rule(
+            optional(lambda value: isinstance(value, str) and len(value) <= 256),
+            "a text of at most 256 characters, or None",
         ),
     )
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.messages import Charge, Quota, Reserve
-from megatron_runtime.requests.quotas import Kind, Quotas
+from megatron_runtime.requests.quotas import Kind
 from megatron_runtime.server.auth import ApiKey
 from megatron_runtime.server.errors import ApiError, try_again
 
@@ -40,10 +40,7 @@ class Counter(Protocol):
     @property
     def connected(self) -> bool: ...
 
-    @property
-    def counts_quotas(self) -> bool: ...
-
-    def reserve(self, reserve: Reserve) -> Awaitable[Quota | None]: ...
+    def reserve(self, reserve: Reserve) -> Awaitable[Quota]: ...
 
     def charge(self, charge: Charge) -> None: ...
 
@@ -59,8 +56,6 @@ class _Left:
 class RateLimits:
     """Counts for the keys of this server. A key without a limit costs nothing.
 
-    If the coordinator is of a release that does not count, this process counts alone.
-
     reserved_tokens: generated tokens that a request reserves for each choice, at most.
     wait_seconds:    how long a request waits for an unreachable coordinator.
     """
@@ -69,7 +64,6 @@ class RateLimits:
         self._counter = counter
         self._reserved_tokens = reserved_tokens
         self._wait_seconds = wait_seconds
-        self._own = Quotas()
         self._left: dict[tuple[str, Kind], _Left] = {}
 
     async def take_request(self, key: ApiKey) -> None:
@@ -92,8 +86,8 @@ class RateLimits:
         generated = sum(most if choice is None else min(choice, most) for choice in choices)
         # A request larger than the limit runs alone in its minute.
         reserved = min(prompt + generated, limit)
-        quota, is_shared = await self._reserve(key, tokens=reserved)
-        return Reservation(self, key, reserved - prompt, window=quota.window, is_shared=is_shared)
+        quota = await self._reserve(key, tokens=reserved)
+        return Reservation(self, key, reserved - prompt, window=quota.window)
 
     def check_prompt(self, key: ApiKey, tokens: int) -> None:
         """Raise LimitReachedError if prompts of so many tokens never fit the limit."""
@@ -104,21 +98,13 @@ class RateLimits:
             )
             raise LimitReachedError(429, message, code="rate_limit_exceeded", is_final=True)
 
-    def charge(self, key: ApiKey, tokens: int, *, window: int | None = None, is_shared: bool | None = None) -> None:
-        """Count tokens, also beyond the limit; negative ones are returned to a window.
-
-        is_shared: whether the coordinator counts them; None: if it counts at all.
-        """
+    def charge(self, key: ApiKey, tokens: int, *, window: int | None = None) -> None:
+        """Count tokens, also beyond the limit; negative ones are returned to a window."""
         limit = key.tokens_per_minute
         if limit is None or not tokens:
             return
-        charge = Charge(
-            tenant=key.tenant, tokens_per_minute=limit, tokens=tokens, window=window if tokens < 0 else None
-        )
-        if self._counter.counts_quotas if is_shared is None else is_shared:
-            self._counter.charge(charge)
-        else:
-            self._own.charge(time.monotonic(), charge)
+        window = window if tokens < 0 else None
+        self._counter.charge(Charge(tenant=key.tenant, tokens_per_minute=limit, tokens=tokens, window=window))
         left = self._left.get((key.tenant, "tokens"))
         if left is not None:
             left.amount = min(max(0, left.amount - tokens), limit)
@@ -155,19 +141,18 @@ class RateLimits:
         seconds = 0.0 if left is None else left.full_at - time.monotonic()
         return (limit, 0.0) if left is None or seconds <= 0 else (min(left.amount, limit), seconds)
 
-    async def _reserve(self, key: ApiKey, *, requests: int = 0, tokens: int = 0) -> tuple[Quota, bool]:
-        """Return the answer, and whether the coordinator gave it."""
+    async def _reserve(self, key: ApiKey, *, requests: int = 0, tokens: int = 0) -> Quota:
         try:
             async with asyncio.timeout(self._wait_seconds):
-                quota, is_shared = await self._ask(key, requests=requests, tokens=tokens)
+                quota = await self._ask(key, requests=requests, tokens=tokens)
         except TimeoutError as error:
             message = f"The coordinator has not answered for {self._wait_seconds:g} s: try again."
             raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
         if not quota.accepted:
             raise self._exceeded(key, quota, requests=requests, tokens=tokens)
-        return quota, is_shared
+        return quota
 
-    async def _ask(self, key: ApiKey, *, requests: int = 0, tokens: int = 0) -> tuple[Quota, bool]:
+    async def _ask(self, key: ApiKey, *, requests: int = 0, tokens: int = 0) -> Quota:
         asked = Reserve(
             uid=secrets.token_bytes(limits.UID_BYTES),
             tenant=key.tenant,
@@ -177,15 +162,12 @@ class RateLimits:
             tokens=tokens,
         )
         quota = await self._counter.reserve(asked)
-        is_shared = quota is not None
         now = time.monotonic()
-        if quota is None:
-            quota = self._own.reserve(now, asked)
         if quota.requests_left is not None:
             self._left[key.tenant, "requests"] = _Left(quota.requests_left, now + quota.requests_reset_seconds)
         if quota.tokens_left is not None:
             self._left[key.tenant, "tokens"] = _Left(quota.tokens_left, now + quota.tokens_reset_seconds)
-        return quota, is_shared
+        return quota
 
     def _exceeded(self, key: ApiKey, quota: Quota, *, requests: int, tokens: int) -> LimitReachedError:
         kind: Kind
@@ -207,11 +189,10 @@ class Reservation:
     generated: tokens of all its choices that are reserved.
     """
 
-    def __init__(self, counts: RateLimits, key: ApiKey, generated: int, *, window: int, is_shared: bool) -> None:
+    def __init__(self, counts: RateLimits, key: ApiKey, generated: int, *, window: int) -> None:
         self._counts = counts
         self._key = key
         self._window = window
-        self._is_shared = is_shared
         self._unused = generated
         """Negative: tokens that are still to be charged."""
 
@@ -224,4 +205,4 @@ class Reservation:
     def settle(self) -> None:
         """Charge tokens that were generated and not counted yet, or return reserved ones. Call it at the end."""
         unused, self._unused = self._unused, 0
-        self._counts.charge(self._key, -unused, window=self._window, is_shared=self._is_shared)
+        self._counts.charge(self._key, -unused, window=self._window)

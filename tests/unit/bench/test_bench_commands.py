@@ -10,17 +10,13 @@ import echo_serve
 import httpx
 import pytest
 from click.testing import CliRunner
+from coordinator_latency import main as measure_latency
 from eventually import LONG_SECONDS, eventually
 from fleet import free_ports
 from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.cli import main
 from megatron_runtime.cli.bench.report import percentiles
-
-ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "bench"))
-
-from coordinator_latency import main as measure_latency  # noqa: E402
 
 COORDINATOR_FIGURES = {
     "start_seconds",

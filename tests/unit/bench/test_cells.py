@@ -1,15 +1,10 @@
 """The simulation of cells: its figures, table and plot, and that a cell by prefix keeps prefixes together."""
 
 import json
-import sys
 from pathlib import Path
 
+from cells import AFFINE, ONE, ROTATION, SHARED, main, simulate, table
 from click.testing import CliRunner
-
-ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "bench"))
-
-from cells import AFFINE, ONE, ROTATION, SHARED, main, simulate, table  # noqa: E402
 
 
 def test_all_layouts_are_simulated_and_shown(tmp_path: Path) -> None:

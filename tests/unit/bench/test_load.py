@@ -1,12 +1,10 @@
 """Figures of loads, computed from measured seconds."""
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "bench"))
+from load import load, summary
 
-from load import load, summary  # noqa: E402
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_load_is_measured_in_a_new_process() -> None:

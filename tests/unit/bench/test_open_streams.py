@@ -1,15 +1,10 @@
 """The benchmark of open streams: every stream is open during the requests, and gets tokens."""
 
 import json
-import sys
 from pathlib import Path
 
 from click.testing import CliRunner
-
-ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "bench"))
-
-from open_streams import main  # noqa: E402
+from open_streams import main
 
 
 def test_requests_and_tokens_are_measured_for_each_number_of_streams(tmp_path: Path) -> None:

@@ -1,17 +1,12 @@
 """The cost of one more sequence and of one more cached token, from the times of steps."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from random_checkpoint import LLAMA, random_tensors, write_model
-
-ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "bench"))
-
-from scaling import Cell, fit, main, table  # noqa: E402
+from scaling import Cell, fit, main, table
 
 CELLS = [
     # 3 ms, 0.5 ms per sequence, 2 µs per token; 24 KiB per token.

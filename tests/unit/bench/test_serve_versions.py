@@ -5,15 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-
-ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "bench"))
-
-from serve_versions import OTHER, THIS, Rounds, cpu_seconds, say  # noqa: E402
+from serve_versions import OTHER, THIS, Rounds, cpu_seconds, say
 
 
 def test_rounds_alternate_and_ratios_are_those_of_a_round(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-
-sys.path.append(str(Path(__file__).parents[3] / "bench"))
-
 from tool_calls import EARLIER, TOOLS, judged, prompts
 
 

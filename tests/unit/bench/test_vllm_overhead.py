@@ -1,15 +1,11 @@
 """The comparison of our server with vLLM's own: the same engine arguments for both, and figures of the same rounds."""
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT / "bench"))
+from vllm_overhead import Sizes, first_token, our_command, throughput, vllm_command
 
-from vllm_overhead import Sizes, first_token, our_command, throughput, vllm_command  # noqa: E402
-
-from megatron_runtime.cli.serve import serve  # noqa: E402
+from megatron_runtime.cli.serve import serve
 
 SIZES = Sizes("float32", arguments={"enforce_eager": True, "block_size": 16, "kv_cache_dtype": "fp8"})
 

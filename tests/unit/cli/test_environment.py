@@ -101,7 +101,6 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str | None], str]] = {
 }
 COMMANDS: dict[str, tuple[str, ...]] = {
     "generate": ("generate", "Say ok."),
-    "list": ("list",),
     "status": ("status",),
 }
 
@@ -162,7 +161,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 NEEDS_EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "runtime": ("megatron_runtime.cli", ("serve", "list", "generate", "bench")),
+    "runtime": ("megatron_runtime.cli", ("serve", "fetch", "generate", "bench")),
     "dashboard": ("megatron_operator.cli", ("run",)),
 }
 
@@ -171,7 +170,12 @@ NEEDS_EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 def test_a_base_installation_names_what_a_command_needs(extra: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BASE_INSTALLATION)
     module, commands = NEEDS_EXTRAS[extra]
-    arguments = {"serve": (MODEL,), "generate": ("Say ok.",), "bench": ("engine",)}
+    arguments = {
+        "serve": (MODEL,),
+        "fetch": ("org/name", str(tmp_path / "model")),
+        "generate": ("Say ok.",),
+        "bench": ("engine",),
+    }
     for command in commands:
         done = _run(command, *arguments.get(command, ()), environment={"PYTHONPATH": str(tmp_path)}, module=module)
         _must_be_readable(done)

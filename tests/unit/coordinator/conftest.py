@@ -61,6 +61,10 @@ class Stage:
         await client.start(connect_timeout_seconds=LONG_SECONDS)
         return client
 
+    async def all(self, name: str = "engine-0", **options: Any) -> tuple[Coordinator, ScriptedEngine, InferenceClient]:
+        """Return a new coordinator, an engine with these options and a client."""
+        return self.coordinator(), await self.engine(name, **options), await self.client()
+
     async def native_client(self) -> CoordinatorClient:
         client = CoordinatorClient(self.address(Role.CLIENT))
         self.closers.append(client.stop)

@@ -264,9 +264,11 @@ class SimulatedFleet:
             self.turn()
         raise AssertionError(f"not within {turns} turns")
 
-    def finish(self, *, turns: int = 3000) -> None:
-        """Run turns until every request has an answer or an error."""
+    def finish(self, *complete: ClientRequest, turns: int = 3000) -> None:
+        """Run turns until every request has an answer or an error. complete: check() succeeds for these."""
         self.until(lambda: all(asked.ended for asked in self.asked.values()), turns=turns)
+        for asked in complete:
+            asked.check()
 
     def _play(self, engine: SimulatedEngine) -> None:
         if engine.loading_turns:

@@ -246,9 +246,7 @@ async def test_a_restarted_coordinator_takes_the_newest_list_from_its_engines(st
 
 
 async def test_a_client_that_knows_no_list_rejects_at_once(stage, params) -> None:
-    stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    _, _, client = await stage.all()
     with pytest.raises(AdapterNotFoundError, match="SET_ADAPTERS was never sent"):
         await client.add_request([1], params(3), adapter="sql")
 

@@ -6,13 +6,10 @@ from collections.abc import Sized
 from types import ModuleType
 
 import pytest
-import zmq
 from coordinator_tables import check_tables
 from echo_executor import echo_answer
-from eventually import LONG_SECONDS
 
 from megatron_runtime.client.rejection import RequestRejectedError
-from megatron_runtime.coordinator import service
 from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
@@ -27,8 +24,6 @@ from megatron_runtime.protocol.messages import (
     Final,
     Heartbeat,
     Hello,
-    Partial,
-    PartialEntry,
     RequestMeta,
     Submit,
     decode,
@@ -242,57 +237,6 @@ async def test_tables_and_shares_are_consistent_whatever_tenants_send(seed: int)
     check_tables(core)
     assert len(dispatcher.tenants) == dispatcher.queue.length == len(dispatcher.journal) == 0
     assert not sink.controls
-
-
-async def test_a_client_that_does_not_read_delays_no_other_and_gets_one_catch_up(stage, params, monkeypatch) -> None:
-    monkeypatch.setattr(service, "_CLIENT_SEND_BYTES", 4096)
-    # A peer that does not read does not answer the checks of its connection, either.
-    patient = Timing(heartbeat=0.05, slow_client=120.0, client_dead=120.0, connection_check=120.0, recovery=0.0)
-    coordinator = stage.coordinator(timing=patient)
-    engine = await stage.engine(step_seconds=None)
-    client = await stage.client()
-    context = zmq.Context()
-    lazy = context.socket(zmq.DEALER)
-    lazy.setsockopt(zmq.RCVHWM, 1)
-    lazy.setsockopt(zmq.RCVBUF, 4096)
-    lazy.connect(stage.address(Role.CLIENT))
-    lazy.send_multipart(Hello(role=Role.CLIENT, name="lazy", incarnation=1).to_frames())
-    lazy.send_multipart(
-        Submit(bytes(16), RequestMeta(True), tokens_to_bytes([1]), b"", pack(params(1).serialize())).to_frames()
-    )
-    await engine.until(lambda: engine.dispatches)
-    dispatch = engine.dispatches[0]
-    registered = coordinator.core.clients.named(Role.CLIENT, "lazy")
-    entry = next(iter(coordinator.core.dispatcher.journal))
-    sent = 0
-    while not registered.blocked or sent < 1000:
-        for _ in range(500):
-            item = PartialEntry(dispatch.uid, dispatch.dispatch_id, sent, 1)
-            engine.send(Partial(dispatch.route, [item], tokens_to_bytes([sent])))
-            sent += 1
-        await stage.until(lambda sent=sent: entry.tokens_so_far == sent)
-        assert sent < 2_000_000, "the buffers never filled"
-    engine.jobs.clear()
-    engine.step_seconds = 0.0
-    for number in range(20):
-        assert (await client.add_request([number], params(2)))["generated_tokens"] == echo_answer([number], 2)
-    tokens: list[int] = []
-    messages = 0
-    async with asyncio.timeout(LONG_SECONDS):
-        while len(tokens) < sent:
-            while not lazy.poll(0):  # noqa: ASYNC110 - a bare socket has no event
-                await asyncio.sleep(0.002)
-            message = decode(lazy.recv_multipart())
-            if isinstance(message, Partial):
-                messages += 1
-                assert message.entries[0].offset == len(tokens)
-                tokens += [
-                    int.from_bytes(message.tokens[at : at + 4], "little") for at in range(0, len(message.tokens), 4)
-                ]
-    assert tokens == list(range(sent))
-    assert messages < sent
-    lazy.close(linger=0)
-    context.term()
 
 
 async def test_paused_time_counts_against_a_deadline_and_against_the_wait(stage, params) -> None:

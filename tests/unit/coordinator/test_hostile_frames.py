@@ -62,9 +62,7 @@ def test_malformed_frames_on_the_shared_port_affect_no_other_peer() -> None:
             fleet.ask(1 + number, tokens=10)
         if number % 50 == 0:
             fleet.turn()
-    fleet.finish()
-    for request in fleet.asked.values():
-        request.check()
+    fleet.finish(*fleet.asked.values())
     assert fleet.core.counters.rejected.total() > FRAMES / 10
     assert fleet.core.verbs.epoch == fleet.core.verbs.fence == 0
     assert fleet.core.engines.named("engine-0").state == "RUNNING"
@@ -142,9 +140,7 @@ async def test_a_clusters_coordinator_is_not_ended_by_its_clients(stage) -> None
 
 
 async def test_an_oversized_message_ends_the_connection_and_its_peer_may_reconnect(stage, params) -> None:
-    coordinator = stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    coordinator, _, client = await stage.all()
     connection = coordinator.core.clients.named(Role.CLIENT, client.native.name).peer
     body = bytes(3 << 20)
     client.native._link._socket.send(Submit(bytes(16), RequestMeta(), body, body, body).to_frames())
@@ -162,9 +158,7 @@ async def test_a_message_of_several_frames_is_malformed(stage, sockets) -> None:
 
 
 async def test_malformed_bodies_reach_the_engine_and_no_client(stage, params) -> None:
-    coordinator = stage.coordinator()
-    engine = await stage.engine(step_seconds=None)
-    client = await stage.client()
+    coordinator, engine, client = await stage.all(step_seconds=None)
     engine._dispatch = lambda dispatch: engine.dispatches.append(dispatch)
     client.native._link.send(Submit(bytes(16), RequestMeta(), b"", b"", b"\xc1 not msgpack").to_frames())
     await engine.until(lambda: engine.dispatches)

@@ -135,9 +135,7 @@ async def test_a_client_sends_the_files_of_several_choices_once(stage: Any, para
 
 
 async def test_requests_are_rejected_where_no_engine_takes_media_or_they_are_too_large(stage: Any, params: Any) -> None:
-    stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    _, _, client = await stage.all()
     with pytest.raises(InvalidRequestError, match="no engine that may answer takes"):
         await client.add_request(PROMPT, params(1), media=media_of(b"a"))
     with pytest.raises(RequestRejectedError, match="at most 8388608"):

@@ -59,9 +59,7 @@ async def test_a_request_goes_to_an_engine_that_supports_it(stage, params, polic
 async def test_a_request_that_no_engine_supports_is_rejected_at_once_by_parameter_and_backend(
     stage, params, field, values, feature, is_full
 ) -> None:
-    coordinator = stage.coordinator()
-    engine = await stage.engine("vllm", max_requests=1, step_seconds=None, **VLLM)
-    client = await stage.client()
+    coordinator, engine, client = await stage.all("vllm", max_requests=1, step_seconds=None, **VLLM)
     if is_full:
         client.add_request([1], params(1))
         await engine.until(lambda: engine.jobs)
@@ -88,9 +86,7 @@ async def test_a_request_waits_for_an_engine_that_supports_it_and_others_overtak
 
 async def test_requests_of_a_lost_engine_wait_until_it_returns_and_lose_no_token(stage, params, collect) -> None:
     """Whether or not tokens were delivered: an engine had accepted them."""
-    coordinator = stage.coordinator()
-    native = await stage.engine("native", step_seconds=None, backend="native")
-    client = await stage.client()
+    coordinator, native, client = await stage.all("native", step_seconds=None, backend="native")
     stream = client.add_request_streaming([1], params(8, **HOT))
     whole = client.add_request([2], params(8, **HOT))
     moves = client.add_request_streaming([3], params(8))
@@ -141,9 +137,7 @@ async def test_a_request_for_one_engine_that_lacks_a_feature_is_rejected(stage, 
 
 
 async def test_a_tenant_takes_no_slot_of_an_engine_that_lacks_a_feature(stage, params) -> None:
-    coordinator = stage.coordinator()
-    vllm = await stage.engine("vllm", max_requests=4, step_seconds=None, **VLLM)
-    client = await stage.client()
+    coordinator, vllm, client = await stage.all("vllm", max_requests=4, step_seconds=None, **VLLM)
     for number in range(6):
         client.add_request([1, number], params(4), tenant="many")
     await vllm.until(lambda: len(vllm.jobs) == 4)
@@ -199,9 +193,7 @@ async def test_a_pooling_model_gets_requests_for_its_task_and_no_others(stage, p
 
 
 async def test_a_request_that_no_engine_answers_by_its_task_is_rejected_at_once(stage, params) -> None:
-    stage.coordinator()
-    await stage.engine("pooling", **POOLING)
-    client = await stage.client()
+    _, _, client = await stage.all("pooling", **POOLING)
     for options in ({}, {"engine": "pooling"}):
         with pytest.raises(InvalidRequestError, match="generates no tokens, its task is embed"):
             await client.add_request([1], params(1), **options)
@@ -281,9 +273,7 @@ async def test_a_parameter_that_was_added_later_reaches_only_engines_that_announ
 ) -> None:
     monkeypatch.setattr(capabilities, "LATER_PARAMETERS", {"top_p": 0.0})
     monkeypatch.setattr(records, "FIRST_PARAMETERS", capabilities.FIRST_PARAMETERS - {"top_p"})
-    stage.coordinator()
-    engine = await stage.engine(parameters=capabilities.KNOWN_PARAMETERS if is_later else None)
-    client = await stage.client()
+    _, engine, client = await stage.all(parameters=capabilities.KNOWN_PARAMETERS if is_later else None)
     await client.add_request([1], params(1))
     answer = client.add_request([1], params(1, top_p=0.1))
     if is_later:
@@ -333,8 +323,7 @@ def test_a_suspect_is_tried_only_on_an_engine_that_supports_it() -> None:
     assert (fleet.core.counters.suspects, fleet.core.dispatcher.waiting) == (1, 1)
     other = fleet.ask(2, tokens=5)
     fleet.until(lambda: other.ended)
-    fleet.finish()
-    asked.check()
+    fleet.finish(asked)
     assert asked.uid not in vllm.ran
 
 

@@ -78,8 +78,6 @@ async def test_an_engine_and_a_client_of_a_neighbouring_version_serve_a_request(
         return to_frames(hello.model_copy(update={"version": version}))
 
     monkeypatch.setattr(Hello, "to_frames", of_the_neighbour)
-    stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    _, _, client = await stage.all()
     assert (await client.add_request([1], params(3)))["status"] == "COMPLETED"
     assert len(sent) == 2

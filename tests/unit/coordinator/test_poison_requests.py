@@ -56,15 +56,12 @@ async def test_a_poison_request_costs_three_engines_and_only_its_sender_an_error
     engines_of(fleet, count, poison_length=poison_length)
     innocent = [fleet.ask(n, tokens=80, streaming=n % 3 > 0) for n in range(1, 9)]
     poison = fleet.ask(POISON, tokens=80, streaming=streaming)
-    fleet.finish()
-    for asked in innocent:
-        asked.check()
+    fleet.finish(*innocent)
     assert len(fleet.crashes) == 3
     check_conviction(fleet, poison)
     assert poison.error.message.endswith("do not send it again")
     later = fleet.ask(5)
-    fleet.finish()
-    later.check()
+    fleet.finish(later)
     assert not any(engine.reserved for engine in fleet.core.engines)
 
 
@@ -98,9 +95,7 @@ async def test_these_ends_of_engines_are_crashes(fleet, way) -> None:
         assert fleet.core.counters.engine_crashes == number + 1
     assert fleet.core.counters.suspects == 4
     fleet.engine("healthy")
-    fleet.finish()
-    for one in asked:
-        one.check()
+    fleet.finish(*asked)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +141,7 @@ async def test_these_ends_of_engines_are_no_crashes(fleet, way) -> None:
         assert len(fleet.core.engines) == 0
     assert fleet.core.counters.engine_crashes == fleet.core.counters.suspects == 0
     fleet.engine("healthy")
-    fleet.finish()
-    for one in asked:
-        one.check()
+    fleet.finish(*asked)
 
 
 async def test_an_engine_that_outlives_its_connection_did_not_crash(fleet) -> None:
@@ -179,9 +172,7 @@ async def test_a_suspect_whose_engine_outlives_its_connection_is_not_failed(flee
     fleet.driver.advance(VERDICT_SECONDS / 2)
     assert not any(one.ended for one in asked)
     fleet.reconnect(engine)
-    fleet.finish()
-    for one in asked:
-        one.check()
+    fleet.finish(*asked)
     assert fleet.core.counters.poison_requests == 0
 
 
@@ -201,9 +192,7 @@ async def test_only_the_engine_that_a_suspect_had_alone_decides_about_it(fleet) 
     fleet.turn()
     assert len(fleet.core.dispatcher.quarantine) == 1, "of the others one crash is left"
     fleet.reconnect(engine)
-    fleet.finish()
-    for one in asked:
-        one.check()
+    fleet.finish(*asked)
 
 
 async def test_the_verdict_waits_for_the_engine_to_come_back_and_no_longer(fleet) -> None:
@@ -254,9 +243,7 @@ async def test_a_request_past_the_point_of_its_first_crash_is_acquitted_of_it(fl
     fleet.crash(second)
     assert fleet.core.counters.suspects == 0
     assert fleet.core.dispatcher.queue.length == 0
-    fleet.finish()
-    for one in asked:
-        one.check()
+    fleet.finish(*asked)
 
 
 async def test_without_an_empty_engine_the_least_busy_one_empties_and_an_empty_one_is_preferred(fleet) -> None:
@@ -281,9 +268,7 @@ async def test_without_an_empty_engine_the_least_busy_one_empties_and_an_empty_o
     empty = fleet.engine("empty")
     fleet.turns(2)
     assert empty.most_jobs == 1
-    fleet.finish()
-    for one in (*suspects, *others, *late):
-        one.check()
+    fleet.finish(*suspects, *others, *late)
 
 
 async def test_with_one_engine_it_empties_first_then_the_suspects_run_then_all_others(fleet) -> None:
@@ -307,9 +292,7 @@ async def test_of_two_poison_requests_each_is_failed_and_no_more_engines_end_tha
     engines_of(fleet, 2)
     innocent = [fleet.ask(n, tokens=60) for n in range(1, 9)]
     poison = [fleet.ask(POISON, n) for n in (1, 2)]
-    fleet.finish()
-    for asked in innocent:
-        asked.check()
+    fleet.finish(*innocent)
     assert all(asked.error is not None and asked.error.code is ErrorCode.ENGINE_FAILED for asked in poison)
     assert len(fleet.crashes) <= 6
     assert fleet.core.counters.poison_requests == 2
@@ -322,9 +305,7 @@ async def test_when_the_poison_is_found_those_that_were_there_with_it_are_free(f
     poison = fleet.ask(POISON)
     fleet.until(lambda: poison.ended)
     assert len(fleet.core.dispatcher.quarantine) == 0
-    fleet.finish(turns=400)
-    for asked in innocent:
-        asked.check()
+    fleet.finish(*innocent, turns=400)
 
 
 @pytest.mark.parametrize("moment", ["waits", "on trial", "accused"])
@@ -352,8 +333,7 @@ async def test_a_suspect_may_be_aborted_or_run_out_of_time(fleet, moment, way) -
         assert suspect.error.code is ErrorCode.DEADLINE
     fleet.engine("healthy")
     fleet.driver.advance(VERDICT_SECONDS)
-    fleet.finish()
-    other.check()
+    fleet.finish(other)
     assert fleet.core.counters.poison_requests == 0
 
 
@@ -375,8 +355,7 @@ async def test_aborted_requests_are_no_evidence_against_the_next_suspect(fleet) 
     assert len(fleet.core.engines.named("engine").in_flight) == 0, "a suspect went where something may run"
     fleet.crash(engine)
     fleet.engine("healthy")
-    fleet.finish()
-    suspect.check()
+    fleet.finish(suspect)
 
 
 async def test_a_request_for_one_engine_does_not_disturb_the_suspect_there(fleet) -> None:
@@ -389,9 +368,7 @@ async def test_a_request_for_one_engine_does_not_disturb_the_suspect_there(fleet
     assert pinned.error.code is ErrorCode.ENGINES_MISSING
     assert "reserved" in pinned.error.message
     assert len(engine.jobs) == 1
-    fleet.finish()
-    for one in suspects:
-        one.check()
+    fleet.finish(*suspects)
 
 
 async def test_pause_and_drain_with_a_suspect_on_trial(fleet) -> None:
@@ -439,9 +416,7 @@ async def test_a_suspect_on_trial_goes_on_elsewhere_when_its_engine_leaves_or_is
     healthy = fleet.engine("healthy")
     fleet.until(lambda: healthy.jobs)
     assert healthy.most_jobs <= 1
-    fleet.finish()
-    for one in suspects:
-        one.check()
+    fleet.finish(*suspects)
     assert fleet.core.counters.poison_requests == 0
 
 
@@ -458,8 +433,7 @@ async def test_a_request_that_hangs_an_engine_and_then_ends_it_is_counted(fleet)
     fleet.crash(other)
     assert fleet.core.counters.suspects == 1
     fleet.engine("healthy")
-    fleet.finish()
-    asked.check()
+    fleet.finish(asked)
 
 
 async def test_a_request_that_two_hung_engines_ended_with_is_tried_alone(fleet) -> None:
@@ -483,9 +457,7 @@ async def test_a_request_that_two_hung_engines_ended_with_is_tried_alone(fleet) 
     fleet.turns(3)
     assert [job.uid for job in left.jobs.values()] == [other.uid], "the suspect waits for an engine of its own"
     fleet.engine("healthy")
-    fleet.finish()
-    asked.check()
-    other.check()
+    fleet.finish(asked, other)
 
 
 async def test_suspects_are_tried_on_engines_of_their_model(fleet) -> None:
@@ -499,9 +471,7 @@ async def test_suspects_are_tried_on_engines_of_their_model(fleet) -> None:
     fleet.turns(3)
     assert [job.uid for job in of_one.jobs.values()] == [one.uid]
     fleet.engine("of-two", model="two")
-    fleet.finish()
-    one.check()
-    two.check()
+    fleet.finish(one, two)
 
 
 async def test_a_suspect_whose_model_no_engine_runs_is_rejected(fleet) -> None:
@@ -526,9 +496,7 @@ async def test_plain_engines_are_tried_too(fleet) -> None:
         fleet.driver.pump()
         fleet.driver.advance(Timing().plain_reconnect + VERDICT_SECONDS)
     fleet.plain_engine("healthy")
-    fleet.finish()
-    for one in asked:
-        one.check()
+    fleet.finish(*asked)
     check_conviction(fleet, poison)
 
 
@@ -619,9 +587,7 @@ async def test_whatever_happens_poison_is_failed_and_nothing_else_is(seed: int) 
     for _ in range(400):
         chaos.act()
         fleet.turn()
-    fleet.finish()
-    for asked in chaos.innocent:
-        asked.check()
+    fleet.finish(*chaos.innocent)
     for asked in chaos.poison:
         assert asked.error is not None
         assert asked.error.code is ErrorCode.ENGINE_FAILED

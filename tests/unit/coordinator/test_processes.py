@@ -86,28 +86,6 @@ async def until_serving(link: ControlLink, names: set[str]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, params, collect) -> None:
-    coordinator = processes.coordinator()
-    doomed = processes.engine("doomed")
-    processes.engine("other")
-    link, client = await processes.admin(), await processes.client()
-    await until_serving(link, {"doomed", "other"})
-    streams = [client.add_request_streaming([*PROMPT, n], params(400)) for n in range(40)]
-    futures = [client.add_request([*PROMPT, n], params(100)) for n in range(40)]
-    begun = [item["partial"]["new_tokens"] for item in await asyncio.gather(*(anext(stream) for stream in streams))]
-    await doomed.kill()
-    await coordinator.kill()
-    processes.coordinator()
-    for number, stream in enumerate(streams):
-        tokens, final = await collect(stream)
-        streamed = begun[number] + tokens
-        assert final["generated_tokens"] == echo_answer([*PROMPT, number], 400)
-        assert streamed == final["generated_tokens"][: len(streamed)]  # the last step's tokens come with the final
-        assert len(streamed) >= 399
-    for number, future in enumerate(futures):
-        assert (await future)["generated_tokens"] == echo_answer([*PROMPT, number], 100)
-
-
 async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended(processes, params) -> None:
     coordinator = processes.coordinator()
     processes.engine("engine-0")
@@ -229,21 +207,6 @@ def test_with_no_engine_to_wait_for_the_library_class_is_ready_at_once() -> None
     finally:
         coordinator.stop()
         coordinator.stop()
-
-
-async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
-    processes.coordinator()
-    for name in ("one", "two"):
-        processes.engine(name, "--max-requests", "4", "--echo-step-seconds", "0.01")
-    link, greedy, other = await processes.admin(), await processes.client(), await processes.client()
-    await until_serving(link, {"one", "two"})
-    long = [greedy.add_request_streaming([*PROMPT, n], params(3000)) for n in range(300)]
-    await asyncio.gather(*(anext(stream) for stream in long[:8]))
-    short = [other.add_request_streaming([n], params(20)) for n in range(1, 7)]
-    for number, (_, final) in enumerate(await asyncio.gather(*map(collect, short)), start=1):
-        assert final["generated_tokens"] == echo_answer([number], 20)
-    status = await link.status()
-    assert status.queued + status.in_flight == 300, "no long request had to end before"
 
 
 async def _stop_engines(link: ControlLink) -> None:

@@ -193,7 +193,7 @@ class Clients:
 
 def test_the_coordinator_counts_for_all_its_clients_and_after_their_end() -> None:
     clients = Clients("server-0", "server-1")
-    assert clients.connect("server-0", b"server-0").quotas is True
+    clients.connect("server-0", b"server-0")
     first = clients.say(b"server-0", reserve(700, requests=1, requests_per_minute=2))
     assert (first.accepted, first.tokens_left, first.requests_left) == (True, 300, 1)
     assert clients.say(b"server-1", reserve(301)).accepted is False
@@ -236,7 +236,6 @@ def test_only_registered_clients_reserve_tokens() -> None:
 async def test_servers_share_a_limit_through_their_clients(stage: Any) -> None:
     coordinator = stage.coordinator()
     first, second = await stage.native_client(), await stage.native_client()
-    assert first.counts_quotas
     answers = await asyncio.gather(*(client.reserve(reserve(300)) for client in (first, second) * 4))
     assert sum(quota.accepted for quota in answers) == 3
     waiting = first.reserve(reserve(100))
@@ -282,15 +281,3 @@ async def test_a_client_waits_for_a_coordinator_and_the_next_one_has_counted_not
     assert (await waiting).tokens_left == 600
     client.charge(charge(-900, window=quota.window))
     assert (await client.reserve(reserve())).tokens_left == 600, "the new coordinator has not counted those"
-
-
-async def test_a_coordinator_of_an_earlier_release_leaves_the_count_to_its_clients(
-    stage: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    to_frames = HelloAck.to_frames
-    monkeypatch.setattr(HelloAck, "to_frames", lambda ack: to_frames(ack.model_copy(update={"quotas": None})))
-    coordinator = stage.coordinator()
-    client = await stage.native_client()
-    assert await client.reserve(reserve(600)) is None
-    assert not client.counts_quotas
-    assert coordinator.core.counters.rejected.total() == 0, "it is sent no message that it does not know"

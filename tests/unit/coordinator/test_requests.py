@@ -19,9 +19,7 @@ PROMPT = [1, 2, 3]
 
 
 async def test_a_request_comes_back_with_the_engines_tokens(stage, params) -> None:
-    stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    _, _, client = await stage.all()
     reply = await client.add_request(PROMPT, params(8))
     assert reply["generated_tokens"] == echo_answer(PROMPT, 8)
     assert (reply["status"], reply["finish_reason"], reply["prompt_length"]) == ("COMPLETED", "length", 3)
@@ -29,18 +27,14 @@ async def test_a_request_comes_back_with_the_engines_tokens(stage, params) -> No
 
 
 async def test_a_stream_gives_every_token_once_and_then_the_final_answer(stage, params, collect) -> None:
-    stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    _, _, client = await stage.all()
     tokens, final = await collect(client.add_request_streaming(PROMPT, params(20)))
     assert tokens == final["generated_tokens"] == echo_answer(PROMPT, 20)
 
 
 async def test_a_request_that_comes_again_after_its_answer_is_not_run_again(stage, params) -> None:
     """Its client sent it again before it had read the answer, which was on its way to the same connection."""
-    coordinator = stage.coordinator()
-    engine = await stage.engine()
-    client = await stage.client()
+    coordinator, engine, client = await stage.all()
     sent: list[list[bytes]] = []
     send = client.native._link.send
     client.native._link.send = lambda frames: (sent.append(frames), send(frames))
@@ -66,9 +60,7 @@ async def test_by_default_a_future_gives_a_record_and_on_demand_its_merged_reque
 
 
 async def test_the_seed_is_the_users_or_minted_once(stage, params) -> None:
-    stage.coordinator()
-    engine = await stage.engine()
-    client = await stage.client()
+    _, engine, client = await stage.all()
     await client.add_request(PROMPT, params(1, seed=42))
     await client.add_request(PROMPT, params(1))
     await client.add_request(PROMPT, params(1))
@@ -157,9 +149,7 @@ async def test_a_prompt_that_is_too_large_is_rejected_before_it_is_sent(stage, p
 
 
 async def test_a_request_that_an_engine_rejects_gets_a_failed_reply(stage) -> None:
-    stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    _, _, client = await stage.all()
     reply = await client.add_request(PROMPT, SamplingParams.deserialize({"num_tokens_to_generate": 1}))
     assert reply["status"] == "COMPLETED"
     broken = SamplingParams()
@@ -215,9 +205,7 @@ def test_an_invalid_address_is_rejected(address) -> None:
 
 
 async def test_text_needs_a_tokenizer_at_the_coordinator_or_the_engine(stage, params) -> None:
-    coordinator = stage.coordinator()
-    engine = await stage.engine()
-    client = await stage.client()
+    coordinator, engine, client = await stage.all()
     with pytest.raises(
         RequestRejectedError,
         match=r"engine .* cannot tokenize the prompt, and this coordinator has no tokenizer: send token ids",
@@ -243,9 +231,7 @@ async def test_text_that_is_too_long_or_breaks_the_tokenizer_is_rejected(stage, 
                 raise PanicError("index out of bounds")
             return [ord(letter) for letter in text]
 
-    coordinator = stage.coordinator()
-    await stage.engine()
-    client = await stage.client()
+    coordinator, _, client = await stage.all()
     coordinator.core.prompts.tokenizer = Fragile()
     with pytest.raises(RequestRejectedError, match="524289 characters: at most 524288"):
         await client.add_request("x" * (MAX_TEXT_CHARACTERS + 1), params(1))

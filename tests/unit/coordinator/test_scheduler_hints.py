@@ -10,7 +10,6 @@ import pytest
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.spawn import spawn_coordinator
-from megatron_runtime.process import scheduler_hints
 from megatron_runtime.process.scheduler_hints import SLICE_NANOSECONDS, request_scheduler_slices
 
 _ATTR = struct.Struct("=IIQiIQQQ")
@@ -55,8 +54,3 @@ def test_nothing_else_of_a_thread_changes() -> None:
     thread.start()
     thread.join()
     assert seen == [True, (SLICE_NANOSECONDS, 5), os.SCHED_OTHER]
-
-
-def test_where_the_system_has_none_nothing_is_asked(monkeypatch) -> None:
-    monkeypatch.setattr(scheduler_hints.sys, "platform", "darwin")
-    assert request_scheduler_slices() is False

@@ -16,9 +16,7 @@ def prompts_of(dispatches) -> list[int]:
 
 
 async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(stage, params, collect) -> None:
-    coordinator = stage.coordinator()
-    engine = await stage.engine(max_requests=8, step_seconds=None)
-    client = await stage.client()
+    coordinator, engine, client = await stage.all(max_requests=8, step_seconds=None)
     greedy = [client.add_request_streaming([1, n], params(30), tenant="greedy") for n in range(60)]
     await engine.until(lambda: len(engine.jobs) == 8)
     for _ in range(3):
@@ -44,9 +42,7 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
 
 
 async def test_a_tenant_alone_has_every_slot(stage, params) -> None:
-    coordinator = stage.coordinator()
-    engine = await stage.engine(max_requests=8, step_seconds=None)
-    client = await stage.client()
+    coordinator, engine, client = await stage.all(max_requests=8, step_seconds=None)
     for number in range(20):
         client.add_request([1, number], params(4), tenant="only")
     await engine.until(lambda: len(engine.jobs) == 8)
@@ -99,9 +95,7 @@ async def test_the_waiting_tenant_with_the_lowest_load_goes_next_each_in_the_ord
 
 @pytest.mark.parametrize("model", ["", "m"], ids=["any model", "the model of its tokens"])
 async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, params, collect, model) -> None:
-    coordinator = stage.coordinator()
-    lost = await stage.engine("lost", max_requests=2, step_seconds=None, model=model)
-    client = await stage.client()
+    coordinator, lost, client = await stage.all("lost", max_requests=2, step_seconds=None, model=model)
     begun = [client.add_request_streaming([1, n], params(4), tenant="ab"[n]) for n in range(2)]
     await lost.until(lambda: len(lost.jobs) == 2)
     lost.step()
@@ -120,9 +114,7 @@ async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, 
 
 async def test_a_request_that_made_room_is_not_taken_again_soon(stage, params, monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "MOVE_AGAIN_SECONDS", 3600.0)
-    coordinator = stage.coordinator()
-    engine = await stage.engine(max_requests=3, step_seconds=None)
-    client = await stage.client()
+    coordinator, engine, client = await stage.all(max_requests=3, step_seconds=None)
     for number in range(3):
         client.add_request([1, number], params(4), tenant="a")
     await engine.until(lambda: len(engine.jobs) == 3)
@@ -145,9 +137,7 @@ async def test_a_request_that_made_room_is_not_taken_again_soon(stage, params, m
 
 
 async def test_pinned_requests_and_those_of_higher_priority_make_no_room(stage, params) -> None:
-    coordinator = stage.coordinator()
-    engine = await stage.engine("engine-0", max_requests=3, step_seconds=None)
-    client = await stage.client()
+    coordinator, engine, client = await stage.all("engine-0", max_requests=3, step_seconds=None)
     client.add_request([1], params(4), tenant="a", engine="engine-0")
     client.add_request([2], params(4, priority=-1), tenant="a")
     client.add_request([3], params(4), tenant="a")
@@ -165,9 +155,7 @@ async def test_pinned_requests_and_those_of_higher_priority_make_no_room(stage, 
 
 
 async def test_a_late_answer_of_a_request_that_made_room_is_delivered(stage, params, collect) -> None:
-    coordinator = stage.coordinator()
-    engine = await stage.engine(max_requests=2, step_seconds=None)
-    client = await stage.client()
+    coordinator, engine, client = await stage.all(max_requests=2, step_seconds=None)
     streams = [client.add_request_streaming([1, n], params(3), tenant="a") for n in range(2)]
     await engine.until(lambda: len(engine.jobs) == 2)
     engine.step()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_kernels.quantized import BLOCK_SIZES, SCALES, QuantizedTensor
-from megatron_runtime.backends.native.cpu.executor import lay_out
+from megatron_runtime.backends.native.cpu.executor import attention_batch
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
@@ -198,11 +198,10 @@ def caches(
 
 
 def expected_logits(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:
-    layout = lay_out(plan, page_size=PAGE, dtype=torch.float32, window=model.sliding_window)
-    x_TD = model.embed(layout.token_ids_T)
-    x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
-    logits = model.logits(x_TD[layout.logit_rows_N])
-    return logits[torch.from_numpy(np.argsort(layout.sampled_rows))]
+    attention = attention_batch(plan, page_size=PAGE, dtype=torch.float32, window=model.sliding_window)
+    x_TD = model.embed(torch.from_numpy(plan.token_ids))
+    x_TD = model.run_layers(x_TD, torch.from_numpy(plan.positions), attention=attention, cache_LPXE=cache_LPXE)
+    return model.logits(x_TD[torch.from_numpy(plan.query_lengths.cumsum()) - 1])
 
 
 def in_cpp(

@@ -77,8 +77,8 @@ def test_load_and_release_may_be_repeated(make_tiny: MakeTiny) -> None:
 def test_a_model_that_the_operators_cannot_run_is_rejected_at_every_load() -> None:
     source = ModelInMemory(RandomCheckpoint(GEMMA, torch.float32, CPU), name="random weights")
 
-    def reject(model: DecoderModel, dtype: torch.dtype) -> NoReturn:
-        raise ValueError(f"{dtype}: no sliding window")
+    def reject(model: DecoderModel) -> NoReturn:
+        raise ValueError("no sliding window")
 
     text = ModelText(lambda: pytest.fail("no text"))
     executor = CpuExecutor(source, text, kv_cache_memory=1 << 20, make_forward=reject)

@@ -11,11 +11,8 @@ from soak import size
 from torch import nn
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 
 PROMPTS = [
@@ -158,40 +155,3 @@ def test_bfloat16_strays_no_further_than_rounding(make_tiny: MakeTiny, generate:
         exact, near = (model(tokens).logits[0, len(prompt) - 1 :].float() for model in (reference, rounded))
         chosen = exact.gather(1, torch.tensor(answers[index])[:, None])[:, 0]
         assert (exact.max(dim=-1).values - chosen).max() <= 2 * (exact - near).abs().max()
-
-
-def test_a_seed_gives_the_same_answer_alone_and_among_others(make_tiny: MakeTiny, generate: Generate) -> None:
-    directory, _ = make_tiny()
-    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
-    executor.load()
-    prompts = random_prompts([12, 40, 3, 12])
-    sampling = {"temperature": [0.8, 0.0, 1.5, 1.0], "top_k": [0, 0, 20, 0], "top_p": [0.0, 0.0, 0.0, 0.9]}
-    seeds = [1, 2, 1 << 63, (1 << 64) - 1]
-    together = generate(executor, prompts, 24, seeds=seeds, **sampling)
-    for index, prompt in enumerate(prompts):
-        own = {name: values[index] for name, values in sampling.items()}
-        assert generate(executor, [prompt], 24, seeds=[seeds[index]], **own)[0] == together[index]
-    other = generate(executor, prompts, 24, seeds=[5, 5, 5, 5], **sampling)
-    assert [other[index] == together[index] for index in range(4)] == [False, True, False, False]
-
-
-def test_log_probs_are_those_of_transformers(make_tiny: MakeTiny) -> None:
-    directory, reference = make_tiny()
-    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
-    executor.load()
-    engine = EngineCore(executor, InferenceConfig())
-    prompt = random_prompts([20])[0]
-    params = SamplingParams(
-        temperature=0.7, top_k=40, num_tokens_to_generate=12, return_log_probs=True, termination_id=IGNORE_EOS
-    )
-    engine.add_request(EngineRequest(0, np.array(prompt, np.int32), np.empty(0, np.int32), params, 3))
-    tokens: list[int] = []
-    found: list[float] = []
-    while engine.has_work:
-        for output in engine.step():
-            tokens += output.new_tokens
-            found += output.new_log_probs or []
-    with torch.inference_mode():
-        logits = reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
-    expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert found == pytest.approx(expected.tolist(), abs=1e-4)

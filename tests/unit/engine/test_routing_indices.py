@@ -187,4 +187,4 @@ def test_a_model_without_experts_and_a_wrapper_are_rejected() -> None:
     with pytest.raises(ValueError, match="moe_enable_routing_replay=True: this model has no experts"):
         select_executor(source, TEXT, config, **options)
     with pytest.raises(ValueError, match="a custom inference_wrapper_cls does not record the experts"):
-        select_executor(source, TEXT, config, make_forward=lambda model, dtype: pytest.fail("not run"), **options)
+        select_executor(source, TEXT, config, make_forward=lambda model: pytest.fail("not run"), **options)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.models.decoder import DecoderModel
-from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, SequenceRows
 from megatron_runtime.models.weights import load_weights
 
 PAGE = 16
@@ -42,8 +42,8 @@ class Model:
         return self.ours.logits(hidden[ends - 1])
 
     def prefill(self, tokens: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        chunk = PrefillChunk(slice(0, len(tokens)), None, None)
-        return self.run([tokens], [0], AttentionBatch(rows(pages, 0, len(tokens)), [], [chunk]))[0]
+        chunk = SequenceRows(slice(0, len(tokens)), None, None)
+        return self.run([tokens], [0], AttentionBatch(rows(pages, 0, len(tokens)), [chunk]))[0]
 
 
 def rows(pages: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -120,21 +120,15 @@ def test_a_mixed_batch_over_scattered_pages_gives_each_sequence_its_own_logits(
     model.prefill(long[:-1], pages_of[50])
     model.prefill(chunked[:25], pages_of[40])
 
-    padded_short = torch.cat((pages_of[9], pages[10:11].expand(3)))
     batch = AttentionBatch(
         cache_rows_T=torch.cat(
             [rows(pages_of[9], 8, 9), rows(pages_of[50], 49, 50), rows(pages_of[40], 25, 40), rows(pages_of[21], 0, 21)]
         ),
-        decodes=[
-            DecodeGroup(
-                slice(0, 2),
-                torch.cat((padded_short, pages_of[50])),
-                hidden_from(torch.tensor([9, 50]), 4 * PAGE)[:, None, None],
-            )
-        ],
-        prefills=[
-            PrefillChunk(slice(2, 17), pages_of[40], hidden_from(torch.arange(26, 41), 3 * PAGE)),
-            PrefillChunk(slice(17, 38), None, None),
+        chunks=[
+            SequenceRows(slice(0, 1), pages_of[9], torch.zeros(1, 9)),
+            SequenceRows(slice(1, 2), pages_of[50], torch.zeros(1, 50)),
+            SequenceRows(slice(2, 17), pages_of[40], hidden_from(torch.arange(26, 41), 40)),
+            SequenceRows(slice(17, 38), None, None),
         ],
     )
     logits = model.run([short, long, chunked, fresh], [8, 49, 25, 0], batch)
@@ -150,7 +144,7 @@ def test_bfloat16_weights_stay_near_float32(tiny: Model, tmp_path: Path) -> None
     hidden = model.run_layers(
         model.embed(tokens),
         torch.arange(30),
-        attention=AttentionBatch(torch.arange(30), [], [PrefillChunk(slice(0, 30), None, None)]),
+        attention=AttentionBatch(torch.arange(30), [SequenceRows(slice(0, 30), None, None)]),
         cache_LPXE=tiny.cache.bfloat16(),
     )
     logits = model.logits(hidden[29:])[0]

@@ -17,7 +17,7 @@ from random_checkpoint import FAMILY_EXAMPLES, random_model
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.decoder import DecoderModel
-from megatron_runtime.models.layers.paged_attention import AttentionBatch, PrefillChunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, SequenceRows
 from megatron_runtime.models.tensors import Checkpoint, Part
 from megatron_runtime.models.weights import load_weights
 
@@ -81,12 +81,12 @@ def stage(checkpoint: Checkpoint, shard: Shard, collectives: Collectives | None)
     layers, heads = len(shard.layers(config.num_layers)), len(shard.kv_heads(config.num_kv_heads))
     cache = torch.zeros(layers, 2, PAGE, 2 * heads * config.head_dim)
     positions = torch.arange(TOKENS)
-    causal = AttentionBatch(positions, [], [PrefillChunk(slice(0, TOKENS), None, None)])
+    causal = AttentionBatch(positions, [SequenceRows(slice(0, TOKENS), None, None)])
     seen = positions[None] <= positions[:, None]
     seen &= positions[None] > positions[:, None] - (model.sliding_window or TOKENS)
     band = torch.zeros(TOKENS, TOKENS).masked_fill_(~seen, float("-inf"))
-    local = AttentionBatch(positions, [], [PrefillChunk(slice(0, TOKENS), None, band)])
-    attention = AttentionBatch(causal.cache_rows_T, causal.decodes, causal.prefills, local)
+    local = AttentionBatch(positions, [SequenceRows(slice(0, TOKENS), None, band)])
+    attention = AttentionBatch(causal.cache_rows_T, causal.chunks, local)
 
     @torch.inference_mode()
     def run(given: torch.Tensor) -> torch.Tensor:

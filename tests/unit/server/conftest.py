@@ -163,6 +163,18 @@ def start_with_template(start: Start, tmp_path: Path) -> Start:
     return start_one
 
 
+@pytest.fixture
+def start_with_keys(start: Start, tmp_path: Path) -> Start:
+    """Start a server with API keys, given as the text of their file."""
+
+    async def start_one(keys: str, **changes: Any) -> Running:
+        file = tmp_path / "keys"
+        file.write_text(keys)
+        return await start(api_keys_file=file, **changes)
+
+    return start_one
+
+
 def _byte_tokenizer(directory: Path, template: str, *, special: Sequence[str]) -> Tokenizer:
     """A vocabulary of single bytes, loaded from files as a Hugging Face model has them."""
     vocabulary = {character: id_ for id_, character in enumerate(sorted(BYTE_OF_CHARACTER))}

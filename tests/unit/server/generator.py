@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
+import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import accumulate
@@ -17,6 +18,7 @@ from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import Charge, EngineStatus, FailedRequest, Quota, Reserve, StatusReply
+from megatron_runtime.requests.quotas import Quotas
 from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
@@ -64,7 +66,7 @@ class ScriptedBackend:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.connected = True
-        self.counts_quotas = False
+        self.quotas = Quotas()
         self.reject: Exception | None = None
         self.failure: dict[str, Any] | None = None
         self.gate = asyncio.Event()
@@ -73,7 +75,7 @@ class ScriptedBackend:
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.tenants: list[str] = []
         """The tenant of each request."""
-        self.tasks: tuple[str, ...] | None = ("generate",)
+        self.tasks: tuple[str, ...] = ("generate",)
         """What its engines do. With a pooling model each text has the score 0.5."""
         self.adapters = AdapterList()
         self.adapters_asked: list[str] = []
@@ -110,12 +112,11 @@ class ScriptedBackend:
         future.set_result(reply.model_copy(update={"engines": [engine, draining], "failed_requests": [failed]}))
         return future
 
-    async def reserve(self, reserve: Reserve) -> Quota | None:
-        """As with a coordinator of a release that does not count: the server counts by itself."""
-        return None
+    async def reserve(self, reserve: Reserve) -> Quota:
+        return self.quotas.reserve(time.monotonic(), reserve)
 
     def charge(self, charge: Charge) -> None:
-        raise AssertionError("such a coordinator knows no CHARGE")
+        self.quotas.charge(time.monotonic(), charge)
 
     def add_request(self, prompt: list[int], sampling_params: SamplingParams, **options: Any) -> asyncio.Future[Any]:
         self._accept(options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,7 +268,7 @@ async def test_what_is_not_offered_is_rejected_by_name(
 
 
 async def test_errors_are_those_of_anthropics_client(
-    anthropic: Any, running: Any, client: Any, start: Any, tmp_path: Path
+    anthropic: Any, running: Any, client: Any, start_with_keys: Any
 ) -> None:
     messages = client(running).messages
     with pytest.raises(anthropic.NotFoundError, match="smollm2"):
@@ -280,9 +279,7 @@ async def test_errors_are_those_of_anthropics_client(
     assert raised.value.status_code == 503
     assert raised.value.type == "overloaded_error"
     assert raised.value.request_id is None or raised.value.request_id.startswith("req_")
-    file = tmp_path / "keys"
-    file.write_text("keys:\n- {name: a, key: secret, requestsPerMinute: 1}\n")
-    guarded = await start(api_keys_file=file)
+    guarded = await start_with_keys("keys:\n- {name: a, key: secret, requestsPerMinute: 1}\n")
     with pytest.raises(anthropic.AuthenticationError):
         await client(guarded, key="wrong").messages.create(model="smollm2", max_tokens=10, messages=HI)
     messages = client(guarded, key="secret").messages

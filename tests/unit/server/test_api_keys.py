@@ -54,10 +54,8 @@ async def test_each_key_is_a_tenant_of_an_opaque_id(start: Any, tmp_path: Path) 
     assert opened.backend.tenants == [""], "without keys a request cannot choose its tenant"
 
 
-async def test_a_key_that_fills_a_server_does_not_block_another(start: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("first\nsecond\n")
-    running = await start(api_keys_file=file, max_open_requests=4)
+async def test_a_key_that_fills_a_server_does_not_block_another(start_with_keys: Any) -> None:
+    running = await start_with_keys("first\nsecond\n", max_open_requests=4)
     running.backend.gate.clear()
 
     async def complete(key: str) -> int:
@@ -78,10 +76,8 @@ async def test_a_key_that_fills_a_server_does_not_block_another(start: Any, tmp_
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_the_salt_of_the_prefix_cache_derives_from_the_key(start: Any, tmp_path: Path, shared: bool) -> None:
-    file = tmp_path / "keys"
-    file.write_text("first\nsecond\n")
-    running = await start(api_keys_file=file, share_prefix_cache=shared)
+async def test_the_salt_of_the_prefix_cache_derives_from_the_key(start_with_keys: Any, shared: bool) -> None:
+    running = await start_with_keys("first\nsecond\n", share_prefix_cache=shared)
 
     async def salt(key: str, **fields: Any) -> str | None:
         body = {"model": "smollm2", "prompt": "Hi", **fields}
@@ -102,10 +98,8 @@ async def test_the_salt_of_the_prefix_cache_derives_from_the_key(start: Any, tmp
     assert await salt("first", cache_salt="x" * 256) is not None
 
 
-async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# of the team\nfirst\n\nsecond-ключ\n")
-    running = await start(api_keys_file=file)
+async def test_api_keys_guard_all_but_probes(start_with_keys: Any) -> None:
+    running = await start_with_keys("# of the team\nfirst\n\nsecond-ключ\n")
     assert (await running.http.get("/readyz")).status_code == 200
     comment = {"Authorization": "Bearer # of the team"}
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}, comment):
@@ -170,10 +164,8 @@ async def _complete(running: Any, key: str, **fields: Any) -> Any:
     return await running.http.post("/v1/completions", json=body, headers=_bearer(key))
 
 
-async def test_a_key_has_a_limit_of_requests(start: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(NAMED)
-    running = await start(api_keys_file=file)
+async def test_a_key_has_a_limit_of_requests(start_with_keys: Any) -> None:
+    running = await start_with_keys(NAMED)
     for left in (1, 0):
         reply = await _complete(running, "first-secret")
         assert reply.status_code == 200
@@ -199,10 +191,8 @@ async def test_a_key_has_a_limit_of_requests(start: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prompts_and_answers_count_as_tokens(start: Any, tmp_path: Path, stream: bool) -> None:
-    file = tmp_path / "keys"
-    file.write_text(NAMED)
-    running = await start(api_keys_file=file)
+async def test_prompts_and_answers_count_as_tokens(start_with_keys: Any, stream: bool) -> None:
+    running = await start_with_keys(NAMED)
     prompt = list(range(100, 110))
 
     first = await _complete(running, "second-secret", prompt=prompt, stream=stream)
@@ -226,10 +216,8 @@ async def test_prompts_and_answers_count_as_tokens(start: Any, tmp_path: Path, s
     assert len(running.backend.requests) == 2
 
 
-async def test_a_reservation_is_cut_to_the_limit_and_what_is_not_generated_returns(start: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("keys:\n- {name: bob, key: secret, tokensPerMinute: 100}\n")
-    running = await start(api_keys_file=file, reserve_tokens=30)
+async def test_a_reservation_is_cut_to_the_limit_and_what_is_not_generated_returns(start_with_keys: Any) -> None:
+    running = await start_with_keys("keys:\n- {name: bob, key: secret, tokensPerMinute: 100}\n", reserve_tokens=30)
     running.backend.gate.clear()
     running.backend.free_tokens = 2
 
@@ -248,7 +236,7 @@ async def test_a_reservation_is_cut_to_the_limit_and_what_is_not_generated_retur
     await running.backend.until(open_requests=0)
     assert await left() == 100 - 10 - 2 * 2
     running.backend.gate.set()
-    running.service.rate_limits._own = Quotas()
+    running.backend.quotas = Quotas()
     large = await complete(max_tokens=30, n=4, stop=["llama"])
     assert large.status_code == 200, "10 and four times 30 have a minute alone"
     assert await left() == 100 - 10 - large.json()["usage"]["completion_tokens"] > 0
@@ -298,10 +286,8 @@ async def test_a_coordinator_that_does_not_answer_delays_only_keys_with_limits(s
     assert len(asked) == 1
 
 
-async def test_a_key_may_use_its_models_only(start: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(NAMED)
-    running = await start(api_keys_file=file)
+async def test_a_key_may_use_its_models_only(start_with_keys: Any) -> None:
+    running = await start_with_keys(NAMED)
     for model in ("smollm2", None, "EMPTY"):
         reply = await _complete(running, "third-secret", model=model)
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "model_not_allowed")
@@ -313,10 +299,8 @@ async def test_a_key_may_use_its_models_only(start: Any, tmp_path: Path) -> None
     assert not running.backend.requests
 
 
-async def test_a_key_may_be_in_the_header_of_anthropics_clients(start: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(NAMED)
-    running = await start(api_keys_file=file)
+async def test_a_key_may_be_in_the_header_of_anthropics_clients(start_with_keys: Any) -> None:
+    running = await start_with_keys(NAMED)
     assert (await running.http.get("/v1/models", headers={"x-api-key": "first-secret"})).status_code == 200
     assert (await running.http.get("/v1/models", headers={"x-api-key": "alice"})).status_code == 401
 

@@ -242,10 +242,8 @@ async def test_terminal_clients_report_that_no_server_answers() -> None:
         assert "no server answers at http://127.0.0.1:1: start one with 'megatron serve'" in err
 
 
-async def test_api_key_is_sent(start: Any, tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("secret\n")
-    running = await start(api_keys_file=file)
+async def test_api_key_is_sent(start_with_keys: Any) -> None:
+    running = await start_with_keys("secret\n")
     assert (await run("generate", "x", "--url", running.url))[0] == 1
     assert (await run("generate", "x", "--url", running.url, "--api-key", "secret"))[0] == 0
 

@@ -89,14 +89,6 @@ async def test_with_usage_every_event_has_the_field_and_the_last_one_the_numbers
         assert (chunks[-1]["choices"] == []) is has_field
 
 
-async def test_streamed_completion_equals_the_whole_answer(running: Any, answer: str) -> None:
-    stream = await running.openai.completions.create(**COMPLETION, stream=True)
-    chunks = [chunk async for chunk in stream]
-    assert "".join(chunk.choices[0].text for chunk in chunks) == answer
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    assert all(chunk.usage is None for chunk in chunks)
-
-
 async def test_events_are_framed_and_end_with_done(running: Any) -> None:
     reply = await running.chat(stream=True)
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -162,25 +154,6 @@ async def test_a_character_cut_by_the_token_limit_is_a_replacement_character(
     for limit, text in enumerate(texts, start=1):
         reply = await running.openai.chat.completions.create(**CHAT, max_tokens=limit)
         assert reply.choices[0].message.content == text
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_choices_of_a_seed_differ_and_repeat(running: Any, stream: bool) -> None:
-    async def texts(seed: int) -> list[str]:
-        fields = {"model": "smollm2", "messages": CHAT["messages"], "n": 3, "seed": seed, "max_tokens": 10}
-        if not stream:
-            reply = await running.openai.chat.completions.create(**fields)
-            assert [choice.index for choice in reply.choices] == [0, 1, 2]
-            return [choice.message.content for choice in reply.choices]
-        by_index = {0: "", 1: "", 2: ""}
-        async for chunk in await running.openai.chat.completions.create(**fields, stream=True):
-            by_index[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-        return list(by_index.values())
-
-    first = await texts(7)
-    assert len(set(first)) == 3
-    assert await texts(7) == first
-    assert await texts(-8) != first
 
 
 async def test_several_prompts_keep_order_and_count_each_once(running: Any, tokenizer: Any, answer: str) -> None:

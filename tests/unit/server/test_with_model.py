@@ -173,6 +173,7 @@ def test_choices_of_a_seed_differ_and_repeat_and_bias_decides(client: openai.Ope
     first = texts(5)
     assert len(set(first)) == 3
     assert texts(5) == first
+    assert texts(-8) != first
     biased = client.completions.create(model=MODEL, prompt="Once", max_tokens=3, temperature=0, logit_bias={"260": 100})
     assert biased.choices[0].text == " the the the"
     stopped = client.completions.create(model=MODEL, prompt="1 2 3 4 5 6", temperature=0, max_tokens=30, stop=" 9")

@@ -113,7 +113,7 @@ def select_executor(
     dtype: str = "auto",
     local_rank: int = 0,
     is_check: bool = False,
-    make_forward: Callable[[DecoderModel, torch.dtype], ForwardPass] | None = None,
+    make_forward: Callable[[DecoderModel], ForwardPass] | None = None,
     **options: Unpack[TorchOptions],
 ) -> TorchExecutor:
     """Return the executor of a model, or of this rank's part of it.

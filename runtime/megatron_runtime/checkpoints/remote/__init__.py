@@ -14,8 +14,6 @@ REMOTE_PREFIXES = (HUB_PREFIX, *OBJECT_PREFIXES)
 """Prefixes of model references whose files are downloaded."""
 MODEL_CACHE = "MEGATRON_MODEL_CACHE"
 """Variable that names a directory which `megatron fetch --cache` fills. Models in it are used without the network."""
-LOCK_FILE = ".megatron-lock"
-"""Held by the process that fetches to the directory of this file."""
 
 
 def hf_home() -> Path:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_runtime.checkpoints.model_files import OTHER_VOCABULARIES, TOKENIZER_FILE, ModelDirectory
-from megatron_runtime.checkpoints.remote import LOCK_FILE, MODEL_CACHE, hf_home, hub_cache
+from megatron_runtime.checkpoints.remote import MODEL_CACHE, hf_home, hub_cache
 from megatron_runtime.checkpoints.remote.files import (
     MANIFEST_FILE,
     HubError,
@@ -342,6 +342,6 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory; other processes wait and then find the files."""
-    with (directory / LOCK_FILE).open("w") as file:
+    with (directory / ".megatron-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
 import timeit
 from collections.abc import Iterator
@@ -73,9 +72,8 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
             yield Figure(f"b{size}_percent_of_bound", f"batch {size}: of the bandwidth", 100 * achieved / bound, "%")
             achieved = 100 * rate * of_token / products
             yield Figure(f"b{size}_decode_percent_of_compute", f"batch {size}: of the compute bound", achieved, "%")
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, kibibytes on Linux
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    yield Figure("peak_memory_mib", "memory, peak", peak / (1 << 20), "MiB")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    yield Figure("peak_memory_mib", "memory, peak", peak, "MiB")
 
 
 def memory_bandwidth() -> float:

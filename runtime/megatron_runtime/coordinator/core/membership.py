@@ -209,7 +209,7 @@ class Membership:
             restarted = not hello.serving and engine.incarnation != hello.incarnation
             crash = CrashEvidence.CERTAIN if restarted else CrashEvidence.NONE
             self.lose_engine(engine, "it registered again", crash)
-        if engine is None and not self._has_room_for_engine():
+        if engine is None and len(self._engines) >= limits.MAX_ENGINES:
             message = f"{len(self._engines)} engines are registered already: at most {limits.MAX_ENGINES}"
             self._context.reject(peer, ErrorCode.UNAVAILABLE, message)
             return
@@ -231,9 +231,6 @@ class Membership:
         self._verbs.welcome(engine)
         self._context.needs_pump = True
 
-    def _has_room_for_engine(self) -> bool:
-        return len(self._engines) < limits.MAX_ENGINES
-
     def _hello_client(self, peer: PeerId, hello: Hello) -> None:
         key = self._access.key_of(peer)
         client = self._clients.named(hello.role, hello.name)
@@ -241,7 +238,9 @@ class Membership:
         if other is not None and other is not client:
             self.lose_client(other, f"its connection now has the name {hello.name}")
         if client is None:
-            if not self._has_room_for_client(peer):
+            if len(self._clients) >= self._context.settings.max_clients:
+                message = f"{len(self._clients)} clients are registered already"
+                self._context.reject(peer, ErrorCode.UNAVAILABLE, message)
                 return
             route = next(self._clients.routes)
             client = Client(hello.name, peer, hello.role, hello.incarnation, route, self._context.now, key=key)
@@ -250,18 +249,9 @@ class Membership:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._context.now
         client.model, client.formats = hello.model, hello.formats
-        self._verbs.acknowledge_hello(
-            peer, state=self._verbs.state, route=client.route, quotas=True, tasks=self._engines.tasks
-        )
+        self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route, tasks=self._engines.tasks)
         if client.blocked:
             self._replies.catch_up(client)
-
-    def _has_room_for_client(self, peer: PeerId) -> bool:
-        """If there is none, `peer` is sent an error."""
-        if len(self._clients) < self._context.settings.max_clients:
-            return True
-        self._context.reject(peer, ErrorCode.UNAVAILABLE, f"{len(self._clients)} clients are registered already")
-        return False
 
     # --- removal ------------------------------------------------------------------------------------------------
 

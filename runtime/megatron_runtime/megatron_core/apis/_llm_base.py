@@ -142,8 +142,8 @@ class _MegatronLLMBase:
 
     An object that is no longer used is shut down by the garbage collector, and at the end of the interpreter.
 
-    model:     a GPTModel of Megatron-Core, a causal language model of transformers in eval mode, or a DecoderModel. Its
-               weights are copied.
+    model:     a GPTModel of Megatron-Core, or a causal language model of transformers in eval mode. Its weights are
+               copied.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, a tokenizer of Megatron-Core (or another object with
                `tokenize` and `detokenize`), or a model reference that has one. None: that of the model reference.
     inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.

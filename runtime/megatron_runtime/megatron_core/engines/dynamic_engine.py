@@ -93,10 +93,8 @@ class DynamicInferenceEngine:
         executor = self.core.executor
         if self.text is None:
             raise RuntimeError(f"{type(executor).__name__} has no controller: its tokens have no text")
-        model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
-        wrapped = None
-        if model is not None and dtype is not None:
-            wrapped = GPTInferenceWrapper(model, self.context, dtype=dtype)
+        model = getattr(executor, "model", None)
+        wrapped = None if model is None else GPTInferenceWrapper(model, self.context)
         return TextGenerationController(wrapped, self.text)
 
     @property

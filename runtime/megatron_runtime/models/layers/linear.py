@@ -15,34 +15,27 @@ Weight = torch.Tensor | Sequence[QuantizedTensor] | Sequence[PackedMatrix]
 
 
 class Linear:
-    """y_TN = x_TK @ weight_NK.T
+    """y_TN = x_TK @ weight_NK.T"""
 
-    On the CPU the weight is packed once for oneDNN's matrix product. packed: False keeps the dense weight, for an
-    embedding table.
-    """
-
-    def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
+    def __init__(self, weight_NK: torch.Tensor) -> None:
         self.out_features, self.in_features = weight_NK.shape
-        self._packed = packed and _can_pack(weight_NK)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK) if self._packed else weight_NK
+        self._weight = weight_NK
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x_TK, self._weight, None, "none", [], "")
         return F.linear(x_TK, self._weight)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix, which must not be packed: x_TK = weight_NK[ids_T]."""
+        """Return rows of the matrix: x_TK = weight_NK[ids_T]."""
         return F.embedding(ids_T, self._weight)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a product reads."""
-        return self.out_features * self.in_features * self._weight.dtype.itemsize
+        return self._weight.nbytes
 
     def dense(self) -> torch.Tensor:
-        """Return weight_NK; a copy if it is packed."""
-        return self._weight.to_dense() if self._packed else self._weight
+        """Return weight_NK."""
+        return self._weight
 
 
 class LinearFactory:
@@ -77,7 +70,7 @@ class LinearFactory:
 
     def embedding(self, weight_VD: Weight) -> Linear:
         """Return an embedding table, which may also be the head."""
-        return Linear(self.dense(weight_VD), packed=False)
+        return Linear(self.dense(weight_VD))
 
 
 def dense(weight: Weight) -> torch.Tensor:
@@ -85,11 +78,3 @@ def dense(weight: Weight) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight
     return torch.cat([part.dequantize() for part in weight])
-
-
-def _can_pack(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype is torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype is torch.float32

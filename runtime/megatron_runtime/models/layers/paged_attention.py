@@ -1,7 +1,7 @@
 """Attention of a mixed batch over a paged KV cache, and the rotary position embedding.
 
-T tokens of the step, B sequences of a group, S cached tokens of a sequence (padded to whole pages), P pages of the
-cache, X tokens of a page, H query heads, K key-value heads, G = H / K, D size of a head, E = 2 K D (keys, then values).
+T tokens of the step, S cached tokens of a sequence, P pages of the cache, X tokens of a page, H query heads, K
+key-value heads, G = H / K, D size of a head, E = 2 K D (keys, then values).
 """
 
 from __future__ import annotations
@@ -133,21 +133,12 @@ def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Sequences of similar length with one new token each; their rows of the step are `rows`.
+class SequenceRows:
+    """The new tokens of one sequence: rows `rows` of the step.
 
-    pages:     [B * pages of the longest], int64; shorter sequences are padded with any valid page.
-    mask_B11S: 0 for a token that is attended to, -inf for padding.
+    pages:   int64; of its cached tokens and the new ones. None: no token was cached before.
+    mask_TS: 0 for a token that is attended to, -inf for others, from the first token of `pages` on. None: causal.
     """
-
-    rows: slice
-    pages: torch.Tensor
-    mask_B11S: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """One sequence with several new tokens. pages: None without cached tokens. mask_TS: None means causal."""
 
     rows: slice
     pages: torch.Tensor | None
@@ -159,12 +150,12 @@ class AttentionBatch:
     """The places of a step's tokens in the cache, and the tokens that each attends to. Equal for all layers of a kind.
 
     cache_rows_T: row of the cache, page * X + offset, of each token's keys and values.
+    chunks:       in the order of the step's rows.
     local:        for layers with a sliding window; None if the window covers the context of every token.
     """
 
     cache_rows_T: torch.Tensor
-    decodes: Sequence[DecodeGroup]
-    prefills: Sequence[PrefillChunk]
+    chunks: Sequence[SequenceRows]
     local: AttentionBatch | None = None
 
 
@@ -181,26 +172,15 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Write `kv_TE` to the cache, which may be of a smaller type, attend, and return [T, H * D]."""
         cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE.to(cache_PXE.dtype))
-        parts = [self._decode(q_THD, cache_PXE, group) for group in batch.decodes]
-        parts += [self._prefill(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.prefills]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat([self._attend(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.chunks])
 
-    def _decode(self, q_THD: torch.Tensor, cache_PXE: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
-        q_BHD = q_THD[group.rows]
-        kv = cache_PXE.index_select(0, group.pages).to(q_BHD.dtype)
-        kv_BSJKD = kv.view(q_BHD.shape[0], -1, 2, self._kv_heads, self._head_dim)
-        k_BKSD, v_BKSD = kv_BSJKD.permute(2, 0, 3, 1, 4)
-        # The query heads that share a key-value head are rows of one product, so that it is read once.
-        q_BKGD = q_BHD.unflatten(1, (self._kv_heads, self._groups))
-        out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=group.mask_B11S, scale=self._scale)
-        return out_BKGD.flatten(1)
-
-    def _prefill(
-        self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: PrefillChunk
+    def _attend(
+        self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: SequenceRows
     ) -> torch.Tensor:
         kv_SE = kv_TE[chunk.rows]
-        if chunk.pages is not None:
-            kv_SE = cache_PXE.index_select(0, chunk.pages).flatten(0, 1).to(kv_TE.dtype)
+        if chunk.pages is not None and chunk.mask_TS is not None:
+            # Without the end of the last page, which may have what another request left there.
+            kv_SE = cache_PXE.index_select(0, chunk.pages).flatten(0, 1)[: chunk.mask_TS.shape[1]].to(kv_TE.dtype)
         kv_JKSD = kv_SE.unflatten(1, (2, self._kv_heads, self._head_dim)).permute(1, 2, 0, 3)
         k_KGSD, v_KGSD = kv_JKSD[:, :, None].expand(-1, -1, self._groups, -1, -1)
         q_KGTD = q_THD[chunk.rows].unflatten(1, (self._kv_heads, self._groups)).permute(1, 2, 0, 3)

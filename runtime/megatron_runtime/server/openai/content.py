@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,12 @@ class MixedContent:
             else:
                 found.append({"type": "text", "text": part if isinstance(part, str) else part.placeholder})
         return found
+
+
+def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str | MixedContent:
+    """Return the content of a message with these parts. Texts alone are joined."""
+    texts = [part for part in parts if isinstance(part, str)]
+    return separator.join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
 def media_part(part: dict[str, Any]) -> MediaPart | None:

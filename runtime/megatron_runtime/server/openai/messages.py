@@ -7,7 +7,7 @@ those of https://docs.anthropic.com/en/api/messages.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -15,12 +15,10 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
-    PrivateAttr,
     StrictBool,
     StrictInt,
     StrictStr,
     Tag,
-    ValidationError,
     ValidationInfo,
     field_validator,
 )
@@ -29,14 +27,14 @@ from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.rules import MAX_INT32
-from megatron_runtime.server.errors import ApiError, ContextLengthError, from_validation
+from megatron_runtime.server.errors import ApiError, ContextLengthError
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_prefix import JsonPrefix
 from megatron_runtime.server.json_text import JsonResponse, to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
-from megatron_runtime.server.openai.content import MediaPart, MixedContent
+from megatron_runtime.server.openai.content import MediaPart, content_of
 from megatron_runtime.server.openai.fields import COUNT_TOKENS_POLICY, MESSAGES_POLICY, served, within
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
@@ -44,12 +42,11 @@ from megatron_runtime.server.openai.schema import (
     MAX_TOOLS,
     AllowedTool,
     Body,
-    ChatRequest,
+    ConvertedRequest,
     FunctionName,
     JsonObject,
     JsonValue,
     MaxTokens,
-    ModelRequest,
     Name,
     StopStrings,
     Temperature,
@@ -153,11 +150,6 @@ class ResultPart(Body):
         return MediaPart("image", url, self.type, placeholder) if url else placeholder
 
 
-def _content_of(parts: Sequence[str | MediaPart]) -> str | MixedContent:
-    texts = [part for part in parts if isinstance(part, str)]
-    return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
-
-
 class ToolResultBlock(Body):
     """The result of a call. Its content says whether it is an error."""
 
@@ -212,13 +204,13 @@ class AnthropicMessage(Body):
                 parts.append(block.text if isinstance(block, TextBlock) else block.as_part())
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                content = _content_of([part.as_part() for part in block.content])
+                content = content_of([part.as_part() for part in block.content])
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         calls = [block for block in self.content if isinstance(block, ToolUseBlock)]
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
         if self.content and all(isinstance(block, ToolResultBlock) for block in self.content):
             return
-        message: dict[str, Any] = {"role": self.role, "content": _content_of(parts)}
+        message: dict[str, Any] = {"role": self.role, "content": content_of(parts)}
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
@@ -296,10 +288,11 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountTokensRequest(ModelRequest):
+class CountTokensRequest(ConvertedRequest):
     """POST /v1/messages/count_tokens."""
 
     policy = COUNT_TOKENS_POLICY
+    conversation_field = "messages"
     own_names: ClassVar[Mapping[str, str]] = {
         "chat_template_kwargs": "thinking",
         "max_completion_tokens": "max_tokens",
@@ -332,30 +325,13 @@ class CountTokensRequest(ModelRequest):
         "[reasoning](http-api-behaviour.md#reasoning); `max` is `xhigh`."
     )
 
-    _chat: ChatRequest | None = PrivateAttr(None)
-
-    @property
-    def chat(self) -> ChatRequest:
-        """Return the chat request, of a request that was prepared()."""
-        assert self._chat is not None
-        return self._chat
-
     def prepared(self) -> Self:
-        """Return the request with the conversation in its chat request alone. Raises ApiError 400 for what chat
-        requests do not allow.
-        """
+        """Return the request with the conversation in its chat request alone. Raises ApiError 400."""
         super().prepared()
-        try:
-            self._chat = ChatRequest.model_validate(self.as_chat())
-        except ValidationError as error:
-            found = from_validation(error.errors(include_url=False, include_context=False))
-            message = f"Invalid value for messages: as a chat request, {found.message}"
-            raise ApiError(400, message, param="messages") from error
         self.messages, self.system, self.tools = [], [], None
         return self
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the body of the chat request."""
         messages = [message for turn in self.messages for message in turn.as_chat()]
         if self.system:
             system = "\n".join(block.text for block in self.system)

@@ -15,24 +15,21 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import (
     Discriminator,
     Field,
-    PrivateAttr,
     StrictBool,
     StrictStr,
     Tag,
-    ValidationError,
     field_validator,
 )
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.server.errors import ApiError, from_validation
 from megatron_runtime.server.formats.parser import CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.chat import AnswerReader, conversation_of
-from megatron_runtime.server.openai.content import MediaPart, MixedContent
+from megatron_runtime.server.openai.content import MediaPart, content_of
 from megatron_runtime.server.openai.fields import RESPONSES_POLICY, served
 from megatron_runtime.server.openai.generation import Generation, Usage, generation_of
 from megatron_runtime.server.openai.schema import (
@@ -40,7 +37,7 @@ from megatron_runtime.server.openai.schema import (
     MAX_TOOLS,
     AllowedTools,
     Body,
-    ChatRequest,
+    ConvertedRequest,
     Function,
     FunctionName,
     JsonObject,
@@ -195,10 +192,11 @@ class ReasoningOptions(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
-class ResponsesRequest(SampledRequest):
+class ResponsesRequest(ConvertedRequest, SampledRequest):
     """POST /v1/responses."""
 
     policy = RESPONSES_POLICY
+    conversation_field = "input"
     own_names: ClassVar[Mapping[str, str]] = {
         "max_completion_tokens": "max_output_tokens",
         "max_tokens": "max_output_tokens",
@@ -266,30 +264,13 @@ class ResponsesRequest(SampledRequest):
         """Return the tools that the model may call, by the name of their function."""
         return {tool.function["name"]: tool for tool in _offered(self.tools or ())}
 
-    _chat: ChatRequest | None = PrivateAttr(None)
-
-    @property
-    def chat(self) -> ChatRequest:
-        """Return the chat request, of a request that was prepared()."""
-        assert self._chat is not None
-        return self._chat
-
     def prepared(self) -> Self:
-        """Return the request with its input in its chat request alone. Raises ApiError 400 for what chat requests do
-        not allow.
-        """
+        """Return the request with its input in its chat request alone. Raises ApiError 400."""
         super().prepared()
-        try:
-            self._chat = ChatRequest.model_validate(self.as_chat())
-        except ValidationError as error:
-            found = from_validation(error.errors(include_url=False, include_context=False))
-            message = f"Invalid value for input: as a chat request, {found.message}"
-            raise ApiError(400, message, param="input") from error
         self.input = ""
         return self
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the body of the chat request."""
         choice, text = self.tool_choice, self.text
         tools = [{"type": "function", "function": dict(tool.function)} for tool in _offered(self.tools or ())]
         fields: dict[str, Any] = {
@@ -397,7 +378,7 @@ def _result_of(output: Any) -> Any:
     parts = [_part_of(part, is_result=True) for part in (output if isinstance(output, list) else [output])]
     if any(part is None for part in parts):
         return json.dumps(output, ensure_ascii=False)
-    return _content_of([part for part in parts if part is not None], "\n")
+    return content_of([part for part in parts if part is not None])
 
 
 def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
@@ -411,11 +392,6 @@ def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
         return MediaPart("image", url, part["type"], placeholder) if isinstance(url, str) and url else placeholder
     text = part.get("text", part.get("refusal"))
     return text if isinstance(text, str) else None
-
-
-def _content_of(parts: Sequence[str | MediaPart], separator: str) -> str | MixedContent:
-    texts = [part for part in parts if isinstance(part, str)]
-    return separator.join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
 def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
@@ -439,7 +415,7 @@ def _text_of(content: Any) -> Any:
     parts = [_part_of(part, is_result=False) for part in content]
     readable = [part for part in parts if part is not None]
     if len(readable) == len(parts):
-        return _content_of(readable, "")
+        return content_of(readable, "")
     return [{"type": part.get("type") if isinstance(part, dict) else None} for part in content]
 
 

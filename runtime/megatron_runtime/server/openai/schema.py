@@ -16,10 +16,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     StrictBool,
     StrictFloat,
     StrictInt,
     StrictStr,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
@@ -36,11 +38,11 @@ from megatron_runtime.requests.sampling_params import (
     MAX_LOGIT_BIAS_TOKENS,
 )
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
-from megatron_runtime.server.errors import shown
+from megatron_runtime.server.errors import ApiError, from_validation, shown
 from megatron_runtime.server.formats.conversation import THOUGHT_FIELDS
 from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS
 from megatron_runtime.server.guards import JsonScan, load_json
-from megatron_runtime.server.openai.content import MediaPart, MixedContent, media_part
+from megatron_runtime.server.openai.content import MediaPart, MixedContent, content_of, media_part
 from megatron_runtime.server.openai.fields import (
     CHAT_POLICY,
     COMPLETION_POLICY,
@@ -533,9 +535,7 @@ class ChatMessage(Body):
         if value is _ABSENT:
             raise PydanticCustomError("missing", "Field required")
         if isinstance(value, list) and value:
-            parts = [_part(part, role) for part in value]
-            texts = [part for part in parts if isinstance(part, str)]
-            return "\n".join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
+            return content_of([_part(part, role) for part in value])
         raise ValueError("expected a string or a non-empty list of text parts")
 
     @field_validator("tool_call_id")
@@ -704,6 +704,41 @@ class ChatRequest(GenerationRequest):
         """Return whether the answer must be a call of any of the tools."""
         choice = self.tool_choice
         return choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
+
+
+class ConvertedRequest(ModelRequest):
+    """A request that is answered as a chat request.
+
+    conversation_field: field that has the conversation.
+    """
+
+    conversation_field: ClassVar[str]
+
+    _chat: ChatRequest | None = PrivateAttr(None)
+
+    @property
+    def chat(self) -> ChatRequest:
+        """Return the chat request, of a request that was prepared()."""
+        assert self._chat is not None
+        return self._chat
+
+    def prepared(self) -> Self:
+        """Return the request with its chat request. Raises ApiError 400 for what chat requests do not allow."""
+        super().prepared()
+        try:
+            self._chat = ChatRequest.model_validate(self.as_chat())
+        except ValidationError as error:
+            name, found = (
+                self.conversation_field,
+                from_validation(error.errors(include_url=False, include_context=False)),
+            )
+            message = f"Invalid value for {name}: as a chat request, {found.message}"
+            raise ApiError(400, message, param=name) from error
+        return self
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the body of the chat request."""
+        raise NotImplementedError
 
 
 class TokenizeRequest(ModelRequest):

@@ -365,9 +365,9 @@ class Service:
 
         Raises ApiError 503.
         """
-        if self.client.tasks == ():
-            await self._until(lambda: self.client.tasks != (), "No engine has served")
-        return (GENERATE,) if self.client.tasks is None else self.client.tasks
+        if not self.client.tasks:
+            await self._until(lambda: bool(self.client.tasks), "No engine has served")
+        return self.client.tasks
 
     def check_generates(self) -> None:
         """Raise ApiError 404 if the engines have pooling models only, as far as the server knows."""

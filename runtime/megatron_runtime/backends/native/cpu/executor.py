@@ -1,7 +1,6 @@
 """An executor that runs a model on the CPU, in the C++ kernels if they support the model, else in torch operators.
 
-T tokens, n rows, N tokens whose logits are needed, S cached tokens of the longest row of a group (whole pages),
-X tokens of a page.
+T tokens, n rows, N tokens whose logits are needed, S cached tokens of a row, X tokens of a page.
 """
 
 from __future__ import annotations
@@ -31,13 +30,9 @@ from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.models.cpp_decoder import CppDecoder, build_decoder
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
 from megatron_runtime.models.layers.cpu import numbers_of
-from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, SequenceRows
 
 ForwardPass = Callable[[StepPlan, torch.Tensor], ForwardStep]
-
-MAX_PADDED_TOKENS = 128
-"""A decode group is split if its padding costs more than the operations of another group. Measured with a 135M model in
-float32 on one thread, both cost the same between 64 and 256 padded tokens."""
 
 
 class CpuExecutor(TorchExecutor):
@@ -53,7 +48,7 @@ class CpuExecutor(TorchExecutor):
         controller: ModelText | None = None,
         *,
         dtype: str = "auto",
-        make_forward: Callable[[DecoderModel, torch.dtype], ForwardPass] | None = None,
+        make_forward: Callable[[DecoderModel], ForwardPass] | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         self.model: DecoderModel | None = None
@@ -77,7 +72,7 @@ class CpuExecutor(TorchExecutor):
             return
         self.model = build_decoder(self.model_config, weights, shard=self._shard, collectives=self._groups)
         if self._make_forward is not None:
-            self._run = self._make_forward(self.model, self.dtype)
+            self._run = self._make_forward(self.model)
 
     def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
         model, groups, shard = self.model, self._groups, self._shard
@@ -85,31 +80,23 @@ class CpuExecutor(TorchExecutor):
         if groups is None:
             if self._run is not None:
                 return self._run(plan, cache_LPXE)
-            return forward(
-                model, plan, cache_LPXE, dtype=self.dtype, routing_GTJ=self._new_routing(len(plan.token_ids))
-            )
+            return forward(model, plan, cache_LPXE, self._new_routing(len(plan.token_ids)))
         groups.begin(batch.tokens_of_experts)
-        rows: StepLayout | LogitRows
         if _runs_in_cpp(model, cache_LPXE):
-            rows = logit_rows(batch.plan)
-            token_ids_T = torch.from_numpy(batch.plan.token_ids)
             run_layers = partial(model.run_rank, batch.plan)
         else:
-            clear_new_pages(batch.plan, cache_LPXE)
-            rows = layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=model.sliding_window)
-            token_ids_T = layout.token_ids_T
-            run_layers = partial(model.run_layers, positions_T=layout.positions_T, attention=layout.attention)
+            run_layers = partial(_run_layers, model, batch.plan)
         if shard.has_embedding:
-            x_TD = model.embed(token_ids_T)
+            x_TD = model.embed(torch.from_numpy(batch.plan.token_ids))
         else:
             hidden = self.model_config.hidden_size
-            x_TD = groups.receive_from_previous_stage(len(token_ids_T), hidden, dtype=self.dtype)
+            x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=self.dtype)
         routing_GTJ = self._new_routing(len(x_TD))
         x_TD = run_layers(x_TD=x_TD, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ)
         if not shard.has_head:
             self._send_to_next_stage(x_TD, routing_GTJ)
             return None
-        return logits_of_step(model, batch.plan, rows, x_TD, routing_GTJ)
+        return _output_of(model, batch.plan, logit_rows(batch.plan), x_TD, routing_GTJ)
 
     def _trim_memory(self) -> None:
         """Have glibc return freed memory. Weights and cache are in no reference cycle and need no garbage collection,
@@ -122,36 +109,52 @@ class CpuExecutor(TorchExecutor):
 
 @torch.inference_mode()
 def forward(
-    model: DecoderModel,
-    plan: StepPlan,
-    cache_LPXE: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    routing_GTJ: torch.Tensor | None = None,
+    model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
 ) -> ForwardStep:
     """Compute the plan's tokens and write their keys and values to the cache.
 
-    dtype:       of the model's activations.
     routing_GTJ: memory for the experts of the tokens; None does not record them.
     """
+    rows = logit_rows(plan)
     if _runs_in_cpp(model, cache_LPXE):
-        return _forward_in_cpp(model, plan, cache_LPXE, routing_GTJ)
-    clear_new_pages(plan, cache_LPXE)
-    layout = lay_out(plan, page_size=cache_LPXE.shape[2], dtype=dtype, window=model.sliding_window)
-    x_TD = model.embed(layout.token_ids_T)
-    x_TD = model.run_layers(
-        x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ
-    )
-    return logits_of_step(model, plan, layout, x_TD, routing_GTJ)
+        sampled_N = rows.logit_rows_N[: len(rows.sampled_rows)].numpy()
+        x_TD, logits_NV = model.run_plan(plan, cache_LPXE, sampled_N, routing_GTJ)
+        return _output_of(model, plan, rows, x_TD, routing_GTJ, torch.from_numpy(logits_NV))
+    x_TD = model.embed(torch.from_numpy(plan.token_ids))
+    x_TD = _run_layers(model, plan, x_TD=x_TD, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ)
+    return _output_of(model, plan, rows, x_TD, routing_GTJ)
 
 
-def logits_of_step(
-    model: DecoderModel, plan: StepPlan, rows: LogitRows, x_TD: torch.Tensor, routing_GTJ: torch.Tensor | None
+def _run_layers(
+    model: DecoderModel,
+    plan: StepPlan,
+    *,
+    x_TD: torch.Tensor,
+    cache_LPXE: torch.Tensor,
+    routing_GTJ: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the hidden states after this rank's layers, computed in torch operators."""
+    attention = attention_batch(plan, page_size=cache_LPXE.shape[2], dtype=x_TD.dtype, window=model.sliding_window)
+    positions_T = torch.from_numpy(plan.positions)
+    return model.run_layers(x_TD, positions_T, attention=attention, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ)
+
+
+def _output_of(
+    model: DecoderModel,
+    plan: StepPlan,
+    rows: LogitRows,
+    x_TD: torch.Tensor,
+    routing_GTJ: torch.Tensor | None,
+    logits_NV: torch.Tensor | None = None,
 ) -> ForwardStep:
-    """Return the output of a step, given the hidden states after the last layer and the experts of its tokens."""
-    sampled = len(rows.sampled_rows)
+    """Return the output of a step, given the hidden states after the last layer and the experts of its tokens.
+
+    logits_NV: of the sampled rows; None: they are computed here.
+    """
+    sampled, order = len(rows.sampled_rows), np.arange(len(plan.query_lengths))
     x_ND = x_TD.index_select(0, rows.logit_rows_N)
-    logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
+    if logits_NV is None:
+        logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
 
     def hidden_of(which: Int64) -> torch.Tensor:
         return model.finish(x_ND[torch.from_numpy(which)])
@@ -166,8 +169,8 @@ def logits_of_step(
         rows.targets,
         hidden_of,
         routing_GTJ,
-        rows.order,
-        partial(rows_not_finite, x_TD, plan, rows.order),
+        order,
+        partial(rows_not_finite, x_TD, plan, order),
     )
 
 
@@ -176,50 +179,21 @@ def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[Cpp
     return isinstance(model, CppDecoder) and cache_LPXE.shape[2] % PANEL == 0
 
 
-def _forward_in_cpp(
-    model: CppDecoder, plan: StepPlan, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None
-) -> ForwardStep:
-    rows = logit_rows(plan)
-    sampled = len(rows.sampled_rows)
-    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy(), routing_GTJ)
-    x_ND = x_TD.index_select(0, rows.logit_rows_N) if rows.targets else None
-    logits_NV = torch.from_numpy(sampled_NV)
-
-    def hidden_of(which: Int64) -> torch.Tensor:
-        return model.finish(x_TD.index_select(0, rows.logit_rows_N[torch.from_numpy(which)]))
-
-    return ForwardStep(
-        rows.sampled_rows,
-        slice(None),
-        logits_NV,
-        None,
-        model.logits,
-        x_ND,
-        rows.targets,
-        hidden_of,
-        routing_GTJ,
-        rows.order,
-        partial(rows_not_finite, x_TD, plan, rows.order),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """The order in which a step computes the rows of its plan, and the tokens whose logits are needed.
+    """The tokens of a step whose logits are needed.
 
-    order:        int64 [n]; rows of the plan.
     logit_rows_N: one for each of sampled_rows, then those of `targets`.
     sampled_rows, targets: as in ForwardStep.
     """
 
-    order: Int64
     logit_rows_N: torch.Tensor
     sampled_rows: Int64
     targets: list[tuple[int, slice]]
 
 
 def logit_rows(plan: StepPlan) -> LogitRows:
-    """Return the tokens whose logits a plan needs, in the plan's order."""
+    """Return the tokens whose logits a plan needs."""
     ends = plan.query_lengths.cumsum(dtype=np.int64)
     sampled_rows = np.flatnonzero(plan.needs_sample)
     rows, targets, end = [ends[sampled_rows] - 1], [], len(sampled_rows)
@@ -227,89 +201,25 @@ def logit_rows(plan: StepPlan) -> LogitRows:
         rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
         targets.append((row, slice(end, end + len(tokens))))
         end += len(tokens)
-    return LogitRows(np.arange(len(ends)), torch.from_numpy(np.concatenate(rows)), sampled_rows, targets)
+    return LogitRows(torch.from_numpy(np.concatenate(rows)), sampled_rows, targets)
 
 
-@dataclass(frozen=True, slots=True)
-class StepLayout(LogitRows):
-    """The model's arguments for one step: rows with one new token in groups of similar length, then prompts."""
-
-    token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    attention: AttentionBatch
-
-
-def clear_new_pages(plan: StepPlan, cache_LPXE: torch.Tensor) -> None:
-    """Clear the pages that rows begin in this step and do not fill.
-
-    Attention in torch operators multiplies hidden places by 0, and what another request left there may not be finite.
-    """
-    lengths, size = plan.context_lengths, cache_LPXE.shape[2]
-    last = (lengths - 1) // size
-    begun = np.flatnonzero((lengths - plan.query_lengths <= last * size) & (lengths % size != 0))
-    if len(begun):
-        cache_LPXE[:, torch.from_numpy(plan.block_tables[begun, last[begun]].astype(np.int64))] = 0
-
-
-def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> StepLayout:
-    """Return the layout of `plan`.
+def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> AttentionBatch:
+    """Return the places of a plan's tokens in the cache, and what they attend to.
 
     dtype:  of the attention masks, the same as the model's.
     window: tokens that a layer with a sliding window attends to; None for a model without such layers.
     """
-    lengths = plan.context_lengths.astype(np.int64)
-    is_decode = plan.query_lengths == 1
-    decodes = np.flatnonzero(is_decode)
-    decodes = decodes[np.argsort(-lengths[decodes], kind="stable")]
-    rows = np.concatenate([decodes, np.flatnonzero(~is_decode)])
-    counts = plan.query_lengths[rows].astype(np.int64)
-    ends = counts.cumsum()
-    order_T = plan.tokens_of(rows)
-    groups = [slice(start, stop) for start, stop in _decode_groups(-(-lengths[decodes] // page_size), page_size)]
+    cache_rows_T = torch.from_numpy(plan.slot_mapping)
+    lengths, ends = plan.context_lengths.tolist(), plan.query_lengths.cumsum().tolist()
 
-    def attention(masks: _Masks, local: AttentionBatch | None) -> AttentionBatch:
-        decoded = [masks.decode_group(part, lengths[rows[part]], plan.block_tables[rows[part]]) for part in groups]
-        prefilled = [
-            masks.prefill_chunk(slice(ends[i] - counts[i], ends[i]), int(lengths[rows[i]]), plan.block_tables[rows[i]])
-            for i in range(len(decodes), len(rows))
-        ]
-        return AttentionBatch(cache_rows_T, decoded, prefilled, local)
+    def batch(window: int | None, local: AttentionBatch | None = None) -> AttentionBatch:
+        masks = _Masks(page_size, dtype, window)
+        starts = [0, *ends[:-1]]
+        rows = zip(map(slice, starts, ends), lengths, plan.block_tables, strict=True)
+        return AttentionBatch(cache_rows_T, [masks.sequence_rows(*row) for row in rows], local)
 
-    cache_rows_T = torch.from_numpy(plan.slot_mapping[order_T])
-    local = None
-    if window is not None and lengths.max() > window:
-        local = attention(_Masks(page_size, dtype, window), None)
-    is_sampled = plan.needs_sample[rows]
-    logit_rows = [ends[is_sampled] - 1]
-    targets, end = [], int(is_sampled.sum())
-    if plan.sampling.prompt_targets:
-        firsts = dict(zip(rows.tolist(), (ends - counts).tolist(), strict=True))
-        for row, tokens in plan.sampling.prompt_targets.items():
-            logit_rows.append(firsts[row] + np.arange(len(tokens)))
-            targets.append((row, slice(end, end + len(tokens))))
-            end += len(tokens)
-    return StepLayout(
-        order=rows,
-        token_ids_T=torch.from_numpy(plan.token_ids[order_T]),
-        positions_T=torch.from_numpy(plan.positions[order_T]),
-        logit_rows_N=torch.from_numpy(np.concatenate(logit_rows)),
-        attention=attention(_Masks(page_size, dtype, None), local),
-        sampled_rows=rows[is_sampled],
-        targets=targets,
-    )
-
-
-def _decode_groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
-    """Split rows, given by their number of pages in descending order, into (start, stop) of similar length."""
-    groups, start, padding = [], 0, 0
-    for index, count in enumerate(pages):
-        padding += int(pages[start] - count) * page_size
-        if padding > MAX_PADDED_TOKENS:
-            groups.append((start, index))
-            start, padding = index, 0
-    if len(pages):
-        groups.append((start, len(pages)))
-    return groups
+    return batch(None, batch(window) if window is not None and max(lengths) > window else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,44 +230,19 @@ class _Masks:
     dtype: torch.dtype
     window: int | None
 
-    def decode_group(self, rows: slice, lengths: Int64, block_tables: npt.NDArray[np.int32]) -> DecodeGroup:
-        first_B = self._first_visible(lengths - 1) // self.page_size
-        pages = int((-(-lengths // self.page_size) - first_B).max())
-        index_BP = first_B[:, None] + np.arange(pages)
-        tokens_BS = (first_B * self.page_size)[:, None] + np.arange(pages * self.page_size)
-        # A row with fewer pages is padded with its own last page, which the mask hides.
-        held_BP = np.take_along_axis(
-            block_tables, np.minimum(index_BP, (lengths - 1)[:, None] // self.page_size), axis=1
-        )
-        return DecodeGroup(
-            rows=rows,
-            pages=torch.from_numpy(held_BP.astype(np.int64).ravel()),
-            mask_B11S=self._mask(self._is_visible(lengths - 1, tokens_BS))[:, None, None],
-        )
+    def sequence_rows(self, rows: slice, length: int, block_table: npt.NDArray[np.int32]) -> SequenceRows:
+        queries_T = np.arange(length - (rows.stop - rows.start), length)
+        if queries_T[0] == 0:
+            is_causal = self.window is None or length <= self.window
+            return SequenceRows(rows, None, None if is_causal else self._mask(queries_T, queries_T))
+        first = 0 if self.window is None else max(0, int(queries_T[0]) - self.window + 1) // self.page_size
+        table = torch.from_numpy(block_table[first : -(-length // self.page_size)].astype(np.int64))
+        return SequenceRows(rows, table, self._mask(queries_T, np.arange(first * self.page_size, length)))
 
-    def prefill_chunk(self, rows: slice, length: int, block_table: npt.NDArray[np.int32]) -> PrefillChunk:
-        count = rows.stop - rows.start
-        queries_T = np.arange(length - count, length)
-        if count == length:
-            if self.window is None or length <= self.window:
-                return PrefillChunk(rows, None, None)
-            return PrefillChunk(rows, None, self._mask(self._is_visible(queries_T, queries_T)))
-        first = int(self._first_visible(queries_T[:1])[0]) // self.page_size
-        pages = -(-length // self.page_size)
-        tokens_S = np.arange(first * self.page_size, pages * self.page_size)
-        table = torch.from_numpy(block_table[first:pages].astype(np.int64))
-        return PrefillChunk(rows, table, self._mask(self._is_visible(queries_T, tokens_S)))
-
-    def _first_visible(self, queries: Int64) -> Int64:
-        return np.zeros_like(queries) if self.window is None else np.maximum(queries - self.window + 1, 0)
-
-    def _is_visible(self, queries_N: Int64, tokens_S: Int64) -> npt.NDArray[np.bool_]:
-        queries_N1 = queries_N[:, None]
-        visible: npt.NDArray[np.bool_] = tokens_S <= queries_N1
+    def _mask(self, queries_T: Int64, tokens_S: Int64) -> torch.Tensor:
+        queries_T1 = queries_T[:, None]
+        is_hidden = tokens_S > queries_T1
         if self.window is not None:
-            visible &= tokens_S > queries_N1 - self.window
-        return visible
-
-    def _mask(self, is_visible: npt.NDArray[np.bool_]) -> torch.Tensor:
-        hidden = torch.from_numpy(~is_visible)
+            is_hidden |= tokens_S <= queries_T1 - self.window
+        hidden = torch.from_numpy(is_hidden)
         return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))

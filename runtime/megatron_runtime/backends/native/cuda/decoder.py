@@ -31,7 +31,7 @@ class StackedLinear(Linear):
     """Matrix `number` of `stack_YNK`."""
 
     def __init__(self, stack_YNK: torch.Tensor, number: int) -> None:
-        super().__init__(stack_YNK[number], packed=False)
+        super().__init__(stack_YNK[number])
         self.stack_YNK = stack_YNK
 
 

@@ -20,19 +20,17 @@ class GPTInferenceWrapper:
 
     model: a DecoderModel; or a GPTModel of Megatron-Core, which an engine is constructed with.
     inference_context: the context of that engine.
-    dtype: of the activations of a DecoderModel.
     """
 
-    def __init__(self, model: Any, inference_context: Any = None, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: Any, inference_context: Any = None) -> None:
         self.model = model
         self.inference_context = inference_context
-        self._dtype = dtype
 
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
         """Compute the plan's tokens and write their keys and values to the cache."""
-        return forward(self.model, plan, cache_LPXE, dtype=self._dtype)
+        return forward(self.model, plan, cache_LPXE)
 
     @classmethod
-    def forward_of(cls, model: DecoderModel, dtype: torch.dtype) -> ForwardPass:
+    def forward_of(cls, model: DecoderModel) -> ForwardPass:
         """Return the forward pass of an executor whose model this class runs."""
-        return cls(model, dtype=dtype).run_one_forward_step
+        return cls(model).run_one_forward_step
