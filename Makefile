@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv installs into .venv, also if the caller has activated another environment.
 unexport VIRTUAL_ENV
 
-.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-pages test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
+.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-models test-pages test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -82,10 +82,14 @@ cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build
 cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 	@$(PY) -m localcluster down
 
-# Most groups wait for timers and processes: three in parallel use two cores well. The longest begin first. Unit tests get
-# one process less than alone, because each collects all tests. Each group prints its output when it is done.
+# Most groups wait for timers and processes: four in parallel use two cores well. The longest begin first. Each group
+# prints its output when it is done.
 test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -k -j 3 WORKERS=$$(($(WORKERS) > 2 ? $(WORKERS) - 1 : 2)) test-unit test-cluster test-e2e test-survival test-pages lint
+	@$(MAKE) --no-print-directory --output-sync=target -k -j 4 WORKERS=$$(($(WORKERS) > 3 ? 2 : 0)) test-models test-unit test-cluster test-e2e test-survival test-pages lint
+
+# Folders of unit tests that import torch, Triton or Megatron-Core. Each process of pytest-xdist imports and collects all
+# of its tests, so they are a group of their own.
+MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megatron megatron_core models parallel preflight sampling
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
@@ -95,12 +99,16 @@ test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s
 
 test-unit: setup build/test-weights.stamp build/chat-templates.stamp
 	@$(BEGIN)
-	$(PYTEST) tests/unit tests/fuzz -m "not page" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests/unit tests/fuzz $(addprefix --ignore=tests/unit/,$(MODELS)) -m "not page" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-models: setup build/test-weights.stamp
+	@$(BEGIN)
+	$(PYTEST) --record=models $(addprefix tests/unit/,$(MODELS)) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`.
 test-pages: setup build/chromium.stamp
 	@$(BEGIN)
-	$(PYTEST) tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile
+	$(PYTEST) --record=pages tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile
 
 test-survival: setup
 	@$(BEGIN)

@@ -391,7 +391,7 @@ def _only(backend: Backend, operation: str) -> KernelConfig:
 def main(path: Path | None, backend: str, dtype: str, tokens: str, context: int, operation: tuple[str, ...]) -> None:
     if not torch.cuda.is_available():
         click.echo(
-            "no CUDA device: these timings mean nothing elsewhere; `make test-unit` checks the arithmetic", err=True
+            "no CUDA device: these timings mean nothing elsewhere; `make test-models` checks the arithmetic", err=True
         )
         sys.exit(2)
     device, kind = torch.device("cuda"), getattr(torch, dtype)

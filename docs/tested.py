@@ -19,7 +19,8 @@ RECORDS = ROOT / "docs/measurements/test-runs.json"
 PAGE = RECORDS.with_suffix(".md")
 ISA = "CPU instruction set"
 GROUPS = {
-    "unit": "units, and answers against transformers",
+    "unit": "units",
+    "models": "kernels and models, and answers against transformers",
     "pages": "the web pages in Chromium",
     "fuzz": "parsers of untrusted bytes",
     "survival": "processes that are killed, frozen and restarted",
@@ -30,7 +31,8 @@ GROUPS = {
     "vllm": "engines with vLLM itself",
     "gpu": "kernels and engine on a CUDA device",
 }
-"""Folder below tests/ or, for `pages`, the tests of `make test-pages`; and what it shows."""
+"""Folder below tests/ or, for MAKE_GROUPS, the tests of a make target; and what it shows."""
+MAKE_GROUPS = ("models", "pages")
 
 Record = dict[str, Any]
 
@@ -63,7 +65,7 @@ def _command(record: Record) -> str:
 
 
 def _name(group: str) -> str:
-    return "make test-pages" if group == "pages" else f"tests/{group}"
+    return f"make test-{group}" if group in MAKE_GROUPS else f"tests/{group}"
 
 
 def runs(records: list[Record]) -> list[str]:

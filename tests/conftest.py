@@ -14,6 +14,10 @@ from run_record import RunRecorder
 _MEASUREMENTS = pytest.StashKey[list[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="GROUP", help="write the record of this run as that of a group (run_record.py)")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Scale the timeout of each test, which pyproject.toml gives for an idle two-core machine. Record the run.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,15 @@ import pytest
 import yaml
 from bad_values import bad_values
 
-from megatron_operator.cluster.api import KubeApiError
+from megatron_operator.cluster.api import KubeApi, KubeApiError
 from megatron_operator.cluster.kinds import RESOURCE
 
 pytestmark = pytest.mark.cluster
 
-SAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "samples").glob("*.yaml"))
+SAMPLES = {
+    path.stem: list(yaml.safe_load_all(path.read_text()))
+    for path in sorted((Path(__file__).parents[2] / "manifests" / "samples").glob("*.yaml"))
+}
 SOURCE = {"source": {"builtin": "smollm2-135m"}}
 TWO = {"builtin": "smollm2-135m", "persistentVolumeClaim": {"claimName": "weights"}}
 
@@ -24,13 +26,19 @@ ON_VOLUME = {"name": "sql", "source": {"path": "/adapters/sql"}}
 MANY = [{**ON_HUB, "name": f"a{number}"} for number in range(65)]
 
 
-def manifest(spec: dict[str, Any], name: str = "demo") -> str:
+def manifest(spec: dict[str, Any], name: str = "demo") -> dict[str, Any]:
     body = {"apiVersion": "inference.megatron.dev/v1beta1", "kind": "MegatronInference", "metadata": {"name": name}}
-    return json.dumps({**body, "spec": spec})
+    return {**body, "spec": spec}
+
+
+async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Apply a resource on the server's side, without keeping it."""
+    placed = {**body, "metadata": {**body["metadata"], "namespace": namespace}}
+    return await api.apply(RESOURCE, placed, manager="test", force=False, dry_run=True)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("body", "words"),
     [
         (
             manifest({"model": {"source": {}}}),
@@ -121,19 +129,19 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
         (manifest({"model": SOURCE, "replica": 2}), ["spec.replica", "not declared in schema"]),
     ],
 )
-def test_an_invalid_resource_is_rejected_with_field_and_remedy(kubectl: Any, text: str, words: list[str]) -> None:
-    rejected = kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=text)
-    assert rejected.returncode != 0
+async def test_an_invalid_resource_is_rejected_with_field_and_remedy(
+    api: KubeApi, namespace: str, body: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(KubeApiError) as rejected:
+        await apply(api, namespace, body)
     for word in words:
-        assert word in rejected.stderr
+        assert word in rejected.value.message
 
 
-@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
-def test_samples_are_accepted(kubectl: Any, path: Path, namespace: str) -> None:
-    for document in yaml.safe_load_all(path.read_text()):
-        document["metadata"].pop("namespace", None)
-        taken = kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=json.dumps(document))
-        assert taken.returncode == 0, taken.stderr
+@pytest.mark.parametrize("name", SAMPLES)
+async def test_samples_are_accepted(api: KubeApi, namespace: str, name: str) -> None:
+    for document in SAMPLES[name]:
+        await apply(api, namespace, document)
 
 
 @pytest.mark.parametrize(
@@ -145,28 +153,26 @@ def test_samples_are_accepted(kubectl: Any, path: Path, namespace: str) -> None:
     ],
     ids=["one pod", "two ranks in a pod", "two pods"],
 )
-def test_vllm_engines_are_accepted_with_every_argument_kept(
-    kubectl: Any, engine: dict[str, Any], namespace: str
+async def test_vllm_engines_are_accepted_with_every_argument_kept(
+    api: KubeApi, namespace: str, engine: dict[str, Any]
 ) -> None:
     ranks = 1 if engine == {"backend": "VLLM"} else 2
-    text = manifest({"model": SOURCE, "engine": engine, "parallelism": {"tensor": ranks}})
-    taken = kubectl("apply", "--server-side", "--dry-run=server", "-o", "json", "-f", "-", stdin=text)
-    assert taken.returncode == 0, taken.stderr
-    assert json.loads(taken.stdout)["spec"]["engine"].get("vllm", {}).get("args") == engine.get("vllm", {}).get("args")
+    body = manifest({"model": SOURCE, "engine": engine, "parallelism": {"tensor": ranks}})
+    taken = await apply(api, namespace, body)
+    assert taken["spec"]["engine"].get("vllm", {}).get("args") == engine.get("vllm", {}).get("args")
 
 
 def test_there_are_samples() -> None:
     assert SAMPLES
 
 
-async def test_every_bad_value_of_the_schema_is_rejected_with_its_field(api: Any, namespace: str) -> None:
+async def test_every_bad_value_of_the_schema_is_rejected_with_its_field(api: KubeApi, namespace: str) -> None:
     path = f"{RESOURCE.path(namespace)}?dryRun=All&fieldValidation=Strict"
     taken: list[str] = []
     unnamed: list[str] = []
     for bad in bad_values():
-        body = json.loads(manifest(bad.spec()))
         try:
-            await api.request("POST", path, body=body)
+            await api.request("POST", path, body=manifest(bad.spec()))
             taken.append(bad.field)
         except KubeApiError as error:
             if error.code not in (400, 422) or bad.path[-1] not in error.message:

