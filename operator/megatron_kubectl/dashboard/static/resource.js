@@ -157,7 +157,7 @@ function timeline(resource, events) {
 function logs(where, signal) {
   const select = h("select", { "aria-label": "Container" });
   const button = h("button", { type: "button", disabled: true }, "Follow");
-  const output = h("pre", { class: "log", tabindex: "0", "aria-label": "Log" });
+  const output = h("pre", { class: "log", tabindex: "0", role: "group", "aria-label": "Log" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
   let reading = null;
   const append = text => {
@@ -233,7 +233,7 @@ export function showResource(main, namespace, name, back, signal) {
   const actions = new Actions(where, title), log = logs(where, signal), plan = preview(where);
   const engines = rowsTable("Engines", ["Engine", "State", "Queue", "Running", "KV use", "Prefix hits", "Tokens/s", "Epoch", "Ranks"], new Set([2, 3, 4, 5, 6, 7, 8]));
   const history = rowsTable("Conditions, Events and history", ["Time", "Kind", "Message"], new Set(), new Set([0, 1]));
-  const explain = h("pre", { "aria-label": "Explanation", tabindex: "0" });
+  const explain = h("pre", { role: "group", "aria-label": "Explanation", tabindex: "0" });
   const errors = Object.fromEntries(["resource", "events", "pods", "explain", "metrics"].map(part => [part, h("p", { class: "error", hidden: true })]));
   const charts = [
     new Chart("Throughput, tokens/s", [{ label: "", key: "tokens_per_second" }], tokens, signal),
