@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -41,6 +42,8 @@ class FakeApi:
         self.blocked: set[str] = set()
         """Parts of paths of the proxy whose pods the API server does not reach."""
         self.holds = False
+        self.expired: Counter[str] = Counter()
+        """Requests that are answered with 401, by method."""
         self.suffix = ""
         """Ends texts of resources, Events and logs."""
         self.reads_bodies = asyncio.Event()
@@ -184,6 +187,9 @@ class FakeApi:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        if self.expired[request.method]:
+            self.expired[request.method] -= 1
+            return web.json_response(_status(401, "Unauthorized", "Unauthorized"), status=401)
         for each in self.denied:
             verb, _, part = each.partition(" ")
             if request.method == verb and part in path:
@@ -260,7 +266,7 @@ class FakeApi:
             # Lines of different pods alternate in time.
             for number in range(int(request.query.get("tailLines", 3))):
                 at = f"2026-01-01T00:00:0{number}.{sum(pod.encode()):06}Z"
-                await response.write(f"{at} line {number} of {pod} {container}\x1b[2J\n".encode())
+                await response.write(f"{at} line {number} of {pod} {container}\x1b[2J{self.suffix}\n".encode())
             return response
         stamped = request.query.get("timestamps") == "true"
         for number in range(10_000):

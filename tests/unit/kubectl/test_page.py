@@ -303,6 +303,14 @@ async def test_a_verb_without_an_answer_of_the_api_server_is_cancelled(page: Pag
     assert fake.clusters["demo"].spec.get("desiredState", "Running") == "Running"
 
 
+async def test_a_verb_is_sent_again_with_new_credentials(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    await expect(page.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
+    fake.expired["PATCH"] = 1
+    await act(page, "Pause")
+    await expect(page.get_by_text("Pause: confirmed by every rank")).to_be_visible()
+
+
 async def test_a_page_that_closes_cancels_its_verb(page: Page, settings: Any, fake: Any) -> None:
     other = await page.context.new_page()
     await open_resource(page, settings)
