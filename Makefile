@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv installs into .venv, also if the caller has activated another environment.
 unexport VIRTUAL_ENV
 
-.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-models test-pages test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
+.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-models test-pages screenshots test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -109,6 +109,9 @@ test-models: setup build/test-weights.stamp
 test-pages: setup build/chromium.stamp
 	@$(BEGIN)
 	$(PYTEST) --record=pages tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile
+
+screenshots: setup build/chromium.stamp ## the screenshots of the documentation, docs/assets/*.png
+	@PYTHONPATH=. $(PY) tools/screenshots.py
 
 test-survival: setup
 	@$(BEGIN)

@@ -5,6 +5,7 @@ A panel of a single metric of coordinator or engine is declared with the metric 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any, TypeAlias
 
@@ -20,6 +21,11 @@ def _alert(name: str, expression: str, *, wait: str, severity: str, summary: str
     labels = {"severity": severity}
     return {"alert": name, "expr": expression, "for": wait, "labels": labels, "annotations": annotations}
 
+
+BY_RESOURCE = "namespace, app_kubernetes_io_instance"
+"""Labels that the PodMonitor adds to the metrics of a resource's pods: its namespace and name."""
+RESOURCE = "{{ $labels.namespace }}/{{ $labels.app_kubernetes_io_instance }}"
+LEGEND = "{{namespace}}/{{app_kubernetes_io_instance}}"
 
 ALERTS: list[Object] = [
     _alert(
@@ -110,11 +116,11 @@ ALERTS: list[Object] = [
     ),
     _alert(
         "MegatronNoEngineServes",
-        "sum by (namespace, pod) (megatron_coordinator_engine_serving) == 0 "
-        "and on (namespace, pod) megatron_coordinator_queued_requests > 0",
+        f"sum by ({BY_RESOURCE}) (megatron_coordinator_engine_serving) == 0 "
+        f"and on ({BY_RESOURCE}) megatron_coordinator_queued_requests > 0",
         wait="2m",
         severity="critical",
-        summary="Requests wait and no engine serves.",
+        summary=f"{RESOURCE}: requests wait and no engine serves.",
         action="kubectl megatron status NAME; a suspended resource may lack wakeOnRequest.",
     ),
     _alert(
@@ -122,7 +128,7 @@ ALERTS: list[Object] = [
         "increase(megatron_coordinator_engines_lost_total[15m]) > 3",
         wait="0m",
         severity="warning",
-        summary="Engines are lost repeatedly; their requests are replayed each time.",
+        summary=f"{RESOURCE}: engines are lost repeatedly; their requests are replayed each time.",
         action="Read the termination messages of the engines in kubectl describe pod.",
     ),
     _alert(
@@ -130,7 +136,7 @@ ALERTS: list[Object] = [
         "megatron_coordinator_queued_requests > 100 and deriv(megatron_coordinator_queued_requests[10m]) > 0",
         wait="10m",
         severity="warning",
-        summary="Requests arrive faster than the engines answer.",
+        summary=f"{RESOURCE}: requests arrive faster than the engines answer.",
         action="Raise spec.replicas, or let an autoscaler do it.",
     ),
     _alert(
@@ -192,9 +198,13 @@ PANELS: tuple[Panel, ...] = (
     (
         "Waiting for an engine",
         "short",
-        (("sum by (namespace) (megatron_coordinator_queued_requests)", "{{namespace}}"),),
+        ((f"sum by ({BY_RESOURCE}) (megatron_coordinator_queued_requests)", LEGEND),),
     ),
-    ("In flight by engine", "short", (("sum by (engine) (megatron_coordinator_in_flight_requests)", "{{engine}}"),)),
+    (
+        "In flight by engine",
+        "short",
+        (("sum by (namespace, engine) (megatron_coordinator_in_flight_requests)", "{{namespace}}/{{engine}}"),),
+    ),
     ("KV cache in use", "percentunit", (("megatron_kv_cache_usage_perc", "{{pod}}"),)),
     ("Epoch of the weights", "short", (("max by (namespace, pod) (megatron_generation_epoch)", "{{pod}}"),)),
     ("Resources by state", "short", (("sum by (state) (megatron_operator_resource_state)", "{{state}}"),)),
@@ -232,6 +242,46 @@ PANELS: tuple[Panel, ...] = (
 )
 
 
+_ONE_RESOURCE = {
+    f"megatron_operator_{name}"
+    for name in ("resource_state", "condition", "queued_requests", "in_flight_requests", "contested_children")
+}
+"""Metrics of the operator that are about one resource."""
+_METRIC = re.compile(r"\b(megatron_[a-z_]+)(?:\{([^}]*)\})?")
+
+
+def selected(expression: str) -> str:
+    """Return a query of the resources that the variables of the dashboard choose."""
+
+    def select(found: re.Match[str]) -> str:
+        name, given = found[1], found[2]
+        if not name.startswith("megatron_operator_"):
+            chosen = 'namespace=~"$namespace",app_kubernetes_io_instance=~"$resource"'
+        elif name in _ONE_RESOURCE:
+            chosen = 'namespace=~"$namespace",name=~"$resource"'
+        else:
+            return found[0]
+        return f"{name}{{{','.join(filter(None, (given, chosen)))}}}"
+
+    return _METRIC.sub(select, expression)
+
+
+def _variable(name: str, query: str) -> Object:
+    """Return a variable with the values of a label; at first all of them."""
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": {"type": "prometheus", "uid": "${datasource}"},
+        "query": {"query": query, "refId": name},
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
 def dashboard() -> Object:
     """Return a Grafana dashboard (schema 39)."""
     return {
@@ -241,7 +291,13 @@ def dashboard() -> Object:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]},
+        "templating": {
+            "list": [
+                {"name": "datasource", "type": "datasource", "query": "prometheus"},
+                _variable("namespace", "label_values(megatron_operator_resource_state, namespace)"),
+                _variable("resource", 'label_values(megatron_operator_resource_state{namespace=~"$namespace"}, name)'),
+            ]
+        },
         "panels": [_panel(number, *panel) for number, panel in enumerate(PANELS)],
     }
 
@@ -256,7 +312,7 @@ def _panel(number: int, title: str, unit: str, curves: tuple[tuple[str, str], ..
         "gridPos": {"h": 8, "w": 8, "x": 8 * (number % 3), "y": 8 * (number // 3)},
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
         "targets": [
-            {"refId": chr(ord("A") + index), "datasource": source, "expr": expression, "legendFormat": legend}
+            {"refId": chr(ord("A") + index), "datasource": source, "expr": selected(expression), "legendFormat": legend}
             for index, (expression, legend) in enumerate(curves)
         ],
     }

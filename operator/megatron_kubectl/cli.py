@@ -323,7 +323,6 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
         from megatron_kubectl.dashboard.app import serve
     except ModuleNotFoundError as error:
         fail(ClusterError(f"{error}: install the dashboard with pip install 'megatron-inference[dashboard]'"))
-    from megatron_operator.cluster.auth import LoginError
 
     try:
         shown, active = current_context(context)
@@ -332,7 +331,7 @@ def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | Non
             asyncio.run(
                 serve(namespace=first, context=context, shown_context=shown, port=port, opens_browser=browser, say=say)
             )
-    except (ClusterError, LoginError, OSError) as error:
+    except (ClusterError, OSError) as error:
         fail(error)
 
 

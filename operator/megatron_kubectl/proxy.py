@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 from urllib.parse import quote, urlencode
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.text import printable
 
 REQUEST_SECONDS = 15.0
 MERGE_PATCH = "application/merge-patch+json"
@@ -26,6 +31,9 @@ MERGE_PATCH = "application/merge-patch+json"
 # The shell waits for the end of its standard input, which this process holds open. Then it ends kubectl and removes the
 # directory of the socket.
 _GUARD = 'folder=$1; shift; "$@" & exec >&- 2>&-; read -r _; kill $!; rm -rf "$folder"'
+
+_LOG_LINE = re.compile(r"[IWEF]\d{4} ")
+"""kubectl's own log, such as of requests that were cancelled."""
 
 
 class ClusterError(Exception):
@@ -89,28 +97,51 @@ class _UnixConnection(http.client.HTTPConnection):
 class KubectlProxy:
     """A running `kubectl proxy`. Its methods may be called by several threads.
 
+    What a login plugin of kubectl writes to standard error, such as the address of a dialog, appears on this process's.
+
     Raises:
         ClusterError: kubectl is missing or cannot use the kubeconfig.
     """
 
     def __init__(self, *, context: str | None = None) -> None:
         command = [*_kubectl(context), "proxy"]
-        self._folder = Path(tempfile.mkdtemp(prefix="kubectl-megatron-"))
-        self._socket = self._folder / "api"
-        self._errors = self._folder / "errors"
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                ["sh", "-c", _GUARD, "sh", str(self._folder), *command, f"--unix-socket={self._socket}"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,  # Ctrl-C must not end it before the requests of this process
-            )
+        folder = Path(tempfile.mkdtemp(prefix="kubectl-megatron-"))
+        self.socket = folder / "api"
+        self._process = subprocess.Popen(
+            ["sh", "-c", _GUARD, "sh", str(folder), *command, f"--unix-socket={self.socket}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C must not end it before the requests of this process
+        )
         assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            cause = self._errors.read_text(errors="replace").strip().removeprefix("error: ")
+        self._serves = False
+        self._last_errors: deque[str] = deque(maxlen=20)
+        self._reading = threading.Thread(target=self._read_errors, daemon=True)
+        self._reading.start()
+        self._serves = bool(self._process.stdout.readline())
+        if not self._serves:
             self.close()
-            raise ClusterError(f"kubectl cannot use the kubeconfig: {cause}; set KUBECONFIG or --context")
+            raise ClusterError(f"kubectl cannot use the kubeconfig: {self.errors()}; set KUBECONFIG or --context")
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            text = line.decode(errors="replace").rstrip("\n")
+            self._last_errors.append(text)
+            if self._serves and not _LOG_LINE.match(text):
+                print(printable(text), file=sys.stderr, flush=True)
+
+    def errors(self) -> str:
+        """Return the last lines that kubectl wrote to standard error, after its end."""
+        self._reading.join()
+        return " ".join(self._last_errors).strip().removeprefix("error: ") or "it wrote no error"
+
+    @property
+    def output(self) -> IO[bytes]:
+        """Standard output of kubectl, on which nothing arrives until kubectl ends."""
+        assert self._process.stdout is not None
+        return self._process.stdout
 
     def __enter__(self) -> Self:
         return self
@@ -173,12 +204,17 @@ class KubectlProxy:
         Raises:
             ClusterError: the API server does not answer, or the answer breaks off.
         """
-        connection = _UnixConnection(self._socket, timeout=seconds)
+        connection = _UnixConnection(self.socket, timeout=seconds)
         given = {key: value for key, value in (query or {}).items() if value is not None}
         url = quote(path, safe="/:") + (f"?{urlencode(given)}" if given else "")
         try:
-            connection.request(method, url, body=body, headers={"Accept": "application/json", **(headers or {})})
-            yield connection.getresponse()
+            for attempt in (1, 2):
+                connection.request(method, url, body=body, headers={"Accept": "application/json", **(headers or {})})
+                answer = connection.getresponse()
+                if answer.status != 401 or attempt == 2:  # after a 401, kubectl gets new credentials
+                    break
+                connection.close()
+            yield answer
         except (OSError, http.client.HTTPException) as error:
             raise ClusterError(f"the API server does not answer: {error or type(error).__name__}") from error
         finally:

@@ -92,7 +92,7 @@ def _binding(kind: str, name: str, namespace: str | None, subject_namespace: str
 
 def _lease_binding(namespace: str) -> Manifest:
     group = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": "system:serviceaccounts"}
-    return {**_binding("Role", f"{NAME}-lease", namespace, namespace), "subjects": [group]}
+    return {**_binding("Role", f"{NAME}:lease", namespace, namespace), "subjects": [group]}
 
 
 def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Manifest:
@@ -104,10 +104,15 @@ def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Man
     }
 
 
-def _aggregated_role(name: str) -> Manifest:
+def _cluster_name(namespace: str) -> str:
+    """Return the name of the operator's objects of the cluster, which an operator in another namespace does not use."""
+    return f"{NAME}:{namespace}:{LABELS['app.kubernetes.io/instance']}"
+
+
+def _aggregated_role(name: str, namespace: str) -> Manifest:
     """Return a ClusterRole whose rules Kubernetes adds to its own roles of these names."""
     rules, into = AGGREGATED[name]
-    role = _role("ClusterRole", f"{NAME}-{name}", None, rules)
+    role = _role("ClusterRole", f"{_cluster_name(namespace)}:{name}", None, rules)
     role["metadata"]["labels"] |= {f"rbac.authorization.k8s.io/aggregate-to-{each}": "true" for each in into}
     return role
 
@@ -194,12 +199,12 @@ def install_manifests(*, namespace: str, image: str, runtime_image: str, vllm_ru
         home,
         custom_resource_definition(),
         account,
-        _role("ClusterRole", NAME, None, [*RESOURCE_RULES, *NODE_RULES]),
-        _binding("ClusterRole", NAME, None, namespace),
-        *(_aggregated_role(name) for name in AGGREGATED),
+        _role("ClusterRole", _cluster_name(namespace), None, [*RESOURCE_RULES, *NODE_RULES]),
+        _binding("ClusterRole", _cluster_name(namespace), None, namespace),
+        *(_aggregated_role(name, namespace) for name in AGGREGATED),
         _role("Role", NAME, namespace, HOME_RULES),
         _binding("Role", NAME, namespace, namespace),
-        _role("Role", f"{NAME}-lease", namespace, LEASE_RULES),
+        _role("Role", f"{NAME}:lease", namespace, LEASE_RULES),
         _lease_binding(namespace),
         _network_policy(namespace),
         _deployment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NoReturn
 
 import click
@@ -9,6 +10,9 @@ import click
 from megatron_operator.resource.text import printable
 from megatron_runtime.process.environment import missing_package
 from megatron_runtime.protocol import strict_json as json
+
+_NUMBER = re.compile(r"[-+]?(0o[0-7_]+|(\.[0-9_]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9_]+)?)$")
+_LETTER = re.compile(r"[yYnN]$")
 
 
 class ReadableGroup(click.Group):
@@ -61,10 +65,15 @@ def as_json(documents: list[dict[str, Any]]) -> str:
 
 
 def as_yaml(documents: list[dict[str, Any]]) -> str:
-    """Return ASCII YAML, with other characters escaped."""
+    """Return ASCII YAML, with other characters escaped. Text that kubectl would read as another value is quoted."""
     import yaml  # not at the start of commands that print no YAML
 
-    return yaml.safe_dump_all(documents, sort_keys=False, width=120, allow_unicode=False)
+    class Dumper(yaml.SafeDumper):
+        """Knows the numbers and booleans that PyYAML reads as text, such as 1e3, 0o17 and y."""
+
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", _LETTER, list("yYnN"))
+    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120, allow_unicode=False)
 
 
 def fail(error: Exception, *, lines: bool = False) -> NoReturn:

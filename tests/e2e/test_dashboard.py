@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 import yaml
 from browser import page as page  # the fixture
-from browser import screenshot
 from machine import scaled
 from playwright.async_api import Page, expect
 from tcp_relay import TcpRelay
@@ -105,7 +104,6 @@ async def test_a_viewer_and_an_editor(page: Page, kube: Kubectl, platform: Platf
 async def sees_all_and_changes_nothing(page: Page, kube: Kubectl) -> None:
     await expect(page.get_by_role("row").filter(has_text="demo")).to_contain_text("1/1")
     await expect(page.get_by_role("row").filter(has_text="unplaced")).to_contain_text("Unschedulable")
-    await screenshot(page, "dashboard-list")
     await page.get_by_role("link", name="demo", exact=True).click()
     await expect(page.get_by_role("table", name="Engines")).to_contain_text("demo-engine-0")
     history = page.get_by_role("region", name="History")
@@ -128,7 +126,6 @@ async def sees_the_load(page: Page, demo: Deployed) -> None:
         for latency in (first_token, between_tokens):
             await expect(latency).to_contain_text(re.compile(r"p50 [\d.]+ m?s\s*p95 [\d.]+ m?s"))
         await expect(page.locator("canvas")).to_have_count(3)
-        await screenshot(page, "dashboard-resource", after_seconds=90)
 
 
 async def previews_a_change_and_reads_a_log(page: Page, kube: Kubectl) -> None:

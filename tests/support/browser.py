@@ -6,17 +6,16 @@ handles, or breaks its Content-Security-Policy.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
+from typing import Literal
 
 import pytest
+from axe import axe_source
 from machine import scaled
 from playwright.async_api import ConsoleMessage, Page, async_playwright, expect
 from run_record import used
 
-ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 WIDTH, HEIGHT = 1280, 800
 
 
@@ -50,8 +49,30 @@ async def page() -> AsyncIterator[Page]:
     assert not errors, "\n".join(errors)
 
 
-async def screenshot(page: Page, name: str, *, after_seconds: float = 0.0) -> None:
-    """Write docs/assets/NAME.png if MEGATRON_SCREENSHOTS=1. after_seconds: time in which charts fill."""
-    if os.environ.get("MEGATRON_SCREENSHOTS") == "1":
-        await page.wait_for_timeout(1000 * after_seconds)
-        await page.screenshot(path=ASSETS / f"{name}.png")
+async def check_layout(page: Page) -> None:
+    """Fail if axe finds an error in a colour scheme, or if the page is wider than a telephone, 360 pixels."""
+    found: list[str] = []
+    size = page.viewport_size
+    assert size is not None
+    for width in (size["width"], 360):
+        await page.set_viewport_size({"width": width, "height": size["height"]})
+        for scheme in _SCHEMES:
+            await page.emulate_media(color_scheme=scheme)
+            await page.evaluate(axe_source())
+            for violation in (await page.evaluate("axe.run()"))["violations"]:
+                for node in violation["nodes"]:
+                    rule = f"{width} px, {scheme}: {violation['id']}"
+                    found.append(f"{rule}: {node['html'][:200]}: {node['failureSummary']}")
+    found += [f"360 px: {text} overflows" for text in await page.evaluate(_OVERFLOWING)]
+    await page.set_viewport_size(size)
+    assert not found, "\n".join(found)
+
+
+_SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+_OVERFLOWING = """() => [...document.querySelectorAll("body *")].filter(element => {
+    for (let outer = element.parentElement; outer; outer = outer.parentElement)
+        if (["auto", "scroll", "hidden"].includes(getComputedStyle(outer).overflowX)) return false;
+    const box = element.getBoundingClientRect();
+    return box.width && (box.right > innerWidth || box.left < 0);
+}).map(element => element.outerHTML.slice(0, 200))"""
+"""Elements beyond the edges of the page, without the content of elements that scroll."""

@@ -1,17 +1,35 @@
+{{- /* Names are quoted wherever they are used: YAML reads 123, 1e3, no and null as other values than text. */}}
+
 {{- define "megatron.fullname" -}}
-{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride | trunc 52 | trimSuffix "-" }}{{ else if hasSuffix "operator" .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-operator" (.Release.Name | trunc 43 | trimSuffix "-") }}{{ end }}
+{{- $name := .Values.fullnameOverride | default (ternary .Release.Name (printf "%s-operator" .Release.Name) (hasSuffix "operator" .Release.Name)) }}
+{{- if gt (len $name) 52 }}{{ printf "%s-%s" ($name | trunc 43 | trimAll "-.") (sha256sum $name | trunc 8) }}{{ else }}{{ $name }}{{ end }}
+{{- end }}
+
+{{- /* Objects of the cluster are named by namespace and release, which no other release has. Neither contains a colon. */}}
+{{- define "megatron.clusterName" -}}
+megatron-operator:{{ .Release.Namespace }}:{{ .Release.Name }}
+{{- end }}
+
+{{- /* The name of a Service begins with a letter and has no dot. */}}
+{{- define "megatron.serviceName" -}}
+{{ printf "%s-%s" .purpose (include "megatron.fullname" .root | replace "." "-") }}
 {{- end }}
 
 {{- define "megatron.selector" -}}
-app.kubernetes.io/name: {{ .Values.nameOverride | default "megatron-operator" | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ .Values.nameOverride | default "megatron-operator" | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "megatron.labels" -}}
 {{ include "megatron.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
+{{- end }}
+
+{{- /* The chart's own labels, which selectors match, and then those of a value. */}}
+{{- define "megatron.labelsWith" -}}
+{{ merge (include "megatron.labels" .root | fromYaml) (.more | default dict) | toYaml }}
 {{- end }}
 
 {{- define "megatron.serviceAccount" -}}

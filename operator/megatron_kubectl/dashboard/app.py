@@ -1,40 +1,47 @@
 """The web application of the dashboard: a page on loopback and the few requests that it may send.
 
-The page's files contain nothing secret. Every request under /api needs the token of this process, which the URL carries
-in its fragment, so that no server, log or Referer header receives it. A page of another site can neither send the token
-nor reach the application by another host name (Host) or origin (Origin).
+The page's files contain nothing secret. Everything else travels over one WebSocket per page, which browsers do not
+count against their limit of connections per server. Its first message has the token of this process, which the URL
+carries in its fragment, so that no server, log or Referer header receives it. A page of another site can neither send
+the token nor reach the application by another host name (Host) or origin (Origin).
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import hmac
+import logging
 import re
 import secrets
 import socket
+import time
 import webbrowser
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 import uvicorn
 import yaml
+from kubernetes.aio.client import Configuration
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.responses import PlainTextResponse
+from starlette.routing import Mount, WebSocketRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from megatron_kubectl.dashboard.watching import Observers, ResourceObserver
+from megatron_kubectl.proxy import ClusterError, KubectlProxy
 from megatron_kubectl.resource_view import summary
 from megatron_kubectl.samples import INTERVAL_SECONDS
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
-from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import POD, RESOURCE
 from megatron_operator.cluster.watching import stream, watch
 from megatron_operator.manifest_file import ResourceFileError, resource_of
@@ -48,17 +55,20 @@ from megatron_runtime.protocol import strict_json as json
 
 HOST = "127.0.0.1"
 MANAGER = "kubectl-megatron"
-MAX_BODY_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 1 << 20
 LOG_LINES = 500
 """Lines of a log before those that are followed."""
 LOG_SILENCE_SECONDS = 3600.0
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
-)
+LOGIN_SECONDS = 30.0
+"""Time in which a page sends the token."""
+GO_SECONDS = 5.0
+"""Time in which a page that is open and still waits repeats a verb."""
+BEAT_SECONDS = 5.0
+"""Interval of messages without content, by which a page notices that this process has stopped."""
+BAD_TOKEN, BAD_MESSAGE = 4401, 4400
+"""Codes of a closed WebSocket."""
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _HEADERS = {
-    "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -66,27 +76,39 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+_HOSTS = (HOST, "localhost")
 
-_Part = TypeVar("_Part", str, bytes)
+Request = Mapping[str, Any]
+logger = logging.getLogger(__name__)
+
+
+def policy(port: int) -> str:
+    """Return the Content-Security-Policy of the page. Not every browser counts WebSockets as 'self'."""
+    sockets = " ".join(f"ws://{name}:{port}" for name in _HOSTS)
+    return (
+        f"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self' {sockets}; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    )
 
 
 class RejectedError(Exception):
-    """A request that is answered with a status code and a message for the user."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+    """A request that is answered with a message for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """port: where it listens. namespace: shown first; empty means all. context: of the kubeconfig, as shown."""
+    """port: where it listens. namespace: shown first; empty means all. context: of the kubeconfig, as shown.
+
+    verb_seconds: time in which a verb is sent to the API server and answered, else it is not executed.
+    """
 
     port: int
     namespace: str
     context: str
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     sample_seconds: float = INTERVAL_SECONDS
+    verb_seconds: float = 10.0
 
     @property
     def url(self) -> str:
@@ -94,85 +116,63 @@ class DashboardSettings:
 
 
 class Guard:
-    """Checks Host, Origin and token of each request, and adds the security headers to each answer."""
+    """Checks Host and Origin of each request, and adds the security headers to each answer."""
 
     def __init__(self, app: ASGIApp, *, settings: DashboardSettings) -> None:
         self._app = app
-        self._hosts = frozenset(f"{name}:{settings.port}" for name in (HOST, "localhost"))
-        self._authorization = f"Bearer {settings.token}".encode()
+        self._hosts = frozenset(f"{name}:{settings.port}" for name in _HOSTS)
+        headers = {**_HEADERS, "Content-Security-Policy": policy(settings.port)}
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
-                message = {**message, "headers": [*message["headers"], *added]}
+                message = {**message, "headers": [*message["headers"], *self._headers]}
             await send(message)
 
-        error = self._rejection(scope["path"], Headers(scope=scope))
-        app = self._app if error is None else _failure(error)
+        error = None if scope["type"] == "lifespan" else self._error(Headers(scope=scope))
+        app = self._app if error is None else PlainTextResponse(error, status_code=403)
         await app(scope, receive, with_headers)
 
-    def _rejection(self, path: str, headers: Headers) -> RejectedError | None:
-        host = headers.get("host", "")
+    def _error(self, headers: Headers) -> str | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
         if host not in self._hosts:
-            return RejectedError(403, f"Host {host!r} is not this dashboard: open the URL that the command printed")
-        origin = headers.get("origin")
+            return f"Host {host!r} is not this dashboard: open the URL that the command printed"
         if origin is not None and origin not in {f"http://{each}" for each in self._hosts}:
-            return RejectedError(403, f"Origin {origin!r} may not use this dashboard")
-        if not path.startswith("/api/"):
-            return None
-        given = headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, self._authorization):
-            return RejectedError(401, "the token is missing or wrong: open the URL that the command printed")
+            return f"Origin {origin!r} may not use this dashboard"
         return None
 
 
-def _json(value: Any, status_code: int = 200) -> Response:
-    return Response(json.dumps(value), status_code=status_code, media_type="application/json")
-
-
-def _failure(error: RejectedError | KubeApiError) -> Response:
-    """Return the answer of an error. The API server's codes are passed on; without its answer the code is 502."""
-    return _json({"error": str(error)}, status_code=error.code or 502)
-
-
 class Dashboard:
-    """The handlers of the requests of the page."""
+    """What pages may request. Values for them are asynchronous generators of JSON values."""
 
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:
         self._api = api
-        self._settings = settings
+        self.settings = settings
         self._observers = Observers(api, interval=settings.sample_seconds)
-        self._closing = asyncio.Event()
-
-    def close(self) -> None:
-        """End the open streams, for which a shutdown would wait."""
-        self._closing.set()
+        self.reads: dict[str, Callable[[Request], AsyncGenerator[Any]]] = {
+            "list": self.list_resources,
+            "observe": self.observe,
+            "log": self.log,
+            "plan": self.plan,
+        }
+        self.verbs: dict[str, Callable[[Request], Object]] = {
+            "set-state": set_state,
+            "scale": scale,
+            "restart": restart,
+        }
 
     def application(self) -> Starlette:
         """Return the application."""
-        one = "/api/resources/{namespace}/{name}"
         files = resources.files(__package__).joinpath("static")
         app = Starlette(
             routes=[
-                Route("/api/session", self.session),
-                Route("/api/resources", self.list_resources),
-                Route(one, self.observe),
-                Route(f"{one}/logs", self.logs),
-                Route(f"{one}/desired-state", self.set_state, methods=["POST"]),
-                Route(f"{one}/scale", self.scale, methods=["POST"]),
-                Route(f"{one}/restart", self.restart, methods=["POST"]),
-                Route(f"{one}/plan", self.plan, methods=["POST"]),
+                WebSocketRoute("/api/socket", lambda websocket: PageConnection(self, websocket).serve()),
                 Mount("/", StaticFiles(directory=str(files), html=True)),
             ],
-            exception_handlers={RejectedError: _on_error, KubeApiError: _on_error},
             lifespan=self._life,
         )
-        app.add_middleware(Guard, settings=self._settings)
+        app.add_middleware(Guard, settings=self.settings)
         return app
 
     @contextlib.asynccontextmanager
@@ -180,78 +180,50 @@ class Dashboard:
         yield
         await self._observers.close()
 
-    async def session(self, request: Request) -> Response:
-        return _json({"namespace": self._settings.namespace, "context": self._settings.context})
+    async def list_resources(self, request: Request) -> AsyncGenerator[Object]:
+        """Yield the resources of a namespace, or of all: first all of them, then each change."""
+        namespace = _dns_name(request, "namespace") if request.get("namespace") else None
+        async for change in watch(self._api, RESOURCE.path(namespace), {}):
+            if change.error is not None:
+                yield {"kind": "error", "error": str(change.error)}
+            else:
+                yield {"kind": change.kind, "resources": [summary(each) for each in change.objects]}
 
-    async def list_resources(self, request: Request) -> Response:
-        """Stream the resources of a namespace, or of all: first all of them, then each change."""
-        given = request.query_params.get("namespace", "")
-        namespace = _dns_name("namespace", given) if given else None
+    async def observe(self, request: Request) -> AsyncGenerator[Object]:
+        """Yield everything about one resource."""
+        async with contextlib.aclosing(self._observer(request).frames()) as frames:
+            async for frame in frames:
+                yield frame
 
-        async def frames() -> AsyncGenerator[Object]:
-            async for change in watch(self._api, RESOURCE.path(namespace), {}):
-                if change.error is not None:
-                    yield {"kind": "error", "error": str(change.error)}
-                else:
-                    yield {"kind": change.kind, "resources": [summary(each) for each in change.objects]}
-
-        return self._stream(frames())
-
-    async def observe(self, request: Request) -> Response:
-        """Stream everything about one resource."""
-        return self._stream(self._observer(request).frames())
-
-    async def logs(self, request: Request) -> Response:
-        """Stream the log of a container of one of the resource's pods, as text."""
+    async def log(self, request: Request) -> AsyncGenerator[str]:
+        """Yield the log of a container of one of the resource's pods, in pieces of text."""
         observer = self._observer(request)
-        pod, container = request.query_params.get("pod", ""), request.query_params.get("container") or None
-        if not observer.has_pod(pod):
-            raise RejectedError(404, f"pod {pod!r} does not belong to {observer.namespace}/{observer.name}")
+        pod, container = request.get("pod"), request.get("container")
+        if not isinstance(pod, str) or not observer.has_pod(pod):
+            raise RejectedError(f"pod {pod!r} does not belong to {observer.namespace}/{observer.name}")
         path = POD.path(observer.namespace, pod, subresource="log")
         query = {"container": container, "follow": "true", "tailLines": LOG_LINES}
-        stack = contextlib.AsyncExitStack()
-        answer = await stack.enter_async_context(
-            stream(self._api, path, query=query, silence_seconds=LOG_SILENCE_SECONDS)
-        )
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        begun = False
+        try:
+            async with stream(self._api, path, query=query, silence_seconds=LOG_SILENCE_SECONDS) as answer:
+                begun = True
+                async for chunk in answer.content.iter_any():
+                    yield decoder.decode(chunk)
+        except KubeApiError as error:
+            if not begun:
+                raise
+            yield f"\nThe log broke off: {printable(str(error))}\n"
 
-        async def text() -> AsyncGenerator[bytes]:
-            try:
-                async with stack:
-                    async for chunk in answer.content.iter_any():
-                        yield chunk
-            except KubeApiError as error:
-                yield f"\nThe log broke off: {printable(str(error))}\n".encode()
-
-        return StreamingResponse(self._until_closing(text()), media_type="text/plain; charset=utf-8")
-
-    async def set_state(self, request: Request) -> Response:
-        """Patch spec.desiredState."""
-        state = (await _body(request)).get("state")
-        if state not in list(DesiredState):
-            raise RejectedError(400, f"state: is {state!r}; use one of {', '.join(DesiredState)}")
-        return await self._patch(request, {"spec": {"desiredState": state}})
-
-    async def scale(self, request: Request) -> Response:
-        """Patch spec.replicas. The scale subresource would not answer with the generation."""
-        replicas = (await _body(request)).get("replicas")
-        if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
-            raise RejectedError(400, f"replicas: is {replicas!r}; use a number of engines, 0 or more")
-        return await self._patch(request, {"spec": {"replicas": replicas}})
-
-    async def restart(self, request: Request) -> Response:
-        """Begin new restart budgets, as `kubectl megatron restart`."""
-        annotations = {ANNOTATION_RESTARTED: stamp(datetime.now(UTC))}
-        return await self._patch(request, {"metadata": {"annotations": annotations}})
-
-    async def plan(self, request: Request) -> Response:
-        """Preview what another spec would change, as `megatron-operator plan`."""
-        text = (await _body(request)).get("spec")
+    async def plan(self, request: Request) -> AsyncGenerator[Object]:
+        """Yield what another spec would change, as `megatron-operator plan`."""
+        text = request.get("spec")
         try:
             spec = yaml.safe_load(text) if isinstance(text, str) else None
         except yaml.YAMLError as error:
-            raise RejectedError(400, f"spec: is not YAML: {error}") from error
+            raise RejectedError(f"spec: is not YAML: {error}") from error
         if not isinstance(spec, dict):
-            raise RejectedError(400, "spec: is not a mapping; give the fields of the spec in YAML")
+            raise RejectedError("spec: is not a mapping; give the fields of the spec in YAML")
         namespace, name = _names(request)
         present = await self._api.request("GET", RESOURCE.path(namespace, name))
         try:
@@ -261,103 +233,222 @@ class Dashboard:
             settings = Settings(runtime_image=DEFAULT_RUNTIME_IMAGE, pod_policy=None)
             found = preview(old.present_context(settings), new.present_context(settings))
         except (ResourceFileError, RenderError) as error:
-            raise RejectedError(422, str(error)) from error
+            raise RejectedError(str(error)) from error
         changes = [
             {"verb": each.verb, "child": each.child, "field": each.field, "restarts": each.restarts}
             for each in found.changes
         ]
         engines = [each.child.split()[-1] for each in found.changes if each.restarts and "StatefulSet" in each.child]
-        return _json({"changes": changes, "steps": list(found.steps), "restarts": engines})
-
-    def _stream(self, frames: AsyncGenerator[Object]) -> StreamingResponse:
-        """Return an answer of one JSON object per line, until the dashboard closes."""
-
-        async def lines() -> AsyncGenerator[str]:
-            async with contextlib.aclosing(frames):
-                async for frame in frames:
-                    yield json.dumps(frame) + "\n"
-
-        return StreamingResponse(self._until_closing(lines()), media_type="application/x-ndjson")
-
-    async def _until_closing(self, parts: AsyncGenerator[_Part]) -> AsyncGenerator[_Part]:
-        closing = asyncio.ensure_future(self._closing.wait())
-        coming: asyncio.Future[_Part] | None = None
-        try:
-            while True:
-                coming = asyncio.ensure_future(anext(parts))
-                await asyncio.wait({coming, closing}, return_when=asyncio.FIRST_COMPLETED)
-                if not coming.done():
-                    return
-                try:
-                    yield coming.result()
-                except StopAsyncIteration:
-                    return
-        finally:
-            closing.cancel()
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
-            await parts.aclose()
+        yield {"changes": changes, "steps": list(found.steps), "restarts": engines}
 
     def _observer(self, request: Request) -> ResourceObserver:
         return self._observers.get(*_names(request))
 
-    async def _patch(self, request: Request, body: Object) -> Response:
-        """Merge-patch the resource; answer with its new generation."""
-        path = RESOURCE.path(*_names(request))
+    async def patch(self, request: Request, body: Object) -> Object:
+        """Merge-patch the resource; return its new generation. Without an answer in time, the request is cancelled."""
+        path, seconds = RESOURCE.path(*_names(request)), self.settings.verb_seconds
         query, merge = {"fieldManager": MANAGER}, "application/merge-patch+json"
-        found = await self._api.request("PATCH", path, body=body, query=query, content_type=merge)
-        return _json({"generation": found["metadata"].get("generation")})
+        try:
+            async with asyncio.timeout(seconds):
+                for attempt in (1, 2):
+                    try:
+                        found = await self._api.request(
+                            "PATCH", path, body=body, query=query, content_type=merge, expect_continue=True
+                        )
+                        return {"generation": found["metadata"].get("generation")}
+                    except KubeApiError as error:
+                        if error.code != 401 or attempt == 2:  # after a 401, kubectl gets new credentials
+                            raise
+        except TimeoutError:
+            pass
+        raise RejectedError(
+            f"the API server did not answer within {seconds:g} s, and the request was cancelled; the state shows "
+            "whether it was executed before"
+        )
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RejectedError | KubeApiError)
-    return _failure(error)
+def set_state(request: Request) -> Object:
+    """Return the patch of spec.desiredState."""
+    state = request.get("state")
+    if state not in list(DesiredState):
+        raise RejectedError(f"state: is {state!r}; use one of {', '.join(DesiredState)}")
+    return {"spec": {"desiredState": state}}
+
+
+def scale(request: Request) -> Object:
+    """Return the patch of spec.replicas. The scale subresource would not answer with the generation."""
+    replicas = request.get("replicas")
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
+        raise RejectedError(f"replicas: is {replicas!r}; use a number of engines, 0 or more")
+    return {"spec": {"replicas": replicas}}
+
+
+def restart(request: Request) -> Object:
+    """Return the patch that begins new restart budgets, as `kubectl megatron restart`."""
+    return {"metadata": {"annotations": {ANNOTATION_RESTARTED: stamp(datetime.now(UTC))}}}
+
+
+class PageConnection:
+    """The requests of one page, over one WebSocket, as JSON.
+
+    The page sends its token, as `{"token": ...}`, then requests: `{"id": NUMBER, "do": NAME, ...}`. The answers of a
+    request have its number: `value`, any number of times, then `done` or `error`. `{"id": NUMBER, "end": true}` ends
+    the request.
+
+    A verb is executed only if the page repeats it: the answer `ask` is followed by `{"id": NUMBER, "go": true}` of a
+    page that is open and has not given up. So no verb that waited in a buffer is executed later.
+    """
+
+    def __init__(self, dashboard: Dashboard, websocket: WebSocket) -> None:
+        self._dashboard = dashboard
+        self._websocket = websocket
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked: dict[int, asyncio.Future[None]] = {}
+
+    async def serve(self) -> None:
+        """Answer requests until the page closes the connection."""
+        settings = self._dashboard.settings
+        await self._websocket.accept()
+        beat = asyncio.create_task(self._beat())
+        try:
+            async with asyncio.timeout(LOGIN_SECONDS):
+                token = str((await self._receive()).get("token"))
+            if not hmac.compare_digest(token.encode(), settings.token.encode()):
+                reason = "the token is missing or wrong: open the URL that the command printed"
+                await self._websocket.close(BAD_TOKEN, reason)
+                return
+            session = {"namespace": settings.namespace, "context": settings.context, "seconds": settings.verb_seconds}
+            await self._send({"session": session})
+            while True:
+                self._take(await self._receive())
+        except ValueError as error:
+            await self._websocket.close(BAD_MESSAGE, str(error)[:100])
+        except (WebSocketDisconnect, TimeoutError):
+            pass
+        finally:
+            tasks = [beat, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self) -> Object:
+        """Return the next message. Raises ValueError if it is not a JSON object, and WebSocketDisconnect."""
+        message = await self._websocket.receive()
+        if message["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(message["code"])
+        found = json.loads(message.get("text") or "")
+        if not isinstance(found, dict):
+            raise ValueError("the message is not a JSON object")
+        return found
+
+    async def _send(self, message: Object) -> None:
+        await self._websocket.send_text(json.dumps(message))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            await self._send({})
+
+    def _take(self, message: Request) -> None:
+        """Begin, continue or end a request. Raises ValueError."""
+        number = message.get("id")
+        if not isinstance(number, int):
+            raise ValueError("id: is missing or not a number")
+        if "go" in message or "end" in message:
+            if "end" in message and number in self._tasks:
+                self._tasks[number].cancel()
+            elif (asked := self._asked.pop(number, None)) is not None:
+                asked.set_result(None)
+        elif number in self._tasks:
+            raise ValueError(f"id: {number} is in use")
+        else:
+            task = self._tasks[number] = asyncio.create_task(self._answer(number, message))
+            task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    async def _answer(self, number: int, request: Request) -> None:
+        end: Object = {"id": number, "done": True}
+        try:
+            async with contextlib.aclosing(self._values(number, request)) as values:
+                async for value in values:
+                    await self._send({"id": number, "value": value})
+        except (RejectedError, KubeApiError) as error:
+            end = {"id": number, "error": str(error)}
+        except WebSocketDisconnect:
+            return
+        except Exception as error:
+            logger.exception("the request %s failed", request.get("do"))
+            end = {"id": number, "error": f"the dashboard failed: {error!r}"}
+        with contextlib.suppress(WebSocketDisconnect):
+            await self._send(end)
+
+    def _values(self, number: int, request: Request) -> AsyncGenerator[Any]:
+        name = request.get("do")
+        if name in self._dashboard.reads:
+            return self._dashboard.reads[name](request)
+        if name in self._dashboard.verbs:
+            return self._execute(number, request, self._dashboard.verbs[name](request))
+        raise RejectedError(
+            f"do: is {name!r}; use one of {', '.join((*self._dashboard.reads, *self._dashboard.verbs))}"
+        )
+
+    async def _execute(self, number: int, request: Request, body: Object) -> AsyncGenerator[Object]:
+        """Ask the page again, then change the resource. Yields its new generation."""
+        _names(request)
+        begun = time.monotonic()
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        await self._send({"id": number, "ask": True})
+        await asyncio.wait({asked}, timeout=GO_SECONDS)
+        # This process may have been stopped meanwhile.
+        if self._asked.pop(number, None) is not None or time.monotonic() - begun > GO_SECONDS:
+            raise RejectedError(f"not executed: the page did not repeat the request within {GO_SECONDS:g} s")
+        yield await self._dashboard.patch(request, body)
 
 
 def _names(request: Request) -> tuple[str, str]:
     """Return namespace and name of the resource of a request. Raises RejectedError."""
-    found = request.path_params
-    return _dns_name("namespace", found["namespace"]), _dns_name("name", found["name"])
+    return _dns_name(request, "namespace"), _dns_name(request, "name")
 
 
-def _dns_name(field_name: str, value: str) -> str:
+def _dns_name(request: Request, field_name: str) -> str:
     """Return a name that is safe in the path of a request to the API server."""
-    if not _DNS_NAME.fullmatch(value):
-        raise RejectedError(400, f"{field_name}: {value!r} is not the name of an object of Kubernetes")
+    value = request.get(field_name)
+    if not isinstance(value, str) or not _DNS_NAME.fullmatch(value):
+        raise RejectedError(f"{field_name}: {value!r} is not the name of an object of Kubernetes")
     return value
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
-    """Return the JSON object of a request. Raises RejectedError."""
-    text = b""
-    async for chunk in request.stream():
-        text += chunk
-        if len(text) > MAX_BODY_BYTES:
-            raise RejectedError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RejectedError(400, f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise RejectedError(400, "the body is not a JSON object")
-    return found
+class PageProtocol(HttpProtocol):
+    """A connection that may become a WebSocket."""
+
+    def _should_upgrade(self) -> bool:
+        return self._get_upgrade() == b"websocket"
 
 
 class DashboardServer(uvicorn.Server):
     """Serves a dashboard on a bound socket until SIGINT or SIGTERM."""
 
     def __init__(self, dashboard: Dashboard) -> None:
-        app = dashboard.application()
-        config = uvicorn.Config(
-            app, http=HttpProtocol, ws="none", log_level="warning", timeout_graceful_shutdown=1, access_log=False
+        super().__init__(
+            uvicorn.Config(
+                dashboard.application(),
+                http=PageProtocol,
+                ws="wsproto",
+                ws_max_size=MAX_MESSAGE_BYTES,
+                ws_per_message_deflate=False,
+                log_level="warning",
+                timeout_graceful_shutdown=1,
+                access_log=False,
+            )
         )
-        super().__init__(config)
-        self._dashboard = dashboard
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._dashboard.close()
-        await super().shutdown(sockets)
+
+def behind(proxy_socket: Path) -> Configuration:
+    """Return the configuration of a client of the API server behind `kubectl proxy`. Needs a running event loop."""
+    configuration = Configuration()
+    configuration.host = "http://localhost"
+    connector = aiohttp.UnixConnector(str(proxy_socket), limit=0)
+    configuration.client_session_kwargs = {"connector": connector, "trust_env": False}
+    return configuration
 
 
 async def serve(
@@ -373,15 +464,24 @@ async def serve(
         say:           function that prints a line.
 
     Raises:
-        LoginError: no usable kubeconfig.
-        OSError:    the port is taken.
+        ClusterError: no usable kubeconfig, or kubectl has ended.
+        OSError:      the port is taken.
     """
-    with socket.create_server((HOST, port)) as listener:
+    with socket.create_server((HOST, port)) as listener, KubectlProxy(context=context) as proxy:
         settings = DashboardSettings(listener.getsockname()[1], namespace, shown_context)
-        configuration = await load_configuration(kubeconfig=None, context=context, service_account=False)
-        async with KubeApi(configuration) as api:
-            server = DashboardServer(Dashboard(api, settings))
+        configuration = behind(proxy.socket)
+        async with configuration.client_session_kwargs["connector"], KubeApi(configuration) as api:
+            server, loop, ended = DashboardServer(Dashboard(api, settings)), asyncio.get_running_loop(), asyncio.Event()
+
+            def end() -> None:
+                loop.remove_reader(proxy.output)
+                ended.set()
+                server.should_exit = True
+
+            loop.add_reader(proxy.output, end)
             say(f"dashboard of {shown_context}: {settings.url}")
             if opens_browser:
                 webbrowser.open(settings.url)
             await server.serve(sockets=[listener])
+            if ended.is_set():
+                raise ClusterError(f"kubectl proxy has ended: {proxy.errors()}; start the dashboard again")

@@ -195,11 +195,18 @@ class KubeApi:
         query: Mapping[str, Any] | None = None,
         content_type: str = JSON,
         accept: str = JSON,
+        expect_continue: bool = False,
     ) -> Object:
-        """Send one request. Raises KubeApiError for every failure, including the timeout."""
+        """Send one request. Raises KubeApiError for every failure, including the timeout.
+
+        expect_continue: send the body only when the receiver asks for it, so that a receiver that is stopped never
+        executes a request that has timed out.
+        """
         try:
             async with self._slots, asyncio.timeout(self.timeout):
-                response = await self.open(method, path, body, query or {}, content_type, accept=accept)
+                response = await self.open(
+                    method, path, body, query or {}, content_type, accept=accept, expect_continue=expect_continue
+                )
                 text = await response.read()
         except ApiException as error:
             raise KubeApiError(error.status or 0, "Error", str(error.reason)) from error
@@ -225,9 +232,12 @@ class KubeApi:
         limits: aiohttp.ClientTimeout | None = None,
         *,
         accept: str = JSON,
+        expect_continue: bool = False,
     ) -> aiohttp.ClientResponse:
         """Send one request. Return the response before its body is read."""
         headers = {**self._client.default_headers, "Accept": accept, "Content-Type": content_type}
+        if expect_continue:
+            headers["Expect"] = "100-continue"
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         given = {key: value for key, value in query.items() if value is not None}
         url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(given)}" if given else "")

@@ -52,12 +52,8 @@ def rejects_redirects() -> aiohttp.TraceConfig:
     return config
 
 
-async def load_configuration(
-    *, kubeconfig: Path | None, context: str | None = None, service_account: bool = True
-) -> Configuration:
+async def load_configuration(*, kubeconfig: Path | None, context: str | None = None) -> Configuration:
     """Return the client configuration. An explicit kubeconfig takes precedence over the service account.
-
-    service_account: whether that of this pod may be used.
 
     Raises:
         LoginError: neither is usable.
@@ -66,7 +62,7 @@ async def load_configuration(
     # trust_env would look up proxies and ~/.netrc, which costs each request two thread switches.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
-        if service_account and kubeconfig is None and in_cluster():
+        if kubeconfig is None and in_cluster():
             load_incluster_config(client_configuration=configuration)
         else:
             path = str(kubeconfig) if kubeconfig is not None else None

@@ -120,11 +120,11 @@ class _Process(Collector):
     def collect(self) -> Iterator[Metric]:
         denied = GaugeMetricFamily(
             "megatron_operator_watch_denied",
-            "1 for a kind that the operator cannot watch in a namespace; empty for all namespaces.",
+            "1 for a kind that the operator cannot watch in a namespace; * for all namespaces.",
             labels=["resource", "namespace"],
         )
         for resource, namespace in self._denied():
-            denied.add_metric([resource, namespace], 1)
+            denied.add_metric([resource, namespace or "*"], 1)
         standby = GaugeMetricFamily(
             "megatron_operator_standby",
             "1 while this process waits for the Lease that another one holds.",

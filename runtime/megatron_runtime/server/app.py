@@ -73,6 +73,7 @@ PAGE_FILES = (
     "server.js",
     "status.css",
     "status.js",
+    "text.js",
     "turns.js",
     "vendor/markdown-it.esm.min.js",
 )

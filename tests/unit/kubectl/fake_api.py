@@ -11,6 +11,7 @@ import copy
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -41,6 +42,13 @@ class FakeApi:
         self.blocked: set[str] = set()
         """Parts of paths of the proxy whose pods the API server does not reach."""
         self.holds = False
+        self.expired: Counter[str] = Counter()
+        """Requests that are answered with 401, by method."""
+        self.suffix = ""
+        """Ends texts of resources, Events and logs."""
+        self.reads_bodies = asyncio.Event()
+        """Unless it is set, the server does not ask for the body of a patch."""
+        self.reads_bodies.set()
         self.authors: list[str] = []
         """fieldManager of each patch."""
         self.watches = 0
@@ -66,7 +74,7 @@ class FakeApi:
     async def start(self) -> None:
         await self._publish()
         app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", self._handle, expect_handler=self._ask_for_body)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -112,7 +120,11 @@ class FakeApi:
             if cluster.restarted_at:
                 metadata["annotations"] = {ANNOTATION_RESTARTED: cluster.restarted_at}
             body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
-            yield "resources", cluster.name, {**body, "spec": cluster.spec, "status": cluster.status}
+            status = copy.deepcopy(cluster.status)
+            if self.suffix:
+                status["model"] = f"{status['model']}{self.suffix}"
+                status.setdefault("plan", {})["waitingOn"] = f"pods{self.suffix}"
+            yield "resources", cluster.name, {**body, "spec": cluster.spec, "status": status}
             for name, pod in cluster.pods.items():
                 containers = [{"name": each["name"]} for each in pod["spec"]["containers"]]
                 states = []
@@ -136,7 +148,7 @@ class FakeApi:
                         "involvedObject": {"kind": KIND, "name": cluster.name},
                         "type": event.type,
                         "reason": event.reason,
-                        "message": event.message,
+                        "message": f"{event.message}{self.suffix}",
                         "eventTime": at,
                     },
                 )
@@ -175,6 +187,9 @@ class FakeApi:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
+        if self.expired[request.method]:
+            self.expired[request.method] -= 1
+            return web.json_response(_status(401, "Unauthorized", "Unauthorized"), status=401)
         for each in self.denied:
             verb, _, part = each.partition(" ")
             if request.method == verb and part in path:
@@ -199,6 +214,11 @@ class FakeApi:
         if request.method == "PATCH":
             await self._patch(self.clusters[name], request)
         return web.json_response(self._stored["resources"][name])
+
+    async def _ask_for_body(self, request: web.Request) -> None:
+        await self.reads_bodies.wait()
+        assert request.transport is not None
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _patch(self, cluster: Cluster, request: web.Request) -> None:
         body = await request.json()
@@ -246,13 +266,13 @@ class FakeApi:
             # Lines of different pods alternate in time.
             for number in range(int(request.query.get("tailLines", 3))):
                 at = f"2026-01-01T00:00:0{number}.{sum(pod.encode()):06}Z"
-                await response.write(f"{at} line {number} of {pod} {container}\x1b[2J\n".encode())
+                await response.write(f"{at} line {number} of {pod} {container}\x1b[2J{self.suffix}\n".encode())
             return response
         stamped = request.query.get("timestamps") == "true"
         for number in range(10_000):
-            line = {"level": "info", "msg": f"line {number} of {pod} {container}"}
+            line = {"level": "info", "msg": f"line {number} of {pod} {container}{self.suffix}"}
             at = b"2026-01-01T00:00:00.5Z " if stamped else b""
-            await response.write(at + json.dumps(line).encode() + b"\n")
+            await response.write(at + json.dumps(line, ensure_ascii=False).encode() + b"\n")
             await asyncio.sleep(0.1)
         return response
 

@@ -234,3 +234,43 @@ def test_the_file_is_the_same_for_the_same_sources(program: Path, tmp_path: Path
     subprocess.run([sys.executable, ROOT / "tools" / "build_plugin.py", tmp_path / "again"], check=True)
     assert (tmp_path / "again").read_bytes() == program.read_bytes()
     assert os.access(program, os.X_OK)
+
+
+BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list", "-o", "wide"],
+        ["list", "-o", "json"],
+        ["status", "broken"],
+        ["status", "broken", "-o", "json"],
+        ["explain", "broken"],
+        ["explain", "broken", "-o", "json"],
+        ["logs", "demo", "--tail", "2"],
+        ["logs", "demo", "--tail", "2", "-o", "json"],
+    ],
+    ids=" ".join,
+)
+async def test_characters_that_change_the_direction_are_escapes(run: Command, fake: Any, arguments: list[str]) -> None:
+    fake.suffix = BIDI
+    await eventually(lambda: _published(fake), what="the texts have them")
+    code, output, _ = await run(*arguments)
+    assert code == 0
+    assert "".join(f"\\u{ord(char):04x}" for char in BIDI) in output
+    assert not set(BIDI) & set(output)
+
+
+async def _published(fake: Any) -> bool:
+    return all(BIDI in each["status"]["model"] for each in fake._stored["resources"].values())
+
+
+async def test_credentials_that_have_expired_are_renewed(run: Command, fake: Any) -> None:
+    """kubectl gets new ones after an answer 401."""
+    fake.expired["GET"] = 1
+    code, output, _ = await run("list", "-o", "name")
+    assert (code, "demo" in output) == (0, True)
+    fake.expired["GET"] = 2
+    code, _, errors = await run("list", "-o", "name")
+    assert (code, "401 Unauthorized" in errors) == (1, True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
+from browser import check_layout
 from playwright.async_api import Page, expect
 
 
@@ -238,3 +240,196 @@ async def test_dark_and_light(page: Page, settings: Any) -> None:
 async def test_a_page_without_the_token_shows_why(page: Page, settings: Any) -> None:
     await page.goto(settings.url.partition("#")[0])
     await expect(page.get_by_role("status").first).to_contain_text("open the URL that the command printed")
+
+
+TABS = 8
+"""Browsers open six connections of HTTP/1.1 to a server."""
+
+
+async def test_every_tab_is_live_follows_a_log_and_acts(page: Page, settings: Any, fake: Any) -> None:
+    pages = [page, *[await page.context.new_page() for _ in range(TABS - 1)]]
+    for number, each in enumerate(pages):
+        await open_resource(each, settings)
+        logs = each.get_by_role("region", name="Logs")
+        await logs.get_by_label("Container").select_option(f"demo-engine-{number % 2}-0/engine")
+        await logs.get_by_role("button", name="Follow").click()
+        await expect(logs.get_by_label("Log")).to_contain_text("line 1 of")
+    await act(pages[-1], "Pause")
+    for each in pages:
+        await expect(each.get_by_label("Resource", exact=True)).to_contain_text("desired Paused")
+    assert len(fake.authors) == 1
+
+
+async def test_a_verb_that_the_stopped_command_did_not_read_is_never_executed(
+    page: Page, command: Any, fake: Any
+) -> None:
+    other = await page.context.new_page()
+    for each in (page, other):
+        await open_resource(each, command)
+        await expect(each.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
+    command.process.send_signal(signal.SIGSTOP)
+    await act(other, "Stop")
+    await other.close()
+    await act(page, "Pause")
+    await expect(page.get_by_role("alert").filter(has_text="Pause: not executed:")).to_be_visible()
+    command.process.send_signal(signal.SIGCONT)
+    await expect(page.locator("#connection")).to_have_text("live")
+    await act(page, "Suspend")
+    await expect(page.get_by_text("Suspend: confirmed by every rank")).to_be_visible()
+    assert len(fake.authors) == 1
+    assert fake.clusters["demo"].state == "Suspended"
+
+
+async def test_a_stopped_command_is_shown(page: Page, command: Any) -> None:
+    await open_resource(page, command)
+    await expect(page.locator("#connection")).to_have_text("live")
+    command.process.send_signal(signal.SIGSTOP)
+    await expect(page.locator("#connection")).to_contain_text("disconnected from the dashboard's command")
+    await act(page, "Pause")
+    await expect(page.get_by_role("alert").filter(has_text="Pause: not executed: disconnected")).to_be_visible()
+
+
+@pytest.mark.parametrize("verb_seconds", [1.0])
+async def test_a_verb_without_an_answer_of_the_api_server_is_cancelled(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    fake.reads_bodies.clear()
+    await act(page, "Pause")
+    failed = page.get_by_role("alert").filter(has_text="Pause: the API server did not answer within 1 s")
+    await expect(failed).to_contain_text("cancelled")
+    fake.reads_bodies.set()
+    await act(page, "Restart")
+    await expect(page.get_by_text("Restart: done")).to_be_visible()
+    assert len(fake.authors) == 1
+    assert fake.clusters["demo"].spec.get("desiredState", "Running") == "Running"
+
+
+async def test_a_verb_is_sent_again_with_new_credentials(page: Page, settings: Any, fake: Any) -> None:
+    await open_resource(page, settings)
+    await expect(page.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
+    fake.expired["PATCH"] = 1
+    await act(page, "Pause")
+    await expect(page.get_by_text("Pause: confirmed by every rank")).to_be_visible()
+
+
+async def test_a_page_that_closes_cancels_its_verb(page: Page, settings: Any, fake: Any) -> None:
+    other = await page.context.new_page()
+    await open_resource(page, settings)
+    await open_resource(other, settings)
+    fake.reads_bodies.clear()
+    await act(other, "Pause")
+    await other.close()
+    fake.reads_bodies.set()
+    await act(page, "Restart")
+    await expect(page.get_by_text("Restart: done")).to_be_visible()
+    assert len(fake.authors) == 1
+    assert fake.clusters["demo"].spec.get("desiredState", "Running") == "Running"
+
+
+async def test_a_resource_opens_in_a_new_tab_and_from_a_bookmark(page: Page, settings: Any) -> None:
+    await page.goto(settings.url)
+    link = page.get_by_role("link", name="demo", exact=True)
+    async with page.context.expect_page() as opened:
+        await link.click(modifiers=["ControlOrMeta"])
+    tab = await opened.value
+    await expect(tab.get_by_label("Resource", exact=True)).to_contain_text("2/2 engines ready")
+    bookmark = await page.context.new_page()
+    await bookmark.goto(tab.url)
+    await expect(bookmark.get_by_label("Resource", exact=True)).to_contain_text("2/2 engines ready")
+
+
+async def test_a_new_token_reaches_the_tabs_that_are_open(page: Page, settings: Any) -> None:
+    await page.goto(settings.url)
+    await expect(page.locator("#connection")).to_have_text("live")
+    await page.evaluate("localStorage.setItem('token', 'of an earlier start')")
+    await page.reload()
+    await expect(page.locator("#connection")).to_contain_text("open the URL that the command printed")
+    tab = await page.context.new_page()
+    await tab.goto(settings.url.partition("#")[0])
+    await expect(tab.locator("#connection")).to_contain_text("open the URL that the command printed")
+    await tab.goto(settings.url)
+    for each in (page, tab):
+        await expect(each.locator("#connection")).to_have_text("live")
+        await expect(each.get_by_role("row").filter(has_text="demo")).to_contain_text("Running")
+
+
+async def test_the_namespace_survives_a_reload_and_a_visit_of_a_resource(page: Page, settings: Any) -> None:
+    await page.goto(settings.url)
+    namespace = page.get_by_label("Namespace")
+    nothing = page.get_by_text("There is no MegatronInference in namespace other.")
+    await expect(namespace).to_have_value("default")
+    await namespace.fill("other")
+    await namespace.press("Enter")
+    await expect(nothing).to_be_visible()
+    await page.reload()
+    await expect(nothing).to_be_visible()
+    await expect(namespace).to_have_value("other")
+    await page.goto(f"{settings.url.partition('#')[0]}#/default/demo")
+    for leave in (page.get_by_role("link", name="← Resources"), page.get_by_role("link", name="Megatron")):
+        await expect(page.get_by_label("Resource", exact=True)).to_contain_text("2/2 engines ready")
+        await leave.click()
+        await expect(nothing).to_be_visible()
+        await page.go_back()
+    await page.go_back()
+    await expect(nothing).to_be_visible()
+    bookmark = await page.context.new_page()
+    await bookmark.goto(page.url)
+    await expect(bookmark.get_by_text("There is no MegatronInference in namespace other.")).to_be_visible()
+
+
+@pytest.mark.parametrize("address", ["#/%", "#/?namespace=%", "#/a/%E0%A4%A", "#/default/demo/more", "#/Bad/Name"])
+async def test_an_address_that_is_none_breaks_nothing(page: Page, settings: Any, address: str) -> None:
+    await page.goto(settings.url)
+    await expect(page.locator("#connection")).to_have_text("live")
+    await page.evaluate("address => { location.hash = address }", address)
+    await page.get_by_role("link", name="Megatron").click()
+    await expect(page.locator("#main section").first).to_be_visible()
+
+
+async def test_the_layout_on_every_screen(page: Page, settings: Any, fake: Any) -> None:
+    fake.suffix = "x" * 200
+    await page.goto(settings.url)
+    await expect(page.get_by_role("row").filter(has_text="broken")).to_contain_text("CrashLooping")
+    await page.evaluate("document.getElementById('context').textContent = 'arn:aws:eks:region:1:cluster/'.repeat(9)")
+    await check_layout(page)
+    await page.get_by_role("link", name="broken", exact=True).click()
+    await expect(page.get_by_role("table", name="Engines")).to_contain_text("broken-engine-0")
+    await expect(page.locator("canvas")).to_have_count(3)
+    await page.get_by_text("Preview a change of the spec").click()
+    logs = page.get_by_role("region", name="Logs")
+    await logs.get_by_role("button", name="Follow").click()
+    await expect(logs.get_by_label("Log")).to_contain_text("line 1 of")
+    await check_layout(page)
+    await page.get_by_role("button", name="Scale", exact=True).click()
+    await check_layout(page)
+    await page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    fake.holds = True
+    fake.denied |= {"GET /proxy/metrics", "GET /events"}
+    await page.get_by_role("link", name="Megatron").click()
+    await page.get_by_role("link", name="demo", exact=True).click()
+    await act(page, "Pause")
+    await expect(page.get_by_role("status").filter(has_text="Pause:")).to_contain_text("1 of 2 ranks confirmed")
+    fake.denied |= {"PATCH /demo"}
+    await act(page, "Stop")
+    await expect(page.get_by_role("alert").filter(has_text="Stop: 403")).to_be_visible()
+    await check_layout(page)
+
+
+async def test_characters_that_change_the_direction_are_escapes(page: Page, settings: Any, fake: Any) -> None:
+    controls = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    escapes = "".join(f"\\u{ord(char):04x}" for char in controls)
+    fake.suffix = controls
+    await page.goto(settings.url)
+    await expect(page.get_by_role("row").filter(has_text="demo")).to_contain_text(escapes)
+    await page.get_by_role("link", name="demo", exact=True).click()
+    await expect(page.get_by_label("Resource", exact=True)).to_contain_text(escapes)
+    fake.clusters["demo"].patch(replicas=1)
+    history = page.get_by_role("table", name="Conditions, Events and history")
+    await expect(history.get_by_role("row").filter(has_text="Event").filter(has_text=escapes).first).to_be_visible()
+    logs = page.get_by_role("region", name="Logs")
+    await logs.get_by_label("Container").select_option("demo-engine-0-0/engine")
+    await logs.get_by_role("button", name="Follow").click()
+    await expect(logs.get_by_label("Log")).to_contain_text(f"engine{escapes}")
+    await page.evaluate("address => { location.hash = address }", f"#/default/x{controls}")
+    await expect(page.get_by_role("heading", name=f"default/x{escapes}")).to_be_visible()
+    shown = await page.evaluate("document.documentElement.outerHTML + document.title")
+    assert not set(controls) & set(shown)

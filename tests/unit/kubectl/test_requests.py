@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import re
 import signal
-import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import fake_kubectl
 import httpx
+import psutil
 import pytest
-import yaml
 from click.testing import CliRunner
 from machine import scaled
 
 import megatron_kubectl.dashboard
 from megatron_kubectl import cli
-from megatron_kubectl.dashboard.app import POLICY
+from megatron_kubectl.dashboard.app import BAD_MESSAGE, BAD_TOKEN, policy
 
 STATIC = Path(megatron_kubectl.dashboard.__file__).with_name("static")
 VENDORED = {
@@ -31,17 +33,57 @@ VENDORED = {
 """SHA-256 of the files of the npm package uplot 1.6.32."""
 
 
-async def fetch(settings: Any, path: str, method: str = "GET", *, token: bool = True, **options: Any) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {settings.token}"} if token else {}
-    headers |= options.pop("headers", {})
+async def fetch(settings: Any, path: str, **options: Any) -> httpx.Response:
     async with httpx.AsyncClient(timeout=scaled(30), trust_env=False) as client:
-        return await client.request(method, f"http://127.0.0.1:{settings.port}{path}", headers=headers, **options)
+        return await client.get(f"http://127.0.0.1:{settings.port}{path}", **options)
 
 
-@pytest.mark.parametrize("path", ["/api/session", "/api/resources", "/api/resources/default/demo"])
-async def test_every_request_of_the_api_needs_the_token(settings: Any, path: str) -> None:
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": settings.token}):
-        assert (await fetch(settings, path, token=False, headers=headers)).status_code == 401
+@asynccontextmanager
+async def connected(settings: Any, token: Any, **options: Any) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """A connection that has sent this token."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.ws_connect(f"http://127.0.0.1:{settings.port}/api/socket", **options) as found,
+    ):
+        await found.send_json({"token": token})
+        yield found
+
+
+async def ask(settings: Any, **request: Any) -> list[dict[str, Any]]:
+    """Return the answers of a request until its end. A verb is repeated."""
+    async with connected(settings, settings.token) as socket:
+        assert "session" in await socket.receive_json(timeout=scaled(30))
+        await socket.send_json({"id": 1, **request})
+        found: list[dict[str, Any]] = []
+        while True:
+            answer = await socket.receive_json(timeout=scaled(30))
+            if "id" in answer:
+                found.append(answer)
+            if "ask" in answer:
+                await socket.send_json({"id": 1, "go": True})
+            if "done" in answer or "error" in answer:
+                return found
+
+
+@pytest.mark.parametrize("token", ["", "wrong", None, 7, "\udc80"])
+async def test_nothing_is_answered_without_the_token(settings: Any, fake: Any, token: Any) -> None:
+    async with connected(settings, token) as socket:
+        await socket.send_json({"id": 1, "do": "set-state", "namespace": "default", "name": "demo", "state": "Stopped"})
+        answer = await socket.receive(timeout=scaled(30))
+        assert answer.type == aiohttp.WSMsgType.CLOSE
+        assert answer.data in (BAD_TOKEN, BAD_MESSAGE)
+    assert fake.authors == []
+
+
+@pytest.mark.parametrize(
+    "message", ["", "{", "[]", '{"id": "x"}', '{"do": "list"}', '{"id": 1, "do": "list"}{"id": 2}', b"\x00"]
+)
+async def test_a_malformed_message_closes_the_connection(settings: Any, message: str | bytes) -> None:
+    async with connected(settings, settings.token) as socket:
+        assert "session" in await socket.receive_json(timeout=scaled(30))
+        await (socket.send_bytes(message) if isinstance(message, bytes) else socket.send_str(message))
+        answer = await socket.receive(timeout=scaled(30))
+        assert (answer.type, answer.data) == (aiohttp.WSMsgType.CLOSE, BAD_MESSAGE)
 
 
 @pytest.mark.parametrize(
@@ -66,65 +108,70 @@ async def test_malformed_requests_are_rejected_and_close_the_connection(
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
-async def test_actions_need_the_token(settings: Any, fake: Any) -> None:
-    path = "/api/resources/default/demo/desired-state"
-    assert (await fetch(settings, path, "POST", token=False, json={"state": "Stopped"})).status_code == 401
-    assert fake.authors == []
-
-
-@pytest.mark.parametrize("path", ["/", "/api/session"])
+@pytest.mark.parametrize("path", ["/", "/api/socket"])
 async def test_another_host_or_origin_is_rejected(settings: Any, path: str) -> None:
     hosts = ("evil.example", f"evil.example:{settings.port}", "127.0.0.1", f"127.0.0.1:{settings.port + 1}")
-    for host in hosts:
-        assert (await fetch(settings, path, headers={"Host": host})).status_code == 403
     origins = ("http://evil.example", "null", f"https://127.0.0.1:{settings.port}")
-    for origin in origins:
-        assert (await fetch(settings, path, headers={"Origin": origin})).status_code == 403
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    upgrade = {**upgrade, "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA=="} if path == "/api/socket" else {}
+    for headers in (*({"Host": host} for host in hosts), *({"Origin": origin} for origin in origins)):
+        assert (await fetch(settings, path, headers={**upgrade, **headers})).status_code == 403
     own = {"Origin": f"http://127.0.0.1:{settings.port}"}
-    assert (await fetch(settings, path, headers=own)).status_code == 200
+    if path == "/":
+        assert (await fetch(settings, path, headers=own)).status_code == 200
+    else:
+        async with connected(settings, settings.token, headers=own) as socket:
+            assert "session" in await socket.receive_json(timeout=scaled(30))
 
 
 async def test_every_answer_has_the_strict_policy(settings: Any) -> None:
-    assert "unsafe" not in POLICY
-    assert "default-src 'none'" in POLICY
-    for path in ("/", "/app.js", "/missing", "/api/session", "/api/resources/default/demo/plan"):
+    expected = policy(settings.port)
+    assert "unsafe" not in expected
+    assert "default-src 'none'" in expected
+    for path in ("/", "/app.js", "/missing", "/api/socket"):
         reply = await fetch(settings, path)
-        assert reply.headers["content-security-policy"] == POLICY
+        assert reply.headers["content-security-policy"] == expected
         assert reply.headers["x-content-type-options"] == "nosniff"
         assert reply.headers["referrer-policy"] == "no-referrer"
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "message"),
+    ("request_", "message"),
     [
-        ("demo/desired-state", {"state": "Gone"}, "state: is 'Gone'; use one of Running, Paused, Suspended, Stopped"),
-        ("demo/scale", {"replicas": -1}, "replicas: is -1; use a number of engines, 0 or more"),
-        ("demo/scale", {"replicas": True}, "replicas: is True"),
-        ("demo/scale", ["x"], "not a JSON object"),
-        ("demo/plan", {"spec": "a: [1"}, "spec: is not YAML"),
-        ("demo/plan", {"spec": "7"}, "spec: is not a mapping"),
-        ("%3Fx/restart", {}, "name: '?x' is not the name of an object"),
+        ({"do": "set-state", "state": "Gone"}, "state: is 'Gone'; use one of Running, Paused, Suspended, Stopped"),
+        ({"do": "scale", "replicas": -1}, "replicas: is -1; use a number of engines, 0 or more"),
+        ({"do": "scale", "replicas": True}, "replicas: is True"),
+        ({"do": "plan", "spec": "a: [1"}, "spec: is not YAML"),
+        ({"do": "plan", "spec": "7"}, "spec: is not a mapping"),
+        ({"do": "restart", "name": "?x"}, "name: '?x' is not the name of an object"),
+        ({"do": "observe", "name": "../x"}, "name: '../x' is not the name of an object"),
+        ({"do": "list", "namespace": "a/b"}, "namespace: 'a/b' is not the name of an object"),
+        ({"do": "restart", "name": "nothing"}, "not found"),
+        ({"do": "log", "pod": "broken-server-0"}, "does not belong to default/demo"),
+        ({"do": "remove"}, "do: is 'remove'; use one of list, observe, log, plan, set-state, scale, restart"),
     ],
 )
 async def test_a_bad_request_is_rejected_with_its_field(
-    settings: Any, fake: Any, path: str, body: Any, message: str
+    settings: Any, fake: Any, request_: dict[str, Any], message: str
 ) -> None:
-    reply = await fetch(settings, f"/api/resources/default/{path}", "POST", json=body)
-    assert reply.status_code == 400
-    assert message in reply.json()["error"]
+    answers = await ask(settings, **{"namespace": "default", "name": "demo", **request_})
+    assert message in answers[-1]["error"]
     assert fake.authors == []
 
 
-async def test_errors_of_the_api_server_keep_their_code(settings: Any) -> None:
-    reply = await fetch(settings, "/api/resources/default/nothing/restart", "POST", json={})
-    assert reply.status_code == 404
-    assert "not found" in reply.json()["error"]
-
-
-async def test_logs_of_pods_of_other_resources_are_rejected(settings: Any) -> None:
-    reply = await fetch(settings, "/api/resources/default/demo/logs?pod=broken-server-0")
-    assert reply.status_code == 404
-    assert "does not belong to default/demo" in reply.json()["error"]
+async def test_a_verb_that_the_page_does_not_repeat_is_not_executed(
+    settings: Any, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_kubectl.dashboard.app.GO_SECONDS", 0.2)
+    async with connected(settings, settings.token) as socket:
+        await socket.send_json({"id": 1, "do": "set-state", "namespace": "default", "name": "demo", "state": "Stopped"})
+        answers = [await socket.receive_json(timeout=scaled(30)) for _ in range(3)]
+        assert answers[1] == {"id": 1, "ask": True}
+        assert answers[2]["error"].startswith("not executed: the page did not repeat the request")
+        await socket.send_json({"id": 1, "go": True})
+        await socket.send_json({"id": 2, "do": "restart", "namespace": "default", "name": "?"})
+        assert "name: '?'" in (await socket.receive_json(timeout=scaled(30)))["error"]
+    assert fake.authors == []
 
 
 def test_vendored_files_are_those_of_the_package() -> None:
@@ -139,42 +186,28 @@ def test_the_page_loads_nothing_from_other_servers() -> None:
             assert not re.search(r"https?:|\"//\w|@import|url\(|innerHTML| on\w+=\"| style=\"", text), path
 
 
-@pytest.fixture
-def kubeconfig(fake: Any, tmp_path: Path) -> Path:
-    """A kubeconfig of the fake API server, with the context `here` and its namespace `team`."""
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "here",
-        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "team"}}],
-        "clusters": [{"name": "c", "cluster": {"server": fake.url}}],
-        "users": [{"name": "u", "user": {}}],
-    }
-    path = tmp_path / "kubeconfig"
-    path.write_text(yaml.safe_dump(config))
-    return path
+async def test_the_command_serves_until_it_is_interrupted(command: Any) -> None:
+    base, _, token = command.url.partition("/#token=")
+    settings = SimpleNamespace(port=int(base.rpartition(":")[2]), token=token)
+    async with connected(settings, token) as socket:
+        session = {"namespace": "default", "context": "here", "seconds": 10.0}
+        assert await socket.receive_json(timeout=scaled(30)) == {"session": session}
+        await socket.send_json({"id": 1, "do": "list", "namespace": "default"})
+        names = {each["name"] for each in (await socket.receive_json(timeout=scaled(30)))["value"]["resources"]}
+        assert names == {"demo", "broken"}
+        command.process.send_signal(signal.SIGINT)
+        assert (await asyncio.wait_for(command.process.stdout.read(), scaled(30))).decode() == ""
+    assert await asyncio.wait_for(command.process.wait(), scaled(30)) == 0
 
 
-async def test_the_command_serves_until_it_is_interrupted(kubeconfig: Path) -> None:
-    command = [sys.executable, "-m", "megatron_kubectl.cli", "dashboard", "--no-browser"]
-    path = fake_kubectl.install(kubeconfig.parent)
-    environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PATH": path, "PYTHONUNBUFFERED": "1"}
-    process = await asyncio.create_subprocess_exec(
-        *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
-    assert process.stdout is not None
-    line = (await asyncio.wait_for(process.stdout.readline(), scaled(30))).decode()
-    found = re.fullmatch(r"dashboard of here: (http://127\.0\.0\.1:\d+)/#token=(\S+)\n", line)
-    assert found is not None, line
-    base, token = found.groups()
-    headers = {"Authorization": f"Bearer {token}"}
-    async with httpx.AsyncClient(timeout=scaled(30), trust_env=False, headers=headers) as client:
-        assert (await client.get(f"{base}/api/session")).json() == {"namespace": "team", "context": "here"}
-        async with client.stream("GET", f"{base}/api/resources?namespace=default") as stream:
-            assert '"demo"' in await anext(stream.aiter_lines())
-            process.send_signal(signal.SIGINT)
-            assert (await asyncio.wait_for(process.stdout.read(), scaled(30))).decode() == ""
-    assert await asyncio.wait_for(process.wait(), scaled(30)) == 0
+async def test_the_command_ends_with_kubectl(command: Any) -> None:
+    proxies = [
+        each for each in psutil.Process(command.process.pid).children(recursive=True) if "proxy" in each.cmdline()
+    ]
+    proxies[-1].kill()
+    output = (await asyncio.wait_for(command.process.stdout.read(), scaled(30))).decode()
+    assert "kubectl proxy has ended" in output
+    assert await asyncio.wait_for(command.process.wait(), scaled(30)) == 1
 
 
 def test_an_unknown_context_is_named(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import page, screenshot
+from browser import check_layout, page
 from playwright.async_api import Page, expect
 
 from megatron_runtime.server.app import PAGE_FILES
@@ -142,7 +142,6 @@ async def test_answers_are_markdown_without_html_and_images(page: Page, running:
     await content.locator(".code").get_by_role("button", name="Copy").click()
     await expect(content.get_by_role("button", name="Copied")).to_be_visible()
     assert await page.evaluate("navigator.clipboard.readText()") == 'print("<b>1</b>")\n'
-    await screenshot(page, "chat")
 
 
 async def test_reasoning_is_folded_when_the_answer_begins_and_sent_back(page: Page, start_with_template: Any) -> None:
@@ -265,3 +264,45 @@ async def test_it_connects_again_after_the_server_failed(page: Page, running: An
         await page.clock.fast_forward(5000)
         await asyncio.sleep(0)
     await expect(page.locator("#state")).to_have_text("ready")
+
+
+LONG = f"{'x' * 300} `{'y' * 300}`\n\n```\n{'z' * 300}\n```\n\n| {'| '.join('wide ' * 30)}|\n{'|---' * 30}|\n"
+
+
+async def test_the_layout_on_every_screen(page: Page, start: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    running = await start(api_keys_file=tmp_path / "keys")
+    await page.goto(running.url)
+    await expect(page.locator("#state")).to_contain_text("API key")
+    await check_layout(page)
+    await page.get_by_label("API key").fill("secret")
+    await page.get_by_label("Temperature").fill("0")
+    await expect(page.locator("#state")).to_have_text("ready")
+    running.backend.answer = RICH + LONG
+    await send(page, f"Show everything, {'also long words ' * 20}{'w' * 300}.")
+    await expect(page.locator(".figures")).to_have_count(1)
+    await send(page, "word " * 9000)
+    await expect(page.locator(".error")).to_contain_text("maximum context length")
+    await check_layout(page)
+    await page.get_by_role("button", name="Edit").first.click()
+    await page.set_viewport_size({"width": 360, "height": 800})
+    await page.locator("#toggle-history").click()
+    await check_layout(page)
+
+
+BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+
+
+async def test_characters_that_change_the_direction_are_escapes(page: Page, running: Any) -> None:
+    escapes = "".join(f"\\u{ord(char):04x}" for char in BIDI)
+    running.backend.answer = f"Answer {BIDI} `code {BIDI}` &#x202e;"
+    await opened(page, running)
+    await send(page, f"Question {BIDI}")
+    await expect(page.locator(".user .content")).to_have_text(f"Question {escapes}")
+    content = page.locator(".assistant .content")
+    await expect(content).to_have_text(f"Answer {escapes} code {escapes} \\u202e")
+    await expect(page.locator("#conversations .open")).to_have_text(f"Question {escapes}")
+    await expect(page.locator("#spoken")).to_contain_text(escapes)
+    shown = await page.evaluate("document.documentElement.outerHTML + document.title")
+    assert not set(BIDI) & set(shown)
+    assert BIDI in prompt(running, 0), "the text that is sent stays as it is"

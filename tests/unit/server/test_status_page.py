@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import page
+from browser import check_layout, page
 from playwright.async_api import Page, expect
 
 pytestmark = pytest.mark.timeout(300)
@@ -23,6 +23,7 @@ async def test_the_status_of_a_whole_server(page: Page, served: Any) -> None:
     await expect(page.get_by_role("status")).to_have_text("live")
     adapters = page.get_by_role("table", name="Adapters")
     await expect(adapters).to_contain_text("sql")
+    await check_layout(page)
 
 
 async def test_engines_queue_and_epoch(running: Any) -> None:

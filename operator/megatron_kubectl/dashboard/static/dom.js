@@ -1,10 +1,7 @@
-// Elements, and requests to the dashboard's own server.
+// Elements and their texts.
 
-const fragment = new URLSearchParams(location.hash.slice(1));
-if (fragment.has("token")) {
-  sessionStorage.setItem("token", fragment.get("token"));
-  history.replaceState(null, "", "#/");
-}
+/** Return a text whose direction-changing characters are escapes, as on the command line. */
+export const visible = text => String(text).replace(/\p{Bidi_Control}/gu, char => `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`);
 
 /** Make an element. Properties are set as given; `class`, `for`, `role`, `tabindex` and `aria-*` as attributes. */
 export function h(tag, properties = {}, ...children) {
@@ -13,78 +10,15 @@ export function h(tag, properties = {}, ...children) {
     if (/^(class|for|role|tabindex|scope|aria-.*)$/.test(name)) element.setAttribute(name, value);
     else element[name] = value;
   }
-  element.append(...children.filter(child => child !== null && child !== undefined));
+  const present = children.filter(child => child !== null && child !== undefined);
+  element.append(...present.map(child => child instanceof Node ? child : visible(child)));
   return element;
 }
 
 /** Set the text of an element if it differs, so that selections and screen readers are not disturbed. */
 export function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-const headers = () => ({ Authorization: `Bearer ${sessionStorage.getItem("token") ?? ""}` });
-
-async function checked(response) {
-  if (response.ok) return response;
-  let message = `HTTP ${response.status}`;
-  try { message = (await response.json()).error ?? message; } catch { /* not JSON */ }
-  const error = new Error(message);
-  error.status = response.status;
-  throw error;
-}
-
-export async function get(path, signal) {
-  return checked(await fetch(path, { headers: headers(), signal }));
-}
-
-export async function post(path, body) {
-  const options = { method: "POST", headers: { ...headers(), "Content-Type": "application/json" } };
-  return (await checked(await fetch(path, { ...options, body: JSON.stringify(body) }))).json();
-}
-
-/** Call onText with each piece of a text answer until it ends. */
-export async function readText(path, signal, onText) {
-  const reader = (await get(path, signal)).body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let read; !(read = await reader.read()).done;) onText(read.value);
-}
-
-const RETRY_MS = [500, 1000, 2000, 5000];
-const pause = milliseconds => new Promise(resolve => setTimeout(resolve, milliseconds));
-
-function connection(text, lost) {
-  const shown = document.getElementById("connection");
-  setText(shown, text);
-  shown.classList.toggle("lost", lost);
-}
-
-/**
- * Call onFrame with each object of a stream of JSON lines. A stream that ends is opened again.
- * onFrame returns false while the API server does not report the shown state.
- */
-export async function follow(path, signal, onFrame) {
-  for (let failures = 0; !signal.aborted; failures++) {
-    let rest = "";
-    try {
-      await readText(path, signal, text => {
-        const lines = (rest + text).split("\n");
-        rest = lines.pop();
-        for (const line of lines) {
-          const live = onFrame(JSON.parse(line));
-          failures = 0;
-          connection(live ? "live" : "not live; retrying", !live);
-        }
-      });
-    } catch (error) {
-      if (signal.aborted) return;
-      if (error.status === 400 || error.status === 401 || error.status === 403) {
-        connection(error.message, true);
-        return;
-      }
-    }
-    if (signal.aborted) return;
-    connection("disconnected from the dashboard's command; reconnecting", true);
-    await pause(RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]);
-  }
+  const shown = visible(text);
+  if (element.textContent !== shown) element.textContent = shown;
 }
 
 const GOOD = new Set(["Running"]);

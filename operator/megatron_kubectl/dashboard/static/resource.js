@@ -1,7 +1,8 @@
 // The page of one resource: state, actions and their progress, engines, charts, history, logs, preview of a change.
 
 import { Chart, duration, tokens, within } from "./charts.js";
-import { follow, h, post, readText, setText, showState } from "./dom.js";
+import { follow, request, showConnection, verb } from "./connection.js";
+import { h, setText, showState, visible } from "./dom.js";
 
 const MOST_LOG_CHARACTERS = 400_000;
 const MOST_ENTRIES = 100;
@@ -72,8 +73,8 @@ function progressOf(asked, resource) {
 }
 
 class Actions {
-  constructor(base, title) {
-    this.base = base;
+  constructor(where, title) {
+    this.where = where;
     this.title = title;
     this.resource = null;
     this.asked = null;
@@ -93,11 +94,10 @@ class Actions {
     const answer = await confirmed(`${action.verb} ${this.title}?`, action.text, action.verb, action.verb === "Scale" ? resource.replicas : undefined);
     if (answer === null) return;
     this.error.hidden = true;
-    const paths = { Scale: "scale", Restart: "restart" };
-    const body = { Scale: { replicas: answer }, Restart: {} }[action.verb] ?? { state: action.state };
+    const bodies = { Scale: { do: "scale", replicas: answer }, Restart: { do: "restart" } };
     try {
       const { attempt } = this.resource.status;
-      const { generation } = await post(`${this.base}/${paths[action.verb] ?? "desired-state"}`, body);
+      const { generation } = await verb({ ...this.where, ...(bodies[action.verb] ?? { do: "set-state", state: action.state }) });
       this.asked = { ...action, generation, replicas: answer, attempt };
       this.update(this.resource);
     } catch (error) {
@@ -127,7 +127,7 @@ function rowsTable(label, titles, numbers, unbroken = new Set()) {
   const table = h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, ...head)), body);
   const fill = rows => body.replaceChildren(...rows.map(cells => h("tr", {}, ...cells.map((cell, index) =>
     h("td", { class: numbers.has(index) ? "number" : unbroken.has(index) ? "nowrap" : "" }, cell)))));
-  return { element: h("div", { class: "scroll" }, table), fill };
+  return { element: h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, table), fill };
 }
 
 function stateOf(state) {
@@ -154,15 +154,15 @@ function timeline(resource, events) {
   return order.slice(0, MOST_ENTRIES).map(each => [time(each.at), each.kind, each.text]);
 }
 
-function logs(base, signal) {
+function logs(where, signal) {
   const select = h("select", { "aria-label": "Container" });
   const button = h("button", { type: "button", disabled: true }, "Follow");
-  const output = h("pre", { class: "log", tabindex: "0", "aria-label": "Log" });
+  const output = h("pre", { class: "log", tabindex: "0", role: "group", "aria-label": "Log" });
   const error = h("p", { class: "error", role: "alert", hidden: true });
   let reading = null;
   const append = text => {
     const atEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 40;
-    const all = output.textContent + text;
+    const all = output.textContent + visible(text);
     output.textContent = all.length > MOST_LOG_CHARACTERS ? all.slice(all.indexOf("\n", all.length - MOST_LOG_CHARACTERS) + 1) : all;
     if (atEnd) output.scrollTop = output.scrollHeight;
   };
@@ -175,7 +175,7 @@ function logs(base, signal) {
     error.hidden = true;
     output.textContent = "";
     try {
-      await readText(`${base}/logs?${new URLSearchParams({ pod, container })}`, mine.signal, append);
+      await request({ do: "log", ...where, pod, container }, { signal: mine.signal, onValue: append });
     } catch (failure) {
       if (!mine.signal.aborted) { error.hidden = false; setText(error, failure.message); }
     }
@@ -196,7 +196,7 @@ function logs(base, signal) {
   return { element: h("section", { "aria-label": "Logs" }, h("h3", {}, "Logs"), h("div", { class: "buttons" }, select, button), error, output), update };
 }
 
-function preview(base) {
+function preview(where) {
   const editor = h("textarea", { "aria-label": "Spec in YAML", spellcheck: false });
   const button = h("button", { type: "button", class: "primary" }, "Preview");
   const reset = h("button", { type: "button" }, "Current spec");
@@ -207,7 +207,7 @@ function preview(base) {
     error.hidden = true;
     result.replaceChildren();
     try {
-      const { changes, steps, restarts } = await post(`${base}/plan`, { spec: editor.value });
+      const { changes, steps, restarts } = await request({ do: "plan", ...where, spec: editor.value });
       if (!changes.length && !steps.length) { result.append(h("p", {}, "Nothing changes.")); return; }
       const table = rowsTable("Changes", ["Change", "Object", "Field", "Pods"], new Set());
       table.fill(changes.map(each => [each.verb, each.child, each.field, each.restarts ? "restarted" : ""]));
@@ -224,16 +224,16 @@ function preview(base) {
   return { element: h("section", { "aria-label": "Preview" }, details), update };
 }
 
-export function showResource(main, namespace, name, signal) {
-  const title = `${namespace}/${name}`, base = `api/resources/${encodeURIComponent(namespace)}/${encodeURIComponent(name)}`;
-  document.title = `${title} – megatron dashboard`;
-  let resource = null, events = [], samples = [], live = true;
+export function showResource(main, namespace, name, back, signal) {
+  const title = `${namespace}/${name}`, where = { namespace, name };
+  document.title = visible(`${title} – megatron dashboard`);
+  let resource = null, events = [], samples = [];
   const state = h("span", { class: "state soft" }, "…"), facts = h("span", { class: "soft" });
   const missing = h("p", { class: "soft", hidden: true }, "There is no such resource.");
-  const actions = new Actions(base, title), log = logs(base, signal), plan = preview(base);
+  const actions = new Actions(where, title), log = logs(where, signal), plan = preview(where);
   const engines = rowsTable("Engines", ["Engine", "State", "Queue", "Running", "KV use", "Prefix hits", "Tokens/s", "Epoch", "Ranks"], new Set([2, 3, 4, 5, 6, 7, 8]));
   const history = rowsTable("Conditions, Events and history", ["Time", "Kind", "Message"], new Set(), new Set([0, 1]));
-  const explain = h("pre", { "aria-label": "Explanation", tabindex: "0" });
+  const explain = h("pre", { role: "group", "aria-label": "Explanation", tabindex: "0" });
   const errors = Object.fromEntries(["resource", "events", "pods", "explain", "metrics"].map(part => [part, h("p", { class: "error", hidden: true })]));
   const charts = [
     new Chart("Throughput, tokens/s", [{ label: "", key: "tokens_per_second" }], tokens, signal),
@@ -242,7 +242,7 @@ export function showResource(main, namespace, name, signal) {
   ];
   const card = (label, ...children) => h("section", { "aria-label": label }, h("h3", {}, label), ...children);
   main.replaceChildren(
-    h("section", { "aria-label": "Resource" }, h("div", { class: "title" }, h("a", { href: "#/" }, "← Resources"), h("h2", {}, title), state, facts), errors.resource, missing, actions.element),
+    h("section", { "aria-label": "Resource" }, h("div", { class: "title" }, h("a", { href: back }, "← Resources"), h("h2", {}, title), state, facts), errors.resource, missing, actions.element),
     h("div", { class: "columns" }, card("Engines", engines.element), card("Explanation", errors.explain, explain)),
     card("Last 15 minutes", errors.metrics, h("div", { class: "charts" }, ...charts.map(chart => chart.element))),
     card("History", errors.events, history.element), h("div", {}, errors.pods, log.element), plan.element);
@@ -275,12 +275,13 @@ export function showResource(main, namespace, name, signal) {
       showEngines();
     },
     errors(value) {
-      live = !("resource" in value);
+      const live = !("resource" in value);
+      showConnection(live ? "live" : "not live; retrying", !live);
       for (const [part, element] of Object.entries(errors)) {
         element.hidden = !(part in value);
         setText(element, value[part] ?? "");
       }
     },
   };
-  follow(base, signal, frame => { show[frame.part](frame.value); return live; });
+  follow({ do: "observe", ...where }, signal, frame => show[frame.part](frame.value), text => showConnection(text, true));
 }

@@ -2,6 +2,7 @@
 
 import * as conversations from "./conversations.js";
 import * as server from "./server.js";
+import { visible } from "./text.js";
 import { TurnView, button, element } from "./turns.js";
 
 const $ = id => document.getElementById(id);
@@ -18,13 +19,13 @@ async function connect() {
   try {
     const names = await server.models($("key").value);
     const chosen = $("model").value;
-    $("model").replaceChildren(...names.map(name => new Option(name, name, false, name === chosen)));
-    document.title = names[0];
+    $("model").replaceChildren(...names.map(name => new Option(visible(name), name, false, name === chosen)));
+    document.title = visible(names[0]);
     const missing = await server.missing();
-    $("state").textContent = missing.length ? `waiting for: ${missing.join(", ")}` : "ready";
+    $("state").textContent = missing.length ? visible(`waiting for: ${missing.join(", ")}`) : "ready";
     if (!missing.length) return;
   } catch (error) {
-    $("state").textContent = error instanceof server.RequestError ? error.message : `no connection: ${error.message}`;
+    $("state").textContent = visible(error instanceof server.RequestError ? error.message : `no connection: ${error.message}`);
     if (error.status === 401) {  // until a key is entered
       $("settings").open = true;
       $("key").focus();
@@ -128,7 +129,7 @@ async function ask(text) {
   }
   view.update({ ended: true });
   if (!conversation.turns.includes(answer)) return;  // asked again meanwhile
-  if (conversation === current) $("spoken").textContent = answer.error ?? answer.content;
+  if (conversation === current) $("spoken").textContent = visible(answer.error ?? answer.content);
   keep(conversation);
 }
 

@@ -1,5 +1,6 @@
 // How a turn looks: text or Markdown, reasoning, figures and buttons.
 
+import { visible } from "./text.js";
 import markdownit from "./vendor/markdown-it.esm.min.js";
 
 // Elements written as HTML are shown as text, and images are not loaded: answers cannot reach other servers.
@@ -14,14 +15,14 @@ markdown.renderer.rules.link_open = (tokens, index, ...rest) => {
 export function element(name, className = "", text = "") {
   const made = document.createElement(name);
   made.className = className;
-  made.textContent = text;
+  made.textContent = visible(text);
   return made;
 }
 
 export function button(text, action, label = "") {
   const made = element("button", "", text);
   made.type = "button";
-  if (label) made.setAttribute("aria-label", label);
+  if (label) made.setAttribute("aria-label", visible(label));
   made.addEventListener("click", action);
   return made;
 }
@@ -46,7 +47,8 @@ function copyButton(text) {
 }
 
 function renderMarkdown(box, text) {
-  box.innerHTML = markdown.render(text);
+  box.innerHTML = visible(markdown.render(text));
+  for (const scrolling of box.querySelectorAll("pre, table")) scrolling.tabIndex = 0;
   for (const pre of box.querySelectorAll("pre")) {
     const frame = element("div", "code");
     pre.replaceWith(frame);
@@ -65,7 +67,7 @@ export class TurnView {
   constructor(turn, actions) {
     this.turn = turn;
     this.actions = actions;
-    this.box = element("section", `turn ${turn.role}`);
+    this.box = element("article", `turn ${turn.role}`);
     this.box.setAttribute("aria-label", turn.role === "user" ? "You" : "Model");
     this.reasoning = element("details");
     this.reasoning.append(element("summary", "", "Reasoning"), this.thoughts = element("div"));
@@ -79,17 +81,17 @@ export class TurnView {
     const { role, content, reasoning, error, figures } = this.turn;
     const parts = [];
     if (reasoning) {
-      this.thoughts.textContent = reasoning;
+      this.thoughts.textContent = visible(reasoning);
       if (!this.reasoning.isConnected) this.reasoning.open = !ended;
       if (content && !this.content.isConnected) this.reasoning.open = false;
       parts.push(this.reasoning);
     }
     if (content) {
-      if (role === "user") this.content.textContent = content; else renderMarkdown(this.content, content);
+      if (role === "user") this.content.textContent = visible(content); else renderMarkdown(this.content, content);
       parts.push(this.content);
     }
     if (error) {
-      this.error.textContent = error;
+      this.error.textContent = visible(error);
       parts.push(this.error);
     }
     if (ended) {

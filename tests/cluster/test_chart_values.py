@@ -1,0 +1,251 @@
+"""What helm renders for unusual names and values, of several releases side by side. It needs helm, no control plane."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from soak import repeated, size
+
+from localcluster import installation, programs
+from localcluster.progress import Steps
+from megatron_operator.install import install_manifests
+from megatron_operator.terminal import as_yaml
+
+CLUSTER_SCOPED = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace"}
+TEXTS = {"name", "namespace", "image", "serviceAccountName", "key", "mountPath", "priorityClassName", "imagePullPolicy"}
+"""Keys whose values are text in all kinds."""
+LISTS_OF_TEXTS = {"args", "resourceNames", "matchNames"}
+MAPS_OF_TEXTS = {"labels", "annotations", "matchLabels", "nodeSelector"}
+OTHER_VALUES = [
+    *("123", "1e3", "0x1f", "0o17", "0b1", "00", "0", "1-2", "2020-01-01", "1e-3"),
+    *("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"),
+]
+"""Names that YAML reads as other values than text, if they are not quoted."""
+NAMES = [*OTHER_VALUES, "a", "team-a", "x" * 52]
+RELEASES = [*NAMES, "operator", "1.5", "1.2.3", "a.b", "megatron-operator", f"{'x' * 51}.1", f"{'x' * 51}-2"]
+NOT_NAMES = [
+    "A",
+    "a_b",
+    "-a",
+    "a-",
+    "a b",
+    "~",
+    "a:b",
+    '"',
+    "a\nb: c",
+    "{{ .Values }}",
+    "x" * 300,
+    7,
+    1e3,
+    True,
+    None,
+    {},
+    [],
+]
+VALUES: dict[str, list[Any]] = {
+    "nameOverride": [*NAMES, "A.b_c", *NOT_NAMES],
+    "fullnameOverride": [*NAMES, *NOT_NAMES],
+    "crd.keep": [True, False, None, "no"],
+    "operator": [None, {}],
+    "operator.replicas": [0, 2, 100, 3.0, 1e7, -1, "2", None],
+    "operator.namespaces": [[name] for name in NAMES] + [["a", "1e3"], ["A"], [7], "a", None],
+    "operator.logLevel": ["debug", "no", None],
+    "operator.image": [None, {"repository": "123", "pullPolicy": "Always"}, {"repository": "1:20", "tag": "1"}],
+    "operator.image.tag": [*NAMES, "v1.0_x", "a b", 7, None],
+    "operator.image.repository": ["123", "registry:5000/a", "null", "", "a b", 7, None],
+    "operator.podLabels": [{"team": name} for name in NAMES]
+    + [{"no": "on"}, {"app.kubernetes.io/name": "other"}, {"a b": "c"}, {"a": 7}, {"a": None}, {"a": "b c"}, None],
+    "operator.podAnnotations": [{"1e3": name} for name in NAMES] + [{"a": 7}, {"a": "b: c\n- d"}, None],
+    "operator.extraEnv": [
+        [{"name": "no", "value": "0x1f"}],
+        [{"name": "A", "value": 7}],
+        [{"value": "a"}],
+        ["A=b"],
+        None,
+    ],
+    "operator.extraVolumes": [[{"name": "1e3", "emptyDir": {}}], [{"name": 7}], None],
+    "operator.extraVolumeMounts": [[{"name": "1e3", "mountPath": "/no"}], [{"name": "a"}], None],
+    "operator.nodeSelector": [{"a": "1e3"}, {"a": 1e3}, None],
+    "operator.tolerations": [[{"key": "no"}], ["a"], None],
+    "operator.affinity": [{"nodeAffinity": {}}, None],
+    "operator.priorityClassName": [*NAMES, *NOT_NAMES],
+    "operator.extraArgs": [["--lease-seconds", "6"], ["1e3", "no"], [6], None],
+    "operator.resources": [{}, {"limits": {"memory": "1e3"}}, None],
+    "coordinator.image": [{"repository": "1e3", "tag": "1e3"}, {"tag": "a"}, None],
+    "runtime.image.tag": [*NAMES, None],
+    "runtime": [None, {}],
+    "runtime.logFormat": ["json", None],
+    "vllm": [None, {"image": {"repository": "0x1f"}}],
+    "updates": [None, {"maxConcurrent": 1000000}, {"maxConcurrent": 100000, "oldestSecureVersion": "1e3"}],
+    "security.enabled": [False, None, "no"],
+    "security": [None],
+    "rbac": [None, {"aggregateRoles": False}],
+    "serviceAccount": [None, {"create": False}, {"create": True, "annotations": {"a": "1e3"}}],
+    "serviceAccount.name": [*NAMES, *NOT_NAMES],
+    "imagePullSecrets": [[{"name": name}] for name in NAMES] + [["a"], [{"name": 7}], [{}], None],
+    "networkPolicy": [None, {"enabled": False}],
+    "networkPolicy.monitoring": [
+        [],
+        [{"podSelector": {"matchLabels": {"a": "1e3"}}}],
+        [{"podSelector": {"matchLabels": {"a": 1}}}],
+        ["a"],
+        None,
+    ],
+    "networkPolicy.apiServer": [["10.0.0.0/8"], ["no"], None],
+    "monitoring": [None, {"scrape": True, "alerts": True, "dashboard": True}],
+    "monitoring.labels": [{"release": "1e3"}, {"app.kubernetes.io/instance": "other"}, {"a": 7}, None],
+    "podPolicy": [None, {"serviceAccounts": ["1e3"], "hostnames": ["*"], "sidecars": True}],
+    "tests": [None, {"apiKeySecret": {"name": "1e3", "key": "no"}}, {"apiKeySecret": {"name": "a"}}],
+    "tests.timeoutSeconds": [1, 86400, 1e6, 0, None],
+}
+"""Values by path, right and wrong ones."""
+
+
+class KubernetesLoader(yaml.SafeLoader):
+    """Reads YAML as helm and kubectl do: with numbers such as 1e3, booleans such as y, and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key is there twice: {Counter(keys).most_common(1)}"
+        return super().construct_mapping(node, deep)
+
+
+_NUMBER = re.compile(r"[-+]?(0o[0-7]+|(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?)$")
+KubernetesLoader.add_implicit_resolver("!other", _NUMBER, list("-+.0123456789"))
+KubernetesLoader.add_implicit_resolver("!other", re.compile("[yYnN]$"), list("yYnN"))
+KubernetesLoader.add_constructor("!other", lambda loader, node: float(len(node.value)))
+
+
+@pytest.fixture(scope="session")
+def helm_program() -> Path:
+    return programs.ensure(["helm"], Steps()) / "helm"
+
+
+def rendered(program: Path, release: str, namespace: str, values: dict[str, Any]) -> list[dict[str, Any]] | str:
+    """Return the documents, or why helm rejects the values."""
+    command = [program, "template", release, installation.CHART, "-n", namespace, "--kube-version", "1.34.0", "-f", "-"]
+    done = subprocess.run(command, input=json.dumps(values), check=False, capture_output=True, text=True)
+    if done.returncode:
+        return done.stderr
+    return [document for document in yaml.load_all(done.stdout, KubernetesLoader) if document]
+
+
+def not_texts(value: Any, where: str = "") -> Iterator[str]:
+    """Yield the places at which text is expected and another value is found."""
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from not_texts(each, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            here = f"{where}.{key}"
+            if not isinstance(key, str) or (key in TEXTS and not isinstance(each, str)):
+                yield f"{here}: {each!r}"
+            elif key in LISTS_OF_TEXTS:
+                yield from (f"{here}: {entry!r}" for entry in each if not isinstance(entry, str))
+            elif key in MAPS_OF_TEXTS:
+                yield from (
+                    f"{here}: {pair!r}" for pair in (each or {}).items() if not all(type(x) is str for x in pair)
+                )
+            else:
+                yield from not_texts(each, here)
+
+
+def problems(documents: list[dict[str, Any]]) -> list[str]:
+    """Return what is wrong with the objects of a release."""
+    found = [f"{each['kind']}: {place}" for each in documents if each["kind"] != CRD for place in not_texts(each)]
+    for each in documents:
+        template = each.get("spec", {}).get("template")
+        if each["kind"] == "Deployment" and template:
+            selector = each["spec"]["selector"]["matchLabels"].items()
+            found += [] if selector <= template["metadata"]["labels"].items() else ["the selector does not match"]
+        if each["kind"] == "Service" and not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", each["metadata"]["name"]):
+            found.append(f"Service: the name {each['metadata']['name']!r}")
+    return found
+
+
+CRD = "CustomResourceDefinition"
+
+
+def identities(documents: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return kind, namespace and name of each object but the CRD, which one release installs."""
+    found = []
+    for each in documents:
+        if each["kind"] != CRD:
+            namespace = "" if each["kind"] in CLUSTER_SCOPED else each["metadata"]["namespace"]
+            found.append((each["kind"], namespace, each["metadata"]["name"]))
+    return found
+
+
+def assign(values: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value by its path, unless its section is removed."""
+    first, _, rest = path.partition(".")
+    if not rest:
+        values[first] = value
+    elif isinstance(values.setdefault(first, {}), dict):
+        assign(values[first], rest, value)
+
+
+@repeated()
+def test_every_rendering_is_right_or_rejected_with_a_reason(helm_program: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    accepted = 0
+    for _ in range(size(12, soak=100)):
+        namespaces = rng.choices(NAMES, k=2)
+        releases = {(rng.choice(namespaces), release) for release in rng.sample(RELEASES, 2)}
+        releases |= {(namespaces[0], "megatron"), (namespaces[1], "megatron")}
+        found: list[tuple[str, ...]] = []
+        for namespace, release in sorted(releases):
+            values: dict[str, Any] = {"crd": {"install": False}}
+            for path in rng.sample(sorted(VALUES), rng.randrange(3)):
+                assign(values, path, rng.choice(VALUES[path]))
+            documents = rendered(helm_program, release, namespace, values)
+            about = f"release {release} in {namespace} with {values}"
+            if isinstance(documents, str):
+                assert "don't meet the specifications of the schema" in documents, f"{about}: {documents}"
+            else:
+                accepted += 1
+                assert problems(documents) == [], about
+                own = identities(documents)
+                assert len(own) == len(set(own)), about
+                found += [each for each in own if not each[1]]
+        assert len(found) == len(set(found)), f"{sorted(releases)}: {Counter(found).most_common(1)}"
+    assert accepted
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_each_value_is_right_or_rejected_with_a_reason(helm_program: Path, path: str) -> None:
+    """The first value of each path is accepted."""
+    first, *others = VALUES[path]
+    chosen = [first, *random.Random(path).sample(others, min(len(others), size(2, soak=len(others))))]
+    for number, value in enumerate(chosen):
+        values: dict[str, Any] = {"crd": {"install": False}}
+        assign(values, path, value)
+        documents = rendered(helm_program, "megatron", "1e3", values)
+        if isinstance(documents, str):
+            section = path.partition(".")[0]
+            assert section in documents, documents
+            assert "don't meet the specifications of the schema" in documents, f"{values}: {documents}"
+            assert number or value is None, f"{values}: {documents}"
+        else:
+            assert problems(documents) == [], values
+
+
+@pytest.mark.parametrize("namespace", NAMES)
+def test_the_manifest_of_the_operator_keeps_every_name(namespace: str) -> None:
+    text = as_yaml(install_manifests(namespace=namespace, image="1e3", runtime_image="0x1f", vllm_runtime_image="no"))
+    assert problems([*yaml.load_all(text, KubernetesLoader)]) == []
+
+
+def test_the_manifests_of_two_namespaces_have_different_objects() -> None:
+    images = {"image": "a", "runtime_image": "b", "vllm_runtime_image": "c"}
+    one, other = (set(identities(install_manifests(namespace=name, **images))) for name in ("a", "b"))
+    assert one & other == set()

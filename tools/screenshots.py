@@ -1,0 +1,123 @@
+"""Takes the screenshots of the documentation: `make screenshots` writes docs/assets/*.png.
+
+The dashboard shows resources of the tests' fake API server, whose states come from the operator's own decisions. The
+chat page is that of `megatron serve` with the built-in model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from kubernetes.aio.client import Configuration
+from playwright.async_api import Page, async_playwright, expect
+
+from megatron_kubectl.dashboard.app import Dashboard, DashboardServer, DashboardSettings
+from megatron_operator.cluster.api import KubeApi
+from megatron_runtime.cli.processes import free_ports
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "docs" / "assets"
+SUPPORT = (ROOT / "tests" / "support", ROOT / "tests" / "unit" / "kubectl")
+MODEL: dict[str, Any] = {"model": {"source": {"builtin": "smollm2-135m"}}}
+WIDTH, HEIGHT = 1280, 800
+WAIT_MS = 180_000
+CHART_SECONDS = 60
+QUESTION = "What is the capital of France?"
+
+
+@contextlib.asynccontextmanager
+async def dashboard() -> AsyncIterator[str]:
+    """A dashboard of three resources; yields its URL."""
+    fake_api, memory = importlib.import_module("fake_api"), importlib.import_module("in_memory_cluster")
+    broken = memory.Cluster({**MODEL, "replicas": 1}, name="broken")
+    broken.broken_engines.add("broken-engine-0")
+    idle = memory.Cluster({**MODEL, "replicas": 1, "desiredState": "Suspended"}, name="nightly")
+    fake = fake_api.FakeApi(memory.Cluster({**MODEL, "replicas": 3}), broken, idle)
+    await fake.start()
+    configuration = Configuration()
+    configuration.host = fake.url
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = DashboardSettings(listener.getsockname()[1], "", "production", sample_seconds=1.0)
+        async with KubeApi(configuration) as api:
+            server = DashboardServer(Dashboard(api, settings))
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            yield settings.url
+            server.should_exit = True
+            await serving
+    await fake.stop()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/readyz", timeout=10) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+@contextlib.asynccontextmanager
+async def chat() -> AsyncIterator[str]:
+    """`megatron serve` with the built-in model; yields its URL."""
+    (port,) = free_ports(1)
+    program = Path(sys.executable).with_name("megatron")
+    process = subprocess.Popen([program, "serve", "builtin:smollm2-135m", "--port", str(port)], stdout=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + WAIT_MS / 1000
+        while not await asyncio.to_thread(_is_ready, url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                sys.exit("megatron serve is not ready")
+            await asyncio.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def picture(page: Page, name: str) -> None:
+    await page.screenshot(path=ASSETS / f"{name}.png")
+    print(f"docs/assets/{name}.png")
+
+
+async def main() -> None:
+    """Take all screenshots."""
+    sys.path[:0] = map(str, SUPPORT)
+    expect.set_options(timeout=WAIT_MS)
+    executable = importlib.import_module("browser").executable()
+    async with async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=executable)
+        page = await browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+        async with dashboard() as url:
+            await page.goto(url)
+            await expect(page.get_by_role("row").filter(has_text="broken")).to_contain_text("CrashLooping")
+            await picture(page, "dashboard-list")
+            await page.get_by_role("link", name="demo", exact=True).click()
+            await expect(page.locator("figcaption > span").first).to_contain_text(re.compile("[1-9]"))
+            await page.wait_for_timeout(1000 * CHART_SECONDS)
+            await picture(page, "dashboard-resource")
+        async with chat() as url:
+            await page.goto(url)
+            await expect(page.locator("#state")).to_have_text("ready")
+            await page.get_by_text("Settings").click()
+            await page.get_by_label("Temperature").fill("0")
+            await page.get_by_text("Settings").click()
+            await page.get_by_label("Message", exact=True).fill(QUESTION)
+            await page.keyboard.press("Enter")
+            await expect(page.locator(".figures")).to_have_count(1)
+            await picture(page, "chat")
+        await browser.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
