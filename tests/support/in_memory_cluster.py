@@ -285,7 +285,8 @@ class Cluster:
     def world(self) -> World:
         views: dict[ChildRef, ChildView] = {}
         for ref, obj in self.objects.items():
-            views[ref] = reduce_child(obj, owner_uid=OWNER_UID, verified=ref not in self.unverified)
+            seen = {"status": self._pod_counts(ref.name), **obj} if ref.kind == "StatefulSet" else obj
+            views[ref] = reduce_child(seen, owner_uid=OWNER_UID, verified=ref not in self.unverified)
         spec, unknown_fields = parse_stored_spec(self.spec)
         return World(
             resource=ResourceSnapshot(
@@ -314,6 +315,10 @@ class Cluster:
             lost_nodes={name: since for name, node in self.nodes.items() if (since := lost_since(node)) is not None},
             may_update=self.may_update,
         )
+
+    def _pod_counts(self, statefulset: str) -> dict[str, int]:
+        pods = [reduce_pod(pod) for name, pod in self.pods.items() if name.rpartition("-")[0] == statefulset]
+        return {"replicas": len(pods), "readyReplicas": sum(pod.ready and not pod.deleting for pod in pods)}
 
     def _snapshot(self) -> CoordinatorSnapshot:
         found = self.coordinator

@@ -42,6 +42,12 @@ class Blockers:
                 return found
         return None
 
+    @property
+    def missing(self) -> Finding | None:
+        """Return the first object that the engines need and that does not exist."""
+        found = (self.rendered.missing(manifest) for manifest in self.rendered.workloads)
+        return next((finding for finding in found if finding is not None), None)
+
     def component(self, component: str) -> Finding | None:
         """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
         pods = self.world.component_pods(component)
@@ -58,15 +64,6 @@ class Blockers:
             return creation_error("its pods", view.creation_error, component=component)
         if view.stuck:
             return Reason.ROLLOUT_STUCK, f"Deployment {name}: {view.stuck}; read its pods, and correct the spec"
-        return None
-
-    @property
-    def unfinished(self) -> Finding | None:
-        """Return that a rollout of coordinator, standby or servers is not complete; None if all are."""
-        for manifest in self.rendered.shared[0]:
-            view = self.world.children.get(ChildRef.of(manifest))
-            if manifest["kind"] == "Deployment" and view is not None and not view.rolled_out:
-                return Reason.ROLLING_OUT, f"the pods of {view.ref.name} to be replaced and ready"
         return None
 
     def coordinator(self) -> Finding:
