@@ -22,6 +22,7 @@ from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, is_s
 from megatron_operator.cluster.kinds import (
     CHILD_KINDS,
     CHILD_SELECTOR,
+    CLUSTER_KINDS,
     EVENT,
     NODE,
     OPTIONAL_KINDS,
@@ -493,8 +494,9 @@ class Observer:
 
     async def _read_object(self, ref: ChildRef, namespace: str) -> frozenset[str] | None:
         """Return the names of the entries of an object that are not empty; no value leaves this function."""
+        kind = kind_of(ref.api_version, ref.kind)
         try:
-            obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
+            obj = await self._api.get(kind, None if kind in CLUSTER_KINDS else namespace, ref.name)
         except KubeApiError as error:
             if error.code != FORBIDDEN:
                 raise

@@ -42,12 +42,6 @@ class Blockers:
                 return found
         return None
 
-    @property
-    def missing(self) -> Finding | None:
-        """Return the first object that the engines need and that does not exist."""
-        found = (self.rendered.missing(manifest) for manifest in self.rendered.workloads)
-        return next((finding for finding in found if finding is not None), None)
-
     def component(self, component: str) -> Finding | None:
         """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
         pods = self.world.component_pods(component)

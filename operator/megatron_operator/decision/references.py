@@ -22,7 +22,13 @@ _KINDS = {
     "configMapKeyRef": "ConfigMap",
     "persistentVolumeClaim": CLAIM,
 }
-"""Kinds of the objects that the fields of a pod name."""
+"""Kinds of the objects that fields anywhere in a pod name."""
+_OF_PODS = {
+    "serviceAccountName": ("ServiceAccount", "v1"),
+    "priorityClassName": ("PriorityClass", "scheduling.k8s.io/v1"),
+    "runtimeClassName": ("RuntimeClass", "node.k8s.io/v1"),
+}
+"""Kinds and API versions of the objects that the fields of a pod itself name."""
 _NAMES = ("name", "secretName", "claimName")
 
 
@@ -38,7 +44,8 @@ class Reference:
 def pod_references(ctx: RenderContext, manifest: Manifest) -> list[Reference]:
     """Return the references of the pods of a Deployment or StatefulSet."""
     pod = manifest["spec"]["template"]["spec"]
-    found = [Reference(ChildRef("ServiceAccount", str(pod.get("serviceAccountName")))), *_references(pod)]
+    named = ((kind, pod.get(field), version) for field, (kind, version) in _OF_PODS.items())
+    found = [Reference(ChildRef(*each)) for each in named if isinstance(each[1], str)] + [*_references(pod)]
     ours = {("Secret", ctx.keys_name), ("ConfigMap", config_name(ctx)), ("ServiceAccount", ctx.name)}
     return [each for each in dict.fromkeys(found) if (each.ref.kind, each.ref.name) not in ours]
 

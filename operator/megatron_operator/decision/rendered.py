@@ -182,7 +182,7 @@ class Rendered:
             manifest = engine_statefulset(self.ctx, index, pods=count, avoided=self.avoided(index))
         except RenderError:
             manifest = None
-        if count == 0 and (manifest is None or self.rejected(manifest) is not None):
+        if count == 0 and (manifest is None or self.refused(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
         return manifest
 
@@ -209,11 +209,14 @@ class Rendered:
             return _finding(error)
         return None
 
-    def rejected(self, manifest: Manifest) -> tuple[Reason, str] | None:
-        """Return what a Deployment lacks, or the API server's last rejection of this manifest."""
+    def rejected(self, manifest: Manifest) -> Finding | None:
+        """Return what the pods of a manifest lack, or the API server's last rejection of it."""
+        has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
+        return (self.missing(manifest) if has_pods else None) or self.refused(manifest)
+
+    def refused(self, manifest: Manifest) -> Finding | None:
+        """Return the API server's last rejection of this manifest."""
         ref = ChildRef.of(manifest)
-        if ref.kind == "Deployment" and (missing := self.missing(manifest)) is not None:
-            return missing
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
@@ -232,7 +235,7 @@ class Rendered:
         ref = ChildRef.of(manifest)
         if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
             return False
-        return self.rejected(manifest) is None or self.just_rejected(ref) is None
+        return self.refused(manifest) is None or self.just_rejected(ref) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
         """Return the last rejection of a child, until it may be applied again."""

@@ -463,7 +463,8 @@ def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, st
 
 def _unfinished(scene: Scene) -> str:
     """Return which child is not as the spec wants it, or has pods that are to be replaced or not ready; empty if none
-    is. Children that wait for an update of the resource, or for engines with another model, are as they should be."""
+    is. Children that wait for an update of the resource, or for engines with another model, are as they should be, and
+    engines of another revision wait for their rollout."""
     rendered = scene.rendered
     for manifest in (*rendered.shared[0], *rendered.engine_policies):
         ref = ChildRef.of(manifest)
@@ -476,6 +477,8 @@ def _unfinished(scene: Scene) -> str:
             return f"the pods of {ref.name} to be replaced and ready"
     for engine in scene.engines.wanted:
         found = engine.statefulset
+        if engine.stale:
+            continue
         if found is None or found.replicas != scene.engines.pods_for(engine):
             return f"StatefulSet {engine.name} to be applied"
         if not found.rolled_out or engine.stale_pods:
@@ -531,8 +534,7 @@ def _degradation(scene: Scene) -> Finding | None:
             more = f"; {len(failed)} more engines have failed" if failed else ""
             return error[0], f"{error[1][: 1000 - len(more)]}{more}"
     return (
-        blockers.missing
-        or scene.weights.finding
+        scene.weights.finding
         or blockers.component(COORDINATOR)
         or (blockers.component(STANDBY) if scene.ctx.has_standby else None)
         or blockers.component(SERVER)

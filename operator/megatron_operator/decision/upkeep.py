@@ -97,7 +97,7 @@ def _try_again(scene: Scene) -> list[Action]:
     if scene.engines.old_model:
         waiting.append(rendered.server)
     for manifest in waiting:
-        if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
+        if manifest is not None and rendered.refused(manifest) is not None and rendered.may_offer(manifest):
             return [VetChild(manifest)]
     return []
 
