@@ -257,6 +257,12 @@ def former_scheme(world: World) -> str:
     return next((scheme for scheme, _ in sorted(_offers(world)) if scheme not in ("", wanted)), "")
 
 
+def former_downloads(world: World) -> bool:
+    """Return whether a recorded revision of the engines downloads its model. Records go with the last engine."""
+    found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
+    return any(revision_render.downloads(data) for data in found if data is not None)
+
+
 def _offers(world: World) -> set[tuple[str, str]]:
     """Return what servers offer to clients: those that exist, and those of the current Deployment."""
     views = (view for ref, view in world.children.items() if ref.kind == "Deployment" and view.owned)

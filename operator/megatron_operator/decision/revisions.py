@@ -210,7 +210,10 @@ class RevisionCheck:
     def failed(self) -> bool:
         """Whether the check that is due has failed, and a retry does not help."""
         pod = self.pod if self.rollout.check_due else None
-        return pod is not None and pod.phase == "Failed" and pod.exit_code in FINAL_EXIT_CODES
+        if pod is None or pod.phase != "Failed" or pod.exit_code not in FINAL_EXIT_CODES:
+            return False
+        # The Secret with the token may be rewritten.
+        return self.finding is None or self.finding[0] is not Reason.ACCESS_DENIED
 
     def retry_in(self, pod: PodView) -> float:
         """Return the seconds until a failed check is repeated: the time between two checks doubles.

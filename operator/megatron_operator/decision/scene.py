@@ -14,7 +14,7 @@ from megatron_operator.decision.desired import Desired, Keys
 from megatron_operator.decision.diagnosis import References, references
 from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.losses import Losses
-from megatron_operator.decision.rendered import Rendered, former_scheme
+from megatron_operator.decision.rendered import Rendered, former_downloads, former_scheme
 from megatron_operator.decision.restarts import Restarts, count_restarts
 from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.update import Update
@@ -76,6 +76,7 @@ class Scene:
             settings=settings,
             server_key=self.keys.server_generation,
             former_scheme=former_scheme(self.world),
+            former_downloads=former_downloads(self.world),
         )
 
     @cached_property

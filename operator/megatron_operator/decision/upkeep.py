@@ -76,7 +76,8 @@ def upkeep(scene: Scene) -> list[Action]:
 
 
 def _keys(scene: Scene) -> list[Action]:
-    """Create the Secret once or adopt it, and let it accept the current admin key of this operator."""
+    """Create the Secret once or adopt it, replace keys that cannot be read, and let it accept the current admin key of
+    this operator."""
     name, keys = scene.ctx.keys_name, scene.world.keys
     if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
@@ -85,6 +86,8 @@ def _keys(scene: Scene) -> list[Action]:
         return [CreateKeys(name, scene.keys.first_generation)]
     if view.orphan:
         return [AdoptKeys(name)]
+    if keys is None and view.owned and "Secret" not in scene.world.unwatched:
+        return [CreateKeys(name, scene.keys.first_generation)]
     if keys is not None and not keys.admin_admitted:
         return [RotateKeys(name, keys.generation, keys.stage)]
     return []

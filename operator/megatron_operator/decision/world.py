@@ -556,7 +556,8 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), unless it exists."""
+    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), or replace its keys if they
+    cannot be read."""
 
     name: str
     generation: int = 1

@@ -81,6 +81,8 @@ class RenderContext:
     """Generation of the coordinator's own key. The coordinator reads it at its start, so a new one restarts it."""
     former_scheme: str = ""
     """Scheme of servers of an earlier spec that still exist, if they have another one."""
+    former_downloads: bool = False
+    """Whether pods of an earlier revision of the engines may download their model."""
     known: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of `once`."""
 

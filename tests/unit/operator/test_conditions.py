@@ -270,3 +270,24 @@ def test_a_deleted_service_is_created_again_while_the_front_door_waits(front: Cl
     del front.objects[SERVICE]
     front.step()
     assert _schemes(front) == {"http"}
+
+
+def _may_download(cluster: Cluster, component: str) -> bool:
+    policy = cluster.objects[ChildRef("NetworkPolicy", f"demo-{component}", "networking.k8s.io/v1")]
+    return any({"protocol": "TCP", "port": 443} in rule.get("ports", ()) for rule in policy["spec"]["egress"])
+
+
+def test_engines_may_download_their_model_until_the_last_one_is_replaced(make_cluster: Any) -> None:
+    """One that restarts before its rollout needs the source of its own revision."""
+    cluster: Cluster = make_cluster(model={"source": {"huggingFace": {"repo": "org/model"}}}, replicas=2).settled()
+    cluster.check = lambda arguments: None
+    cluster.patch(model={"source": {"persistentVolumeClaim": {"claimName": "models"}}})
+    for _ in range(4):
+        cluster.play(1)
+        assert _may_download(cluster, "engines")
+        assert _may_download(cluster, "server")
+    cluster.check = lambda arguments: (0, "")
+    cluster.settle()
+    assert not _may_download(cluster, "engines")
+    assert not _may_download(cluster, "server")
+    assert cluster.condition("Progressing")["status"] == "False"
