@@ -176,6 +176,6 @@ class ResourceClient:
         """Wait until the operator has observed the current spec and reports `state` as settled. Return the resource."""
 
         def reached(resource: Mapping[str, Any]) -> bool:
-            return is_settled(resource) and resource["status"]["state"] == state
+            return is_settled(resource) and resource["spec"].get("desiredState", "Running") == state
 
         return self.wait(name, reached, goal=state, timeout_seconds=timeout_seconds)

@@ -26,7 +26,7 @@ def is_observed(resource: Mapping[str, Any]) -> bool:
 
 def is_settled(resource: Mapping[str, Any]) -> bool:
     """Return whether every rank has confirmed the desired state of the current spec."""
-    state = (resource.get("status") or {}).get("state")
+    state = ((resource.get("status") or {}).get("lifecycle") or {}).get("observed")
     wanted = (resource.get("spec") or {}).get("desiredState", "Running")
     return is_observed(resource) and is_true(resource, "LifecycleSettled") and state == wanted
 

@@ -8,22 +8,24 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from megatron_operator import __version__
 from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
 from megatron_operator.render.children import all_children
-from megatron_operator.render.compare import preview
-from megatron_operator.render.context import RenderError
+from megatron_operator.render.compare import Preview, preview
+from megatron_operator.render.context import NotAllowed, RenderError
 from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
 from megatron_operator.resource.crd import custom_resource_definition
 from megatron_operator.resource.pod_policy import PROFILES, RESTRICTED, PodPolicy, Switch
+from megatron_operator.resource.release import Release
 from megatron_operator.resource.settings import (
     DEFAULT_COORDINATOR_IMAGE,
     DEFAULT_OPERATOR_IMAGE,
@@ -39,6 +41,7 @@ from megatron_runtime.process.options import API_KEY, FiniteRange, environment_o
 from megatron_runtime.protocol import strict_json as json
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
+_GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 runtime_image = environment_option(
     "--runtime-image",
@@ -322,10 +325,29 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
     from megatron_operator.cluster.read import find_resource
 
     try:
-        found = asyncio.run(find_resource(new.name, namespace=new.namespace, context=context))
+        found = asyncio.run(find_resource(new.name, namespace=new.namespace or None, context=context))
     except (LoginError, KubeApiError) as error:
         raise ResourceFileError(str(error)) from error
-    return None if found is None else resource_of(found, origin=f"{new.namespace}/{new.name} in the cluster")
+    return None if found is None else resource_of(found, origin=f"{new.name} in the cluster")
+
+
+def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
+    """Return the effect of a file. A resource keeps the images of its release, except those that the command line
+    names. Where the options do not allow the current resource, they are not those of its operator."""
+    if old is None:
+        return preview(None, new.context(fixed))
+    new, open_to_all = new.applied_to(old), replace(fixed, pod_policy=None)
+    kept = open_to_all if old.release is None else old.release.settings(open_to_all)
+    kept = replace(kept, installed_images=(*replace(kept, installed_images=()).runtime_images, *fixed.runtime_images))
+    wanted = replace(kept, **{name: getattr(fixed, name) for name in given})
+    try:
+        all_children(old.context(replace(kept, pod_policy=fixed.pod_policy)))
+    except NotAllowed as error:
+        if new.spec != old.spec:
+            say(f"the pod policy is not previewed, because it rejects the current resource: {error}", err=True)
+    else:
+        wanted = replace(wanted, pod_policy=fixed.pod_policy)
+    return preview(old.context(kept), new.context(wanted))
 
 
 @main.command()
@@ -333,22 +355,20 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @click.option("--against", help="The current resource: a file, or `cluster`. Default: it does not exist.")
 @click.option("--context", help="Context of the kubeconfig, for `--against cluster`.")
 @installation
-def plan(path: Path, against: str | None, context: str | None, **options: Any) -> None:
+@click.pass_context
+def plan(command: click.Context, path: Path, against: str | None, context: str | None, **options: Any) -> None:
     """Show what applying FILE would change, why, and which engines restart."""
+    given = {name for name in Release.model_fields if command.get_parameter_source(name) in _GIVEN}
     fixed, _ = _settings(**options)
     try:
         new = read_resource(path)
-        old = _present(new, against, context=context)
-        if old is not None and (old.name, old.namespace) != (new.name, new.namespace):
-            raise ResourceFileError(f"{against}: is {old.namespace}/{old.name}, not {new.namespace}/{new.name}")
-        # The current resource may be older than the pod policy.
-        before = old.present_context(replace(fixed, pod_policy=None)) if old else None
-        found = preview(before, new.context(fixed))
+        found = _previewed(_present(new, against, context=context), new, fixed, given)
     except (ResourceFileError, RenderError) as error:
         fail(error, lines=isinstance(error, ResourceFileError))
-    if not found.changes and not found.steps:
+    if not (found.fields or found.changes or found.steps):
         say("nothing changes")
         return
+    say_lines([f"set     {field}" for field in found.fields])
     for change in found.changes:
         note = "  [restarts its pods]" if change.restarts else ""
         say(f"{change.verb:7} {change.child}{f'  {change.field}' if change.field else ''}{note}")

@@ -43,13 +43,19 @@ RESOURCE_RULES: list[Rule] = [
     _rule("inference.networking.k8s.io", ["inferencepools"], ["get", "create", "patch", "delete"]),
     _rule("", ["pods"], ["list", "watch", "create", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
+    _rule("", ["persistentvolumeclaims"], ["get"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
 """Permissions in the namespaces of resources. Secrets are read, created and rotated by name, never listed. RBAC cannot
 limit this to the names NAME-keys: it supports neither patterns nor names in create rules."""
 
-NODE_RULES: list[Rule] = [_rule("", ["nodes"], ["get"])]
-"""Permission in the whole cluster, to see that a node is lost before a pod on it is deleted by force."""
+NODE_RULES: list[Rule] = [
+    _rule("", ["nodes"], ["get"]),
+    _rule("scheduling.k8s.io", ["priorityclasses"], ["get"]),
+    _rule("node.k8s.io", ["runtimeclasses"], ["get"]),
+]
+"""Permissions in the whole cluster: to see that a node is lost before a pod on it is deleted by force, and that what
+pods name exists before pods are replaced."""
 
 VIEW_RULES: list[Rule] = [_rule(GROUP, [PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"], READ)]
 EDIT_RULES: list[Rule] = [

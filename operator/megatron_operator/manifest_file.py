@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from megatron_operator.resource.settings import Settings
 from megatron_operator.resource.spec import ADAPTER_NAME_RULE, NAME_RULES, MegatronInferenceSpec, parse_spec
 from megatron_operator.resource.text import printable
 
+DEFAULT_NAMESPACE = "default"
+NO_UID = "00000000-0000-0000-0000-000000000000"
+
 
 class ResourceFileError(ValueError):
     """A file without a valid resource. The message names the file, the field and the remedy."""
@@ -24,7 +27,7 @@ class ResourceFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ResourceFile:
-    """One resource read from a file."""
+    """One resource read from a file. namespace, uid: empty if it has none, as a file that is to be applied."""
 
     name: str
     namespace: str
@@ -34,11 +37,22 @@ class ResourceFile:
     """`status.release`, if it has a status."""
 
     def context(self, settings: Settings) -> RenderContext:
-        return RenderContext(self.name, self.namespace, self.uid, self.spec, settings)
+        return RenderContext(self.name, self.namespace or DEFAULT_NAMESPACE, self.uid or NO_UID, self.spec, settings)
 
     def present_context(self, settings: Settings) -> RenderContext:
         """Return the context of the children as they are: of the recorded release."""
         return self.context(settings if self.release is None else self.release.settings(settings))
+
+    def applied_to(self, present: ResourceFile) -> ResourceFile:
+        """Return this resource as it is after its file is applied to a present one.
+
+        Raises:
+            ResourceFileError: it is another resource.
+        """
+        ours, theirs = ((each.namespace or present.namespace or self.namespace, each.name) for each in (self, present))
+        if ours != theirs:
+            raise ResourceFileError(f"{'/'.join(theirs)} is not the resource of the file, {'/'.join(ours)}")
+        return replace(self, namespace=present.namespace, uid=present.uid, release=present.release)
 
 
 def describe(error: ValidationError) -> str:
@@ -91,8 +105,8 @@ def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
         raise ResourceFileError(f"{origin}: {error}") from error
     return ResourceFile(
         name=metadata["name"],
-        namespace=metadata.get("namespace", "default"),
-        uid=metadata.get("uid", "00000000-0000-0000-0000-000000000000"),
+        namespace=metadata.get("namespace", ""),
+        uid=metadata.get("uid", ""),
         spec=spec,
         release=Release.from_status((manifest.get("status") or {}).get("release")),
     )

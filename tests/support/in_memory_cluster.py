@@ -265,6 +265,10 @@ class Cluster:
         self.events: list[EmitEvent] = []
         self.status_writes = 0
         self.broken_engines: set[str] = set()
+        self.broken_servers = False
+        """Whether servers that start from now on never become ready."""
+        self.named: dict[ChildRef, frozenset[str] | None] = {}
+        """Keys of objects that pods need and that the operator does not create; None: the object does not exist."""
         self.wrong_engines: set[str] = set()
         self.check: Callable[[list[str]], tuple[int, str] | None] = lambda arguments: (0, "")
         """Returns exit code and termination message of a check pod with these arguments; None: it runs on."""
@@ -290,7 +294,8 @@ class Cluster:
     def world(self) -> World:
         views: dict[ChildRef, ChildView] = {}
         for ref, obj in self.objects.items():
-            views[ref] = reduce_child(obj, owner_uid=OWNER_UID, verified=ref not in self.unverified)
+            seen = {"status": self._pod_counts(ref.name), **obj} if ref.kind == "StatefulSet" else obj
+            views[ref] = reduce_child(seen, owner_uid=OWNER_UID, verified=ref not in self.unverified)
         spec, unknown_fields = parse_stored_spec(self.spec)
         return World(
             resource=ResourceSnapshot(
@@ -318,7 +323,12 @@ class Cluster:
             unregistered_seconds=self._unregistered(),
             lost_nodes={name: since for name, node in self.nodes.items() if (since := lost_since(node)) is not None},
             may_update=self.may_update,
+            objects=dict(self.named),
         )
+
+    def _pod_counts(self, statefulset: str) -> dict[str, int]:
+        pods = [reduce_pod(pod) for name, pod in self.pods.items() if name.rpartition("-")[0] == statefulset]
+        return {"replicas": len(pods), "readyReplicas": sum(pod.ready and not pod.deleting for pod in pods)}
 
     def _snapshot(self) -> CoordinatorSnapshot:
         found = self.coordinator
@@ -482,6 +492,10 @@ class Cluster:
     def _reconcile_pods(self) -> None:
         wanted: dict[str, dict[str, Any]] = {}
         for ref, obj in self.objects.items():
+            if ref.name == f"{self.name}-server" and ref.kind == "Deployment":
+                self._roll_out_servers(obj)
+                wanted |= {name: pod for name, pod in self.pods.items() if name.startswith(f"{ref.name}-")}
+                continue
             if ref.kind == "Deployment":
                 count = obj["spec"].get("replicas", 1)
                 obj["status"] = {"replicas": count, "updatedReplicas": count, "readyReplicas": count}
@@ -501,6 +515,35 @@ class Cluster:
                 self.restart_coordinator(name)
             if name not in self.pods:
                 self.pods[name] = self._pod(name, made["template"], made["index"])
+
+    def _roll_out_servers(self, deployment: dict[str, Any]) -> None:
+        """Replace servers one after another: a new one becomes ready in the tick after its creation, unless
+        `broken_servers`, and then an old one is deleted."""
+        name, template = deployment["metadata"]["name"], deployment["spec"]["template"]
+        count = deployment["spec"].get("replicas", 1)
+        pods = {key: pod for key, pod in self.pods.items() if key.startswith(f"{name}-")}
+        new = {key for key, pod in pods.items() if pod["template"] == template}
+        old = sorted(set(pods) - new)
+        ready = {key for key, pod in pods.items() if reduce_pod(pod).ready}
+        for key in sorted(new):
+            if not self.broken_servers and pods[key].pop("starting", False):
+                pods[key]["status"] = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+        for key in old[: max(0, len(old) + len(new & ready) - count)]:
+            self._remove_pod(key)
+        for key in sorted(new)[count:]:
+            self._remove_pod(key)
+        if len(new) < count and (not old or new <= ready):
+            free = (f"{name}-{index}" for index in itertools.count() if f"{name}-{index}" not in pods)
+            for key in itertools.islice(free, 1 if old else count - len(new)):
+                self.pods[key] = {**self._pod(key, template, 0), "template": copy.deepcopy(template)}
+                if old or self.broken_servers:
+                    self.pods[key] |= {"starting": True, "status": {"phase": "Running"}}
+        pods = {key: pod for key, pod in self.pods.items() if key.startswith(f"{name}-")}
+        deployment["status"] = {
+            "replicas": len(pods),
+            "updatedReplicas": sum(pod["template"] == template for pod in pods.values()),
+            "readyReplicas": sum(reduce_pod(pod).ready for pod in pods.values()),
+        }
 
     def _run_check(self, pod: dict[str, Any]) -> None:
         (container,) = pod["spec"]["containers"]
@@ -589,12 +632,12 @@ class Cluster:
         quiet = 0
         decision = self.step()
         for _ in range(limit):
+            before = (self.status, len(self.objects), set(self.pods))
             self.tick()
-            before = (self.status, len(self.objects), len(self.pods))
             decision = self.step()
             acted = any(not isinstance(action, EmitEvent) for action in decision.actions)
             soon = decision.requeue_after is not None and decision.requeue_after < 10
-            same = before == (self.status, len(self.objects), len(self.pods))
+            same = before == (self.status, len(self.objects), set(self.pods))
             quiet = quiet + 1 if same and not acted and not soon else 0
             if quiet == 3:
                 return decision

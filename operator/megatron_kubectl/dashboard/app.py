@@ -234,7 +234,8 @@ class Dashboard:
             found = preview(old.present_context(settings), new.present_context(settings))
         except (ResourceFileError, RenderError) as error:
             raise RejectedError(str(error)) from error
-        changes = [
+        changes = [{"verb": "set", "child": field, "field": "", "restarts": False} for field in found.fields]
+        changes += [
             {"verb": each.verb, "child": each.child, "field": each.field, "restarts": each.restarts}
             for each in found.changes
         ]

@@ -40,6 +40,8 @@ from megatron_runtime.transport.security import KeyPair, PeerKeys, generate_key_
 logger = logging.getLogger(__name__)
 
 _MANAGED_BY = "megatron-operator"
+KEY_CHARACTERS = 40
+"""Length of a CURVE key in Z85."""
 
 
 class KeyFormatError(ValueError):
@@ -89,6 +91,18 @@ def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, sinc
     return manifest
 
 
+def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Object | None:
+    """Return the merge patch, with preconditions, that replaces keys that cannot be read by new ones; None if they can
+    be read."""
+    try:
+        keys_view(secret, admin)
+    except KeyFormatError:
+        made = new_keys_secret(ctx, admin, generation=generation, since=since)
+        annotations = made["metadata"]["annotations"]
+        return {"metadata": {**_preconditions(secret), "annotations": annotations}, "data": made["data"]}
+    return None
+
+
 def adoption_patch(secret: Object, ctx: RenderContext) -> Object:
     """Return the merge patch, with preconditions, that makes a resource the owner of a Secret without one."""
     return {"metadata": {**_preconditions(secret), "ownerReferences": [owner_reference(ctx)]}}
@@ -112,8 +126,15 @@ def keys_view(secret: Object, admin: KeyPair) -> KeysView:
     """Return the public part of a resource's Secret, which decisions read.
 
     Raises:
-        KeyFormatError: an entry is missing.
+        KeyFormatError: an entry is missing, or an entry or annotation is no key, number or stage.
     """
+    try:
+        return _keys_view(secret, admin)
+    except ValueError as error:
+        raise KeyFormatError(str(error)) from error
+
+
+def _keys_view(secret: Object, admin: KeyPair) -> KeysView:
     notes = secret["metadata"].get("annotations") or {}
     generation = int(notes.get(ANNOTATION_GENERATION) or 1)
     pairs = [_lines(secret, f"{role}.pub") for role in PEERS]
@@ -185,9 +206,9 @@ def _lines(secret: Object, entry: str) -> list[bytes]:
 def _entry(secret: Object, entry: str, *, whole: bool = False) -> bytes:
     data: Mapping[str, str] = secret.get("data") or {}
     text = base64.b64decode(data.get(entry, ""))
-    if not text.split():
+    if not text.split() or any(len(line) != KEY_CHARACTERS for line in text.split()):
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: entry {entry} is missing or empty; delete the Secret to have it created again"
+            f"Secret {name}: entry {entry} is missing or no key; delete the Secret to have it created again"
         )
     return text if whole else text.split()[0]

@@ -46,6 +46,12 @@ RESOURCE = ObjectKind(KIND, GROUP, VERSION, PLURAL)
 SECRET = ObjectKind("Secret", "", "v1", "secrets")
 POD = ObjectKind("Pod", "", "v1", "pods")
 NODE = ObjectKind("Node", "", "v1", "nodes")
+CLUSTER_KINDS = (
+    ObjectKind("PriorityClass", "scheduling.k8s.io", "v1", "priorityclasses"),
+    ObjectKind("RuntimeClass", "node.k8s.io", "v1", "runtimeclasses"),
+)
+"""Kinds without a namespace of objects that pods name."""
+CLAIM = ObjectKind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
 SERVICE = ObjectKind("Service", "", "v1", "services")
 LEASE = ObjectKind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = ObjectKind("Event", "events.k8s.io", "v1", "events")
@@ -80,7 +86,7 @@ POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
 """A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another
 label may be changed by users and webhooks."""
 
-_ALL = (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT, *OPTIONAL_KINDS)
+_ALL = (*CHILD_KINDS, RESOURCE, SECRET, CLAIM, *CLUSTER_KINDS, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 

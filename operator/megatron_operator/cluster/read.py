@@ -24,16 +24,16 @@ def _default_namespace(context: str | None) -> str:
     return entry["context"].get("namespace") or "default"
 
 
-async def find_resource(name: str, *, namespace: str, context: str | None) -> Object | None:
+async def find_resource(name: str, *, namespace: str | None, context: str | None) -> Object | None:
     """Return a resource, or None if it does not exist.
 
-    context: of the kubeconfig; None means the current one.
+    namespace, context: None means that of the context, and the current one of the kubeconfig.
 
     Raises:
         LoginError, KubeApiError
     """
     async with KubeApi(await load_configuration(kubeconfig=None, context=context)) as api:
-        return await api.get(RESOURCE, namespace, name)
+        return await api.get(RESOURCE, namespace or _default_namespace(context), name)
 
 
 async def explain_resource(name: str, *, namespace: str | None, context: str | None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from megatron_operator.cluster.api import KubeApiError, Object
 from megatron_operator.cluster.cache import ResourceCache
-from megatron_operator.cluster.keys import adoption_patch, new_keys_secret, rotation_patch
+from megatron_operator.cluster.keys import adoption_patch, new_keys_secret, repair_patch, rotation_patch
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
 from megatron_operator.cluster.projection import SeenResource
@@ -214,6 +214,12 @@ class Actor:
             raise ValueError(f"Secret {action.name}: keys were asked for, but this operator runs without security")
         now = stamp_seconds(datetime.now(UTC))
         manifest = new_keys_secret(self._context(resource), self.admin, generation=action.generation, since=now)
+        secret = await self.observer.reread_keys(resource)
+        if secret is not None:
+            ctx = self._context(resource)
+            return await self._patch_keys(
+                repair_patch(secret, ctx, self.admin, generation=action.generation, since=now), action.name, resource
+            )
         try:
             created = await self.writer.create(manifest)
         except KubeApiError as error:
@@ -237,12 +243,15 @@ class Actor:
             patch: Object | None = adoption_patch(secret, self._context(resource))
         else:
             patch = rotation_patch(secret, action, self.admin, now=stamp_seconds(datetime.now(UTC)))
+        return await self._patch_keys(patch, action.name, resource)
+
+    async def _patch_keys(self, patch: Object | None, name: str, resource: SeenResource) -> bool:
+        """Return whether the Secret is as the patch makes it."""
         if patch is None:
             return True
-        stage = "Adopted" if isinstance(action, AdoptKeys) else action.stage.value
-        logger.info("changing keys", extra={"secret": action.name, "stage": stage})
+        logger.info("changing keys", extra={"secret": name})
         try:
-            written = await self.writer.patch(SECRET, action.name, namespace=resource.namespace, body=patch)
+            written = await self.writer.patch(SECRET, name, namespace=resource.namespace, body=patch)
         except KubeApiError as error:
             if error.conflict or error.not_found:
                 await self.observer.reread_keys(resource)

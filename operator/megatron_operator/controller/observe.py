@@ -22,6 +22,7 @@ from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, is_s
 from megatron_operator.cluster.kinds import (
     CHILD_KINDS,
     CHILD_SELECTOR,
+    CLUSTER_KINDS,
     EVENT,
     NODE,
     OPTIONAL_KINDS,
@@ -43,10 +44,12 @@ from megatron_operator.cluster.watch_ages import FORBIDDEN
 from megatron_operator.decision.losses import NODE_SECONDS
 from megatron_operator.decision.reduce import lost_since, reduce_pod
 from megatron_operator.decision.world import (
+    ANY_KEY,
     DOWNLOAD_SECONDS,
     EVENT_SECONDS,
     OPTIONAL_SECONDS,
     POD_EVENTS,
+    UNCONFIGURED,
     ApplyRejection,
     ChildRef,
     CoordinatorSnapshot,
@@ -72,7 +75,7 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 T = TypeVar("T")
 
-MISSING_SECRET = ("FailedMount", "CreateContainerConfigError")
+MISSING_SECRET = ("FailedMount", UNCONFIGURED)
 """Reasons of pods whose Secret may be missing."""
 _SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MOST_DOWNLOADS = 4
@@ -190,6 +193,7 @@ class Observer:
         self._audits: Cached[str, None] = Cached(None)
         self._keys: Cached[str, Object | None] = Cached(None)
         self._optional: Cached[ObjectKind, None] = Cached(None)
+        self._objects: Cached[ChildRef, frozenset[str] | None] = Cached(None)
         self._creations: Cached[str, str] = Cached("")
         self._nodes: Cached[str, None] = Cached(None)
         self._downloads: Cached[str, Download | None] = Cached(None)
@@ -479,6 +483,26 @@ class Observer:
             seen = replace(seen, owner_uid=resource.uid)
         self._cache.read_unwatched(ref, seen)
         return obj if seen is not None and seen.owner_uid == resource.uid else None
+
+    async def objects(
+        self, refs: Collection[ChildRef], *, namespace: str, seconds: float
+    ) -> Mapping[ChildRef, frozenset[str] | None]:
+        """Return the keys of objects (see `World.objects`), which are read if they were read that long ago."""
+        self._objects.keep(refs)
+        reads = (self._objects.read(ref, partial(self._read_object, ref, namespace), seconds=seconds) for ref in refs)
+        return dict(zip(refs, await asyncio.gather(*reads), strict=True))
+
+    async def _read_object(self, ref: ChildRef, namespace: str) -> frozenset[str] | None:
+        """Return the names of the entries of an object that are not empty; no value leaves this function."""
+        kind = kind_of(ref.api_version, ref.kind)
+        try:
+            obj = await self._api.get(kind, None if kind in CLUSTER_KINDS else namespace, ref.name)
+        except KubeApiError as error:
+            if error.code != FORBIDDEN:
+                raise
+            return frozenset({ANY_KEY})
+        entries = {} if obj is None else {**(obj.get("data") or {}), **(obj.get("binaryData") or {})}
+        return None if obj is None else frozenset(key for key, value in entries.items() if value)
 
     async def _read_optional(self, resource: SeenResource, *, seconds: float) -> None:
         """Read the children of kinds that a cluster may lack, also without their field of the spec, because an earlier

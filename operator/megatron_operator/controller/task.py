@@ -28,7 +28,7 @@ from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
 from megatron_operator.decision.decide import reject_spec
 from megatron_operator.decision.losses import is_isolated
-from megatron_operator.decision.world import Decision, World
+from megatron_operator.decision.world import OBJECT_SECONDS, ChildRef, Decision, World
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.resource.names import COORDINATOR, STANDBY
 from megatron_operator.resource.states import UpdatePhase
@@ -136,6 +136,8 @@ class ResourceTask:
         self._contested = 0
         self._waiting, self._waiting_since = ("", ""), time.monotonic()
         """What the last decision waits for, and since when."""
+        self._objects: frozenset[ChildRef] = frozenset()
+        self._object_seconds = OBJECT_SECONDS
 
     def wake(self) -> None:
         self._woken.set()
@@ -246,15 +248,23 @@ class ResourceTask:
                 status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)
             )
         isolated = world.coordinator.lost_seconds is not None and parts.isolated()
-        decision = parts.decide(
-            replace(
-                world,
-                isolated=isolated,
-                may_update=parts.updates.may_begin(self.uid),
-                waiting=self._waiting,
-                waiting_seconds=time.monotonic() - self._waiting_since,
-            )
+        world = replace(
+            world,
+            isolated=isolated,
+            may_update=parts.updates.may_begin(self.uid),
+            waiting=self._waiting,
+            waiting_seconds=time.monotonic() - self._waiting_since,
         )
+        # A new spec must not use what was deleted since the last read.
+        is_new = resource.status.get("observedGeneration") != resource.generation
+        refs, seconds = self._objects, 0.0 if is_new else self._object_seconds
+        namespace = resource.namespace
+        world = replace(world, objects=await parts.observer.objects(refs, namespace=namespace, seconds=seconds))
+        decision = parts.decide(world)
+        if decision.objects - refs:
+            objects = await parts.observer.objects(decision.objects, namespace=namespace, seconds=OBJECT_SECONDS)
+            decision = parts.decide(replace(world, objects=objects))
+        self._objects, self._object_seconds = decision.objects, decision.object_seconds
         plan = decision.status.get("plan") or {}
         waiting = (str(plan.get("step", "")), str(plan.get("waitingOn", "")))
         if waiting != self._waiting:

@@ -60,15 +60,6 @@ class Blockers:
             return Reason.ROLLOUT_STUCK, f"Deployment {name}: {view.stuck}; read its pods, and correct the spec"
         return None
 
-    @property
-    def unfinished(self) -> Finding | None:
-        """Return that a rollout of coordinator, standby or servers is not complete; None if all are."""
-        for manifest in self.rendered.shared[0]:
-            view = self.world.children.get(ChildRef.of(manifest))
-            if manifest["kind"] == "Deployment" and view is not None and not view.rolled_out:
-                return Reason.ROLLING_OUT, f"the pods of {view.ref.name} to be replaced and ready"
-        return None
-
     def coordinator(self) -> Finding:
         """Return why the coordinator does not answer, as reason and what is waited for."""
         found = self.rejection(name=self.ctx.coordinator_name)

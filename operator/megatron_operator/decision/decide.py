@@ -17,7 +17,10 @@ from megatron_operator.decision.update import BEGUN
 from megatron_operator.decision.upkeep import upkeep
 from megatron_operator.decision.world import (
     DOWNLOAD_SECONDS,
+    MISSING_SECONDS,
+    OBJECT_SECONDS,
     OPTIONAL_SECONDS,
+    UNCONFIGURED,
     Action,
     ApplyChild,
     CanaryReport,
@@ -28,6 +31,7 @@ from megatron_operator.decision.world import (
     EmitEvent,
     OperationReport,
     PodView,
+    VetChild,
     World,
     has_optional_children,
 )
@@ -56,9 +60,10 @@ def decide(world: World) -> Decision:
     if world.resource.deleting:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
     operation = scene.desired.operation if verdict.operation is Recorded.UNCHANGED else verdict.operation
-    status = printable_data(compose(scene, verdict, operation), limit=MOST_TEXT)
-    crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     actions: list[Action] = upkeep(scene) if verdict.upkeep else []
+    changing = next((_subject(action) for action in actions if _changes(action, world)), "")
+    status = printable_data(compose(scene, verdict, operation, changing=changing), limit=MOST_TEXT)
+    crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     losses = (
         *replacement(scene.world, scene.ctx),
         *crashed_servers(scene.world, scene.ctx),
@@ -68,12 +73,17 @@ def decide(world: World) -> Decision:
     coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
     events = _events(world.resource.status, status, replaced=replaced)
+    objects = scene.rendered.named_objects
+    unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
+    lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
+    object_seconds = MISSING_SECONDS if lacking else OBJECT_SECONDS
     times = (
         verdict.requeue_after,
         scene.rendered.rejection_retry_in,
         scene.engines.events_due_in,
         DOWNLOAD_SECONDS if scene.world.downloads or scene.world.loads else None,
         OPTIONAL_SECONDS if has_optional_children(scene.world.resource.spec) else None,
+        object_seconds if objects else None,
         scene.losses.lost_in,
         scene.losses.unknown_in,
         scene.engines.retry_in,
@@ -92,6 +102,8 @@ def decide(world: World) -> Decision:
         status=status,
         actions=tuple(action for action in every if not _is_held(action, world)),
         healing=(*(action for action in actions if _heals(action, world) and not _is_held(action, world)), *losses),
+        objects=objects,
+        object_seconds=object_seconds,
         attentive=bool(verdict.step) or scene.desired.may_wake,
         requeue_after=min((max(0.0, time) for time in times if time is not None), default=None),
     )
@@ -114,6 +126,24 @@ def _is_held(action: Action, world: World) -> bool:
     if not isinstance(action, ApplyChild) or action.ref not in world.contests:
         return False
     return world.contests[action.ref].holds(action.manifest, world.children.get(action.ref))
+
+
+def _changes(action: Action, world: World) -> bool:
+    """Return whether an action of the upkeep changes a child. An apply of what a child has only confirms it."""
+    if isinstance(action, VetChild) or _is_held(action, world):
+        return False
+    view = world.children.get(action.ref) if isinstance(action, ApplyChild) else None
+    if view is None or not isinstance(action, ApplyChild):
+        return True
+    replicas = action.manifest["spec"]["replicas"] if view.ref.kind == "StatefulSet" else view.replicas
+    return (view.hash, view.replicas) != (action.hash, replicas)
+
+
+def _subject(action: Action) -> str:
+    """Return what a change of the upkeep waits for."""
+    if isinstance(action, ApplyChild):
+        return f"{action.ref} to be applied"
+    return f"{action.ref} to be deleted" if isinstance(action, DeleteChild) else "keys or pods to be replaced"
 
 
 def _heals(action: Action, world: World) -> bool:

@@ -47,9 +47,11 @@ class MissingObject:
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
             return f"add key {self.key} to {what}, or correct {field}"
-        return f"create {self.kind} {self.name} in the namespace of the resource, or correct {field}"
+        where = "" if self.kind in _CLUSTER_WIDE else " in the namespace of the resource"
+        return f"create {self.kind} {self.name}{where}, or correct {field}"
 
 
+_CLUSTER_WIDE = ("priorityclass", "runtimeclass")
 _SECTIONS = {CHECK: ENGINE, STANDBY: COORDINATOR}
 
 
@@ -77,6 +79,7 @@ _FIELDS = (
     ("persistentvolumeclaim", "model.cache", "persistentVolumeClaim", "spec.{}.persistentVolumeClaim"),
     ("secret", "server.tls", "secretName", "spec.{}.secretName"),
     ("secret", "server.apiKeysSecretRef", "name", "spec.{}"),
+    ("priorityclass", "coordinator", "priorityClassName", "spec.{}.priorityClassName"),
 )
 """Kind of an object, the section of the spec and its key with the name, and how messages call the field."""
 _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}

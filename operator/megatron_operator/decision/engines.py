@@ -268,7 +268,7 @@ class Observed:
         if self.desired.state is DesiredState.STOPPED and engines.empty:
             return ResourceState.STOPPED
         if not self.world.coordinator.reachable:
-            started = self.world.resource.status.get("state") not in (None, ResourceState.PENDING.value)
+            started = self.world.resource.lifecycle.get("observed") not in (None, ResourceState.PENDING.value)
             return ResourceState.UNKNOWN if started else ResourceState.PENDING
         some = bool(engines.serving)
         if steady is CoordinatorState.RUNNING and some:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from megatron_operator.decision.world import ChildRef, ChildView, PodView
@@ -27,7 +28,9 @@ from megatron_operator.resource.names import (
     LABEL_POD_INDEX,
     LABEL_REVISION,
     LABEL_WEIGHTS,
+    PORT_HTTP,
     REVISION_KIND,
+    SERVER,
 )
 from megatron_operator.resource.text import parse
 from megatron_runtime.protocol import strict_json as json
@@ -40,9 +43,9 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     annotations = metadata.get("annotations") or {}
     template = spec.get("template") or {}
-    is_deployment = obj["kind"] == "Deployment"
-    complete = not is_deployment or _complete(spec, status)
-    observed = not is_deployment or int(status.get("observedGeneration") or 0) >= int(metadata.get("generation") or 0)
+    has_pods = obj["kind"] in ("Deployment", "StatefulSet")
+    complete = not has_pods or _complete(spec, status, updated=obj["kind"] == "Deployment")
+    observed = not has_pods or int(status.get("observedGeneration") or 0) >= int(metadata.get("generation") or 0)
     return ChildView(
         ref=ChildRef.of(obj),
         uid=metadata.get("uid", ""),
@@ -61,6 +64,7 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         stuck=_stuck(status),
         creation_error=_creation_error(status),
         data=_revision_data(obj),
+        offer=offer(template.get("spec") or {}),
         owned_fields=_owned_fields(metadata),
         verified=verified,
     )
@@ -80,11 +84,24 @@ def _owned_fields(metadata: Object) -> str:
     return ""
 
 
-def _complete(spec: Object, status: Object) -> bool:
-    """Return whether the status of a Deployment counts only new pods that are ready."""
+def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
+    """Return whether the status of a workload counts only pods that are ready, and of a Deployment only new ones. The
+    operator itself replaces the pods of a StatefulSet, and compares their revisions."""
     wanted = int(spec.get("replicas", 1))
-    counts = (int(status.get(name) or 0) for name in ("replicas", "updatedReplicas", "readyReplicas"))
-    return all(count == wanted for count in counts)
+    names = ("replicas", "readyReplicas", *(["updatedReplicas"] if updated else []))
+    return all(int(status.get(name) or 0) == wanted for name in names)
+
+
+def offer(pod: Object) -> tuple[str, str]:
+    """Return what the servers of a pod's spec offer to clients: the scheme of their port, and the name of the model.
+    Empty for other pods."""
+    container = next((entry for entry in pod.get("containers") or () if entry.get("name") == SERVER), None)
+    if container is None:
+        return "", ""
+    ports = (str(port.get("name")) for port in container.get("ports") or () if port.get("containerPort") == PORT_HTTP)
+    args = [str(arg) for arg in container.get("args") or ()]
+    names = (value for flag, value in pairwise(args) if flag == "--model-name")
+    return next(ports, ""), next(names, "")
 
 
 def _stuck(status: Object) -> str:
@@ -265,6 +282,7 @@ def reduce_pod(obj: Object) -> PodView:
         fetching_at=str(status.get("podIP") or "") if _runs(status, FETCH) else "",
         avoided=str((metadata.get("annotations") or {}).get(ANNOTATION_AVOIDED) or ""),
         loading_at=str(status.get("podIP") or "") if _runs(status, ENGINE) and not _ready(status) else "",
+        offer=offer(obj.get("spec") or {}) if component == SERVER else ("", ""),
     )
 
 

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_operator.decision.causes import MALFORMED_OBJECT
+from megatron_operator.decision.diagnosis import MissingObject, References, pod_template
 from megatron_operator.decision.engine_view import EngineView
+from megatron_operator.decision.references import CLAIM, pod_references
 from megatron_operator.decision.restarts import avoided_in
-from megatron_operator.decision.world import ApplyRejection, ChildRef, Manifest, World, manifest_hash
+from megatron_operator.decision.world import ANY_KEY, ApplyRejection, ChildRef, Manifest, World, manifest_hash
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import other_children, plain_children
 from megatron_operator.render.context import RenderContext, RenderError
@@ -17,7 +19,7 @@ from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
 from megatron_operator.resource.conditions import Finding, Reason
-from megatron_operator.resource.names import SERVER
+from megatron_operator.resource.names import LABEL_COMPONENT, SERVER
 
 APPS = "apps/v1"
 REJECTION_RETRY_SECONDS = 15
@@ -28,12 +30,14 @@ REJECTION_RETRY_SECONDS = 15
 class Rendered:
     """Renders each manifest once.
 
-    ctx: with the current weights of the engines. model_hash: of the model of the spec.
+    ctx: with the current weights of the engines. model_hash: of the model of the spec. references: the objects that
+    the fields of the spec name.
     """
 
     world: World
     ctx: RenderContext
     model_hash: str
+    references: References
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
@@ -51,6 +55,50 @@ class Rendered:
     def engine_policies(self) -> tuple[Manifest, ...]:
         """The NetworkPolicies of the desired engines."""
         return tuple(engine_policy(self.ctx, index) for index in range(self.ctx.spec.replicas))
+
+    @cached_property
+    def front_door_waits(self) -> bool:
+        """Whether servers offer something else to clients than the spec, and none that does as the spec is ready. Until
+        then the objects by which clients reach the servers stay as they are."""
+        wanted = (self.ctx.scheme, self.ctx.model_name)
+
+        def differs(offer: tuple[str, str]) -> bool:
+            return any(part not in ("", own) for part, own in zip(offer, wanted, strict=True))
+
+        servers = self.world.component_pods(SERVER)
+        if any(pod.ready and not pod.deleting and not differs(pod.offer) for pod in servers):
+            return False
+        return any(differs(offer) for offer in _offers(self.world))
+
+    def missing(self, manifest: Manifest) -> Finding | None:
+        """Return the first object, or key of one, that the pods of a manifest need and that does not exist."""
+        component = manifest["metadata"]["labels"].get(LABEL_COMPONENT, "")
+        for reference in pod_references(self.ctx, manifest):
+            ref, named = reference.ref, (reference.ref.kind.lower(), reference.ref.name)
+            if (reference.optional and named not in self.references) or ref not in self.world.objects:
+                continue
+            keys = self.world.objects[ref]
+            key = "" if reference.optional or keys is None else reference.key
+            if keys is not None and (not key or key in keys or ANY_KEY in keys):
+                continue
+            reason = Reason.VOLUME_MISSING if ref.kind == CLAIM else Reason.CONTAINER_CONFIG_ERROR
+            field = self.references.get(named, pod_template(component))
+            what = f"has no key {key}, or an empty one" if key else "does not exist"
+            remedy = MissingObject(*named, key).remedy(self.references, component=component)
+            return reason, f"{field}: {ref} {what}; {remedy}"
+        return None
+
+    @cached_property
+    def workloads(self) -> list[Manifest]:
+        """The desired Deployments and the first engine: their pods refer to all objects that the spec names."""
+        engine = self.engine_manifest(0) if self.ctx.spec.replicas else None
+        deployments = [manifest for manifest in self.shared[0] if manifest["kind"] == "Deployment"]
+        return [*deployments, *([engine] if engine is not None else [])]
+
+    @property
+    def named_objects(self) -> frozenset[ChildRef]:
+        """The objects that the pods of the resource need and that the operator does not create."""
+        return frozenset(each.ref for manifest in self.workloads for each in pod_references(self.ctx, manifest))
 
     @property
     def server(self) -> Manifest | None:
@@ -134,7 +182,7 @@ class Rendered:
             manifest = engine_statefulset(self.ctx, index, pods=count, avoided=self.avoided(index))
         except RenderError:
             manifest = None
-        if count == 0 and (manifest is None or self.rejected(manifest) is not None):
+        if count == 0 and (manifest is None or self.refused(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
         return manifest
 
@@ -161,7 +209,12 @@ class Rendered:
             return _finding(error)
         return None
 
-    def rejected(self, manifest: Manifest) -> tuple[Reason, str] | None:
+    def rejected(self, manifest: Manifest) -> Finding | None:
+        """Return what the pods of a manifest lack, or the API server's last rejection of it."""
+        has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
+        return (self.missing(manifest) if has_pods else None) or self.refused(manifest)
+
+    def refused(self, manifest: Manifest) -> Finding | None:
         """Return the API server's last rejection of this manifest."""
         ref = ChildRef.of(manifest)
         rejection = self.world.rejections.get(ref)
@@ -177,8 +230,12 @@ class Rendered:
         return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
-        """Return whether it was not rejected, or may be applied again."""
-        return self.rejected(manifest) is None or self.just_rejected(ChildRef.of(manifest)) is None
+        """Return whether it was not rejected, or may be applied again. A Deployment that exists is not changed to one
+        whose pods could not start; a new one may be created before the objects that it needs."""
+        ref = ChildRef.of(manifest)
+        if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
+            return False
+        return self.refused(manifest) is None or self.just_rejected(ref) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
         """Return the last rejection of a child, until it may be applied again."""
@@ -192,6 +249,24 @@ class Rendered:
         """Seconds until the next rejected child is applied again; None if none is rejected."""
         ages = [(self.world.now - rejection.at).total_seconds() for rejection in self.world.rejections.values()]
         return min((REJECTION_RETRY_SECONDS - age for age in ages if age < REJECTION_RETRY_SECONDS), default=None)
+
+
+def former_scheme(world: World) -> str:
+    """Return the scheme of servers of an earlier spec that still exist, if it differs from that of the spec."""
+    wanted = "http" if world.resource.spec.server.tls is None else "https"
+    return next((scheme for scheme, _ in sorted(_offers(world)) if scheme not in ("", wanted)), "")
+
+
+def former_downloads(world: World) -> bool:
+    """Return whether a recorded revision of the engines downloads its model. Records go with the last engine."""
+    found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
+    return any(revision_render.downloads(data) for data in found if data is not None)
+
+
+def _offers(world: World) -> set[tuple[str, str]]:
+    """Return what servers offer to clients: those that exist, and those of the current Deployment."""
+    views = (view for ref, view in world.children.items() if ref.kind == "Deployment" and view.owned)
+    return {view.offer for view in views} | {pod.offer for pod in world.component_pods(SERVER)}
 
 
 def _finding(error: RenderError) -> Finding:

@@ -45,13 +45,15 @@ INFRASTRUCTURE = frozenset(
         Reason.UNSCHEDULABLE,
         Reason.VOLUME_MISSING,
         Reason.DISK_FULL,
+        Reason.ACCESS_DENIED,
+        Reason.WEIGHTS_MISSING,
         Reason.RENDEZVOUS_FAILED,
         Reason.GPU_DRIVER,
         Reason.GPU_FAILED,
         Reason.GPU_COMMUNICATION,
     }
 )
-"""Causes that may end without a change of the resource."""
+"""Causes that may end without a change of the resource: by nodes, or by a change of a Secret or volume."""
 NODE_LOST = frozenset(
     {"ContainerStatusUnknown", "Evicted", "NodeLost", "NodeShutdown", "Preempting", "Terminated", "Unknown"}
 )

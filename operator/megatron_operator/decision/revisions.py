@@ -14,7 +14,7 @@ from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import Engines
 from megatron_operator.decision.rendered import Rendered
 from megatron_operator.decision.rollout import EngineFacts, kept_extras
-from megatron_operator.decision.world import ChildRef, PodView, World
+from megatron_operator.decision.world import ChildRef, ChildView, PodView, World
 from megatron_operator.render.check import check_pod_name
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.engine import engine_revision
@@ -93,6 +93,12 @@ class Rollout:
     def keeps_former(self) -> bool:
         """Whether engines keep another revision: the desired one must be checked first, or its rollout is paused."""
         return self.check_due or self.paused
+
+    def keeps_server(self, view: ChildView | None) -> bool:
+        """Return whether the servers' Deployment waits until no engine has or gets another model than the spec's."""
+        if view is None or view.ref.kind != "Deployment" or view.model_hash in ("", self.rendered.model_hash):
+            return False
+        return bool(self.engines.old_model or self.keeps_former)
 
     @cached_property
     def extras(self) -> tuple[EngineView, ...]:
@@ -204,7 +210,10 @@ class RevisionCheck:
     def failed(self) -> bool:
         """Whether the check that is due has failed, and a retry does not help."""
         pod = self.pod if self.rollout.check_due else None
-        return pod is not None and pod.phase == "Failed" and pod.exit_code in FINAL_EXIT_CODES
+        if pod is None or pod.phase != "Failed" or pod.exit_code not in FINAL_EXIT_CODES:
+            return False
+        # The Secret with the token may be rewritten.
+        return self.finding is None or self.finding[0] is not Reason.ACCESS_DENIED
 
     def retry_in(self, pod: PodView) -> float:
         """Return the seconds until a failed check is repeated: the time between two checks doubles.

@@ -14,7 +14,7 @@ from megatron_operator.decision.desired import Desired, Keys
 from megatron_operator.decision.diagnosis import References, references
 from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.losses import Losses
-from megatron_operator.decision.rendered import Rendered
+from megatron_operator.decision.rendered import Rendered, former_downloads, former_scheme
 from megatron_operator.decision.restarts import Restarts, count_restarts
 from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.update import Update
@@ -69,12 +69,19 @@ class Scene:
             spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"revision": revision})})
         settings = self.update.release.settings(self.world.settings)
         return RenderContext(
-            resource.name, resource.namespace, resource.uid, spec, settings, self.keys.server_generation
+            name=resource.name,
+            namespace=resource.namespace,
+            uid=resource.uid,
+            spec=spec,
+            settings=settings,
+            server_key=self.keys.server_generation,
+            former_scheme=former_scheme(self.world),
+            former_downloads=former_downloads(self.world),
         )
 
     @cached_property
     def rendered(self) -> Rendered:
-        return Rendered(self.world, self.ctx, self._confirmed_weights.model_hash)
+        return Rendered(self.world, self.ctx, self._confirmed_weights.model_hash, self.references)
 
     @cached_property
     def engines(self) -> Engines:

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import LOST, UNKNOWN, UNRESPONSIVE
 from megatron_operator.decision.operation import Operation
+from megatron_operator.decision.policies.guards import QUIET
 from megatron_operator.decision.policies.verdict import Verdict
 from megatron_operator.decision.rendered import APPS
 from megatron_operator.decision.rollout import Canary
@@ -49,25 +50,30 @@ ConditionFinding = tuple[str, Reason, str]
 """Status, reason and message of a condition."""
 
 
-def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict[str, Any]:
-    """Return the status. operation: the one to record."""
+def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, changing: str = "") -> dict[str, Any]:
+    """Return the status. operation: the one to record. changing: a change of a child that the decision makes."""
     world, ctx = scene.world, scene.ctx
     state = scene.observed.state_with(operation)
+    progress = _progress(scene, verdict, changing)
+    conditions = _conditions(scene, verdict, state, progress)
+    # A reader of the list of resources takes a reached state for a resource that is ready.
+    reached = state is REACHED[scene.desired.state] and scene.observed.state is state
+    shown = ResourceState.PENDING if reached and not _is_ready(scene, state) else state
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.world.resource.status.get("epoch", 0)
     serving = [engine for engine in (*scene.engines.wanted, *scene.rollout.extras) if scene.engines.serves(engine)]
     status: dict[str, Any] = {
         "observedGeneration": world.resource.generation,
-        "state": state.value,
-        "ready": f"{min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
+        "state": shown.value,
+        "ready": f"{_reachable(scene, len(serving))}/{ctx.spec.replicas}",
         "model": ctx.model_name,
         "revision": _revision(scene),
-        "endpoint": ctx.endpoint,
+        "endpoint": (scene.rendered.front_door_waits and world.resource.status.get("endpoint")) or ctx.endpoint,
         "epoch": epoch,
         "replicas": sum(engine.scaled > 0 for engine in scene.engines.all),
         "readyReplicas": len(serving),
         "updatedReplicas": sum(_updated(engine) for engine in scene.engines.wanted),
         "selector": scale_selector(ctx),
-        "conditions": _conditions(scene, verdict, state),
+        "conditions": conditions,
         "lifecycle": _lifecycle(scene, operation),
         "restarts": [restarts.to_status() for restarts in scene.restarts],
         "attempt": scene.engines.attempt,
@@ -75,7 +81,6 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
         "history": _history(scene, operation, state),
     }
     unknown = [engine for engine in scene.engines.all if scene.losses.is_unknown(engine)]
-    progress = _progress(scene, verdict)
     optional = {
         "manager": world.manager,
         "verifiedRevisions": list(scene.rollout.verified),
@@ -91,6 +96,11 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None) -> dict
     }
     present = {name: value for name, value in optional.items() if value}
     return {**status, **present, **scene.update.status(complete=_has_release(scene))}
+
+
+def _reachable(scene: Scene, serving: int) -> int:
+    """Return how many of the serving engines clients reach: none without a server."""
+    return 0 if scene.blockers.server() is not None else min(serving, scene.ctx.spec.replicas)
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
@@ -310,14 +320,17 @@ def _requester(scene: Scene) -> str:
 # --- Conditions -----------------------------------------------------------------------------------------------------
 
 
-def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[dict[str, Any]]:
+def _conditions(
+    scene: Scene, verdict: Verdict, state: ResourceState, progress: tuple[Reason, str, str] | None
+) -> list[dict[str, Any]]:
+    degraded = _degraded(scene, verdict, progress)
     found = {
-        T.READY: _ready(scene, verdict, state),
+        T.READY: _ready(scene, verdict, state, degraded),
         T.COORDINATOR_READY: _coordinator_ready(scene),
         T.ENGINES_READY: _engines_ready(scene),
         T.LIFECYCLE_SETTLED: _lifecycle_settled(scene, verdict, state),
-        T.PROGRESSING: _progressing(scene, verdict),
-        T.DEGRADED: _degraded(scene, verdict),
+        T.PROGRESSING: _progressing(scene, verdict, progress),
+        T.DEGRADED: degraded,
         T.UPDATE_AVAILABLE: scene.update.finding,
         T.SINGLE_SERVER: _single_server(scene),
         T.UNKNOWN_FIELDS: _unknown_fields(scene),
@@ -375,13 +388,30 @@ def _unknown_fields(scene: Scene) -> ConditionFinding:
     )
 
 
-def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:
-    running = state is ResourceState.RUNNING and scene.desired.state is DesiredState.RUNNING
-    serves = running and scene.blockers.server() is None and any(engine.responsive for engine in scene.engines.all)
-    # Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
+def _is_ready(scene: Scene, state: ResourceState) -> bool:
+    """Return whether the desired state is reached, a server is ready, and if it runs an engine; else no coordinator has
+    an error.
+
+    Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
+    """
     desired = scene.desired.state
-    quiet = desired is not DesiredState.RUNNING and state is REACHED[desired] and scene.observed.state is state
-    return ("True" if serves or quiet else "False"), verdict.reason, verdict.message
+    if state is not REACHED[desired] or scene.observed.state is not state or scene.blockers.server() is not None:
+        return False
+    if desired is DesiredState.RUNNING:
+        return any(engine.responsive for engine in scene.engines.all)
+    return scene.blockers.component(COORDINATOR) is None
+
+
+def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
+    """Return Ready. Its reason, which the list of resources shows, is an error if there is one."""
+    reason, message = verdict.reason, verdict.message
+    if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):
+        waits = scene.blockers.server()
+        if degraded[0] == "True":
+            _, reason, message = degraded
+        elif waits is not None:
+            reason, message = waits[0], f"waiting for {waits[1]}"
+    return ("True" if _is_ready(scene, state) else "False"), reason, message
 
 
 def _coordinator_ready(scene: Scene) -> ConditionFinding:
@@ -417,28 +447,73 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
     return "False", verdict.reason, f"{scene.desired.state.value} is requested, {state.value} is observed"
 
 
-def _progress(scene: Scene, verdict: Verdict) -> tuple[Reason, str, str] | None:
-    """Return reason, step and what it waits for; None if nothing is left to do. The Deployments are rolled out while
-    everything serves, by their controller."""
+def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, str, str] | None:
+    """Return reason, step and what it waits for; None if the operator does nothing and every child is as it wants it.
+    Controllers roll out the children while everything serves."""
     if verdict.step:
         return verdict.reason, verdict.step, verdict.waiting_on
-    unfinished = scene.blockers.unfinished
-    return None if unfinished is None else (unfinished[0], "rolling out Deployments", unfinished[1])
+    unfinished = changing or _unfinished(scene)
+    if not unfinished:
+        return None
+    rejection = scene.blockers.rejection()
+    if rejection is not None:
+        return rejection[0], "applying children", f"a corrected spec: {rejection[1]}"
+    return Reason.ROLLING_OUT, "rolling out children", unfinished
 
 
-def _progressing(scene: Scene, verdict: Verdict) -> ConditionFinding:
-    progress = _progress(scene, verdict)
+def _unfinished(scene: Scene) -> str:
+    """Return which child is not as the spec wants it, or has pods that are to be replaced or not ready; empty if none
+    is. Children that wait for an update of the resource, or for engines with another model, are as they should be, and
+    engines of another revision wait for their rollout."""
+    rendered = scene.rendered
+    for manifest in (*rendered.shared[0], *rendered.engine_policies):
+        ref = ChildRef.of(manifest)
+        view = scene.world.children.get(ref)
+        if scene.update.holds(manifest, view) or scene.rollout.keeps_server(view):
+            continue
+        if view is None or view.hash != manifest_hash(manifest):
+            return f"{ref} to be applied"
+        if not view.rolled_out:
+            return f"the pods of {ref.name} to be replaced and ready"
+    for engine in scene.engines.wanted:
+        found = engine.statefulset
+        if engine.stale:
+            continue
+        if found is None or found.replicas != scene.engines.pods_for(engine):
+            return f"StatefulSet {engine.name} to be applied"
+        if not found.rolled_out or engine.stale_pods:
+            return f"the pods of {engine.name} to be replaced and ready"
+    return ""
+
+
+def _progressing(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] | None) -> ConditionFinding:
+    """Return Progressing. It is False only if every child is as the spec wants it, and Unknown, as that of a paused
+    Deployment, while changes of the spec wait."""
     if progress is not None:
         reason, step, on = progress
         return "True", reason, f"{step}: waiting for {on}"
     if scene.rollout.paused:
         count = f"{len(scene.rollout.outdated)} of {len(scene.engines.wanted)} engines keep their earlier revision"
-        return "False", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.rollout.revision} is paused; {count}"
+        return "Unknown", Reason.ROLLOUT_PAUSED, f"the rollout of revision {scene.rollout.revision} is paused; {count}"
+    deferred = _deferred(scene)
+    if deferred:
+        return "Unknown", verdict.reason, f"changes to {', '.join(deferred[:8])} wait until the resource runs"
     return "False", Reason.SETTLED, "nothing is left to do"
 
 
-def _degraded(scene: Scene, verdict: Verdict) -> ConditionFinding:
-    found = _degradation(scene) or scene.losses.finding or _overdue(scene, verdict)
+def _deferred(scene: Scene) -> list[str]:
+    """Return the engines and fields with changes that wait until the resource runs."""
+    keys = scene.world.keys
+    return [
+        *(engine.name for engine in scene.engines.all if engine.surplus or engine.stale),
+        *(["spec.weights"] if scene.weights.due is not None else []),
+        *(["spec.model.adapters"] if scene.adapters.due is not None else []),
+        *(["spec.keys"] if keys is not None and keys.generation != scene.keys.wanted_generation else []),
+    ]
+
+
+def _degraded(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] | None) -> ConditionFinding:
+    found = _degradation(scene) or scene.losses.finding or _overdue(scene, progress)
     if found is not None:
         return "True", found[0], found[1]
     if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED, Reason.STALE_FENCE):
@@ -479,9 +554,9 @@ def unwatched(world: World) -> Finding:
     )
 
 
-def _overdue(scene: Scene, verdict: Verdict) -> Finding | None:
+def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding | None:
     """Return that the operator has waited for the same thing for too long; None while it has not."""
-    progress, world = _progress(scene, verdict), scene.world
+    world = scene.world
     if progress is None or world.downloads or world.waiting_seconds < WAIT_SECONDS:
         return None
     step, on = progress[1:]

@@ -31,11 +31,17 @@ from megatron_operator.decision.world import (
 )
 from megatron_operator.render.children import engine_service
 from megatron_operator.render.context import RenderError
-from megatron_operator.render.front_door import GATEWAY, HTTP_ROUTE, INFERENCE, INFERENCE_POOL, NETWORKING
+from megatron_operator.render.front_door import (
+    FRONT_DOOR,
+    GATEWAY,
+    HTTP_ROUTE,
+    INFERENCE,
+    INFERENCE_POOL,
+    NETWORKING,
+)
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
-from megatron_operator.resource.names import ANNOTATION_MODEL
 
 
 def _due(scene: Scene, manifest: Manifest) -> bool:
@@ -70,7 +76,8 @@ def upkeep(scene: Scene) -> list[Action]:
 
 
 def _keys(scene: Scene) -> list[Action]:
-    """Create the Secret once or adopt it, and let it accept the current admin key of this operator."""
+    """Create the Secret once or adopt it, replace keys that cannot be read, and let it accept the current admin key of
+    this operator."""
     name, keys = scene.ctx.keys_name, scene.world.keys
     if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
@@ -79,6 +86,8 @@ def _keys(scene: Scene) -> list[Action]:
         return [CreateKeys(name, scene.keys.first_generation)]
     if view.orphan:
         return [AdoptKeys(name)]
+    if keys is None and view.owned and "Secret" not in scene.world.unwatched:
+        return [CreateKeys(name, scene.keys.first_generation)]
     if keys is not None and not keys.admin_admitted:
         return [RotateKeys(name, keys.generation, keys.stage)]
     return []
@@ -91,7 +100,7 @@ def _try_again(scene: Scene) -> list[Action]:
     if scene.engines.old_model:
         waiting.append(rendered.server)
     for manifest in waiting:
-        if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
+        if manifest is not None and rendered.refused(manifest) is not None and rendered.may_offer(manifest):
             return [VetChild(manifest)]
     return []
 
@@ -112,19 +121,19 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
 
     A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
     another model waits until no engine has or gets the old one, and until the check of the new one has passed. Of a
-    pair of coordinators one is replaced at a time: the first one waits until the second one is ready.
+    pair of coordinators one is replaced at a time: the first one waits until the second one is ready. What leads
+    clients to the servers waits for a server that is as the spec.
     """
     ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
     if scene.update.holds(manifest, view):
         return False
+    if scene.rendered.front_door_waits and ref.name == scene.ctx.name and ref.kind in FRONT_DOOR:
+        return view is None and ref.kind == "Service"
     if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
         second = scene.world.children.get(ChildRef.of(standby))
         return second is not None and second.rolled_out and second.hash == manifest_hash(standby)
-    if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
-        return True
-    former = scene.engines.old_model or scene.rollout.keeps_former
-    return view is None or view.model_hash == scene.rendered.model_hash or not former
+    return not scene.rollout.keeps_server(view)
 
 
 def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
@@ -221,7 +230,12 @@ def _leftover_objects(scene: Scene) -> list[Action]:
         (server.http_route, "spec.server.httpRoute is absent", ChildRef(HTTP_ROUTE, ctx.name, GATEWAY)),
         (server.inference_pool, "spec.server.inferencePool is absent", ChildRef(INFERENCE_POOL, ctx.name, INFERENCE)),
     )
-    leftover = ((scene.world.children.get(ref), reason) for wanted, reason, ref in objects if not wanted)
+    waits = FRONT_DOOR if scene.rendered.front_door_waits else ()
+    leftover = (
+        (scene.world.children.get(ref), reason)
+        for wanted, reason, ref in objects
+        if not wanted and ref.kind not in waits[1:]
+    )
     return [action for view, reason in leftover for action in _deletions([view], reason)]
 
 

@@ -40,11 +40,18 @@ UNKNOWN_SECONDS = 4.0
 restarted knows them earlier. Shorter than a takeover by a standby: 3 s of silence and 1.5 s of recovery."""
 POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
 """Reasons of Events that say why the containers of a pod are not created."""
+UNCONFIGURED = "CreateContainerConfigError"
+"""Reason of a container whose Secret or ConfigMap is missing."""
 OPTIONAL_SECONDS = 10.0
 """Interval at which the HTTPRoute and InferencePool of a spec are read: a cluster may not have their kinds, so they are
 not watched."""
 EVENT_SECONDS = 5.0
 """Interval at which Events of pods and StatefulSets are read, while only an Event can explain why a pod is missing."""
+
+OBJECT_SECONDS, MISSING_SECONDS = 60.0, 10.0
+"""Intervals at which the objects that pods need are read: always, and while one may be missing."""
+ANY_KEY = "*"
+"""No key of a Secret or ConfigMap."""
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
@@ -135,13 +142,15 @@ class ChildView:
     inputs: str = ""
     """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the fields of the spec in its template."""
     rolled_out: bool = True
-    """All pods of a Deployment are of its current template, and ready."""
+    """All pods of a Deployment are of its current template, and ready; all pods of a StatefulSet are ready."""
     unobserved: bool = False
-    """That was so for an earlier generation; the Deployment's controller has not seen the current one yet."""
+    """That was so for an earlier generation; the workload's controller has not seen the current one yet."""
     stuck: str = ""
     """Why the rollout of a Deployment makes no progress: the message of its condition Progressing."""
     creation_error: str = ""
     """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
+    offer: tuple[str, str] = ("", "")
+    """Scheme and name of the model in the template of the servers' Deployment (see `decision.reduce.offer`)."""
     data: Mapping[str, Any] | None = None
     """`data` of a ControllerRevision: the inputs of the engines of that revision."""
     owned_fields: str = ""
@@ -233,6 +242,8 @@ class PodView:
     """Its IP address while its init container `fetch` runs, else empty."""
     loading_at: str = ""
     """Its IP address while its container `engine` runs and is not ready, else empty."""
+    offer: tuple[str, str] = ("", "")
+    """Scheme and name of the model of a server (see `decision.reduce.offer`)."""
     avoided: str = ""
     """Nodes that it must not use because a device failed there, separated by commas."""
 
@@ -471,6 +482,9 @@ class World:
     """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
     loading: Loading | None = None
     """Progress of the first engine that loads, while none serves; None if it is unknown."""
+    objects: Mapping[ChildRef, frozenset[str] | None] = field(default_factory=dict)
+    """The keys of the objects that pods need and that the operator does not create; None: it does not exist. ANY_KEY
+    stands for all keys: the operator may not read the object. Those that are absent were not read yet."""
     contests: Mapping[ChildRef, Contest] = field(default_factory=dict)
     """Children that another program changes as often as this operator applies them."""
     manager: str = ""
@@ -542,7 +556,8 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), unless it exists."""
+    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), or replace its keys if they
+    cannot be read."""
 
     name: str
     generation: int = 1
@@ -677,6 +692,11 @@ class Decision:
     actions: tuple[Action, ...] = ()
     healing: tuple[Action, ...] = ()
     """Those that may be carried out while the status cannot be written: they replace what is missing or lost."""
+    objects: frozenset[ChildRef] = frozenset()
+    """The objects that pods need and that the operator does not create. A World without one is completed, and decided
+    again."""
+    object_seconds: float = OBJECT_SECONDS
+    """Interval at which they are read."""
     attentive: bool = False
     """Poll the coordinator faster: it reports the awaited change first."""
     requeue_after: float | None = None

@@ -1,8 +1,9 @@
-"""Differences of two renderings: the first changed field of each child, and the engines that restart."""
+"""Differences of two specs and their renderings: the changed fields, those of each child, and engines that restart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,19 @@ from megatron_operator.render.context import Manifest, RenderContext
 from megatron_operator.render.context import RenderError as RenderError
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash, weights_revision
+from megatron_operator.render.pod import config_name
 from megatron_operator.render.revision import KIND as REVISION_KIND
-from megatron_operator.resource.names import ANNOTATION_HASH, LABEL_REVISION
+from megatron_operator.resource.names import (
+    ANNOTATION_HASH,
+    ANNOTATION_INPUTS,
+    ANNOTATION_MODEL,
+    ANNOTATION_RELEASE,
+    LABEL_REVISION,
+)
+from megatron_runtime.protocol import strict_json as json
 
-_DERIVED = (ANNOTATION_HASH, LABEL_REVISION)
+_DERIVED = (ANNOTATION_HASH, ANNOTATION_INPUTS, ANNOTATION_MODEL, ANNOTATION_RELEASE, LABEL_REVISION)
+_DERIVED_FLAGS = ("--revision", "--model-hash")
 """Hashes of other fields, which are never the cause of a difference."""
 
 
@@ -35,59 +45,61 @@ class Change:
 class Preview:
     """The effect of applying a changed spec."""
 
+    fields: tuple[str, ...]
+    """The fields of the spec that differ, as `spec.path: old -> new`."""
     changes: tuple[Change, ...]
     steps: tuple[str, ...]
     """Actions of the operator, in order."""
 
 
-def first_difference(old: Any, new: Any, path: str = "") -> str | None:
-    """Return the first field whose value differs, depth first and in the manifest's order."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in [*old, *(key for key in new if key not in old)]:
-            if key in _DERIVED:
-                continue
-            found = first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-            if found is not None:
-                return found
-        return None
-    if _is_list(old) and _is_list(new):
-        if path.endswith("args") and all(isinstance(entry, str) for entry in (*old, *new)):
-            return _flags(old, new, path)
-        for index in range(max(len(old), len(new))):
-            left = old[index] if index < len(old) else None
-            right = new[index] if index < len(new) else None
-            named = [entry["name"] for entry in (left, right) if isinstance(entry, dict) and "name" in entry]
-            name = named[0] if named else index
-            found = first_difference(left, right, f"{path}[{name}]")
-            if found is not None:
-                return found
-        return None
-    return None if old == new else f"{path}: {_short(old)} -> {_short(new)}"
+def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    """Return each field whose value differs, depth first and in the manifest's order. Of a section that one of the two
+    lacks, its fields."""
+    if isinstance(old, Mapping | None) and isinstance(new, Mapping | None) and (old or new):
+        before, after = old or {}, new or {}
+        for key in [*before, *(key for key in after if key not in before)]:
+            if key not in _DERIVED:
+                yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
+    elif path.endswith("args") and _is_list(old) and _is_list(new):
+        yield from _flags(old, new, path)
+    elif _is_list(old) and _is_list(new) and any(isinstance(entry, Mapping) for entry in (*old, *new)):
+        for index, (left, right) in enumerate(itertools.zip_longest(old, new)):
+            named = [entry["name"] for entry in (left, right) if isinstance(entry, Mapping) and "name" in entry]
+            yield from differences(left, right, f"{path}[{named[0] if named else index}]")
+    elif old != new:
+        yield f"{path}: {_short(old)} -> {_short(new)}"
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> str | None:
-    """Compare command lines flag by flag, without the revision, which is derived."""
+def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> Iterator[str]:
+    """Compare command lines flag by flag, without hashes, which are derived."""
     left, right = _parsed(old), _parsed(new)
     for flag in [*left, *(flag for flag in right if flag not in left)]:
-        if flag != "--revision" and left.get(flag) != right.get(flag):
-            return f"{path} {flag}: {_short(left.get(flag))} -> {_short(right.get(flag))}"
-    return None
+        if flag not in _DERIVED_FLAGS and left.get(flag) != right.get(flag):
+            yield f"{path} {flag}: {_values(left.get(flag))} -> {_values(right.get(flag))}"
 
 
-def _parsed(args: Sequence[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _parsed(args: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each flag, which may be repeated."""
+    found: dict[str, list[str]] = {}
     flag = ""
     for arg in args:
-        if arg.startswith("--"):
+        if str(arg).startswith("--"):
             flag = arg
-            found[flag] = ""
+            found.setdefault(flag, [])
         else:
-            found[flag] = arg
+            found.setdefault(flag, []).append(arg)
     return found
+
+
+def _values(values: list[str] | None) -> str:
+    """Return all values of a flag; of one without a value, that it is set."""
+    if values is None:
+        return _short(None)
+    return ", ".join(map(_short, values)) or "set"
 
 
 def _short(value: Any) -> str:
@@ -95,13 +107,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def _by_name(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Return manifests by kind and name, without records of revisions, which differ exactly if the engines do."""
-    return {
-        f"{manifest['kind']} {manifest['metadata']['name']}": manifest
-        for manifest in manifests
-        if manifest["kind"] != REVISION_KIND
-    }
+def _by_name(ctx: RenderContext | None) -> dict[str, Manifest]:
+    """Return the children by kind and name, without records of revisions, which differ exactly if the engines do, and
+    without the hash in the name of the configuration."""
+    if ctx is None:
+        return {}
+    text = json.dumps([manifest for manifest in all_children(ctx) if manifest["kind"] != REVISION_KIND])
+    manifests = json.loads(text.replace(f'"{config_name(ctx)}"', f'"{ctx.name}-config"'))
+    return {f"{manifest['kind']} {manifest['metadata']['name']}": manifest for manifest in manifests}
+
+
+def _spec(ctx: RenderContext | None) -> dict[str, Any]:
+    return {} if ctx is None else ctx.spec.model_dump(mode="json", by_alias=True)
 
 
 def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | None:
@@ -109,7 +126,7 @@ def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | N
         return Change("create", name)
     if new is None:
         return Change("delete", name, restarts=False)
-    field = first_difference(old, new)
+    field = next(differences(old, new), None)
     if field is None:
         return None
     if new["kind"] == "StatefulSet":
@@ -125,20 +142,20 @@ def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     Raises:
         RenderError: of either.
     """
+    fields = () if old is None else tuple(differences(_spec(old), _spec(new), "spec"))
     refreshed = (
         old is not None and model_hash(old) == model_hash(new) and weights_revision(old) != weights_revision(new)
     )
     if old is not None and refreshed:
         old = replace(old, spec=old.spec.model_copy(update={"weights": new.spec.weights}))
-    before = _by_name(all_children(old)) if old is not None else {}
-    after = _by_name(all_children(new))
+    before, after = _by_name(old), _by_name(new)
     names = [*after, *(name for name in before if name not in after)]
     found = [_change(name, before.get(name), after.get(name)) for name in names]
     changes = tuple(change for change in found if change is not None)
     steps = _steps(old, new, changes)
     if refreshed:
         steps = (f"load weights {weights_revision(new)} into every engine in place, with the next epoch", *steps)
-    return Preview(changes, steps)
+    return Preview(fields, changes, steps)
 
 
 def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change, ...]) -> tuple[str, ...]:

@@ -79,6 +79,10 @@ class RenderContext:
     settings: Settings
     server_key: int = 1
     """Generation of the coordinator's own key. The coordinator reads it at its start, so a new one restarts it."""
+    former_scheme: str = ""
+    """Scheme of servers of an earlier spec that still exist, if they have another one."""
+    former_downloads: bool = False
+    """Whether pods of an earlier revision of the engines may download their model."""
     known: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of `once`."""
 
@@ -116,10 +120,14 @@ class RenderContext:
         return self.spec.model.name or self.name
 
     @property
+    def scheme(self) -> str:
+        """Scheme of the servers, and name of their port."""
+        return "http" if self.spec.server.tls is None else "https"
+
+    @property
     def endpoint(self) -> str:
         """Base URL of the OpenAI API inside the cluster."""
-        scheme = "http" if self.spec.server.tls is None else "https"
-        return f"{scheme}://{self.name}.{self.namespace}.svc/v1"
+        return f"{self.scheme}://{self.name}.{self.namespace}.svc/v1"
 
     def coordinator_address(self, port: int) -> str:
         return f"tcp://{self.coordinator_name}.{self.namespace}.svc:{port}"

@@ -1,5 +1,9 @@
 """Objects by which clients reach the OpenAI servers: Service `NAME`, and on request an Ingress, an HTTPRoute and an
-InferencePool."""
+InferencePool.
+
+Servers name their port by its scheme, and each port of the Service leads to the servers that have its name. While the
+servers are replaced by others with or without TLS, the Service has both ports.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,10 @@ HTTP_ROUTE = "HTTPRoute"
 INFERENCE_GROUP = "inference.networking.k8s.io"
 INFERENCE = f"{INFERENCE_GROUP}/v1"
 INFERENCE_POOL = "InferencePool"
+FRONT_DOOR = ("Service", "Ingress", HTTP_ROUTE, INFERENCE_POOL)
+"""Kinds of the objects, which have the name of the resource."""
+SERVICE_PORTS = {"http": 80, "https": 443}
+"""Ports of the Service by the scheme of the servers."""
 MATCHES_PER_RULE = 64
 """Limit of the Gateway API."""
 
@@ -37,11 +45,14 @@ def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
 
 
 def front_service(ctx: RenderContext) -> Manifest:
-    scheme, port = _port(ctx)
     service = ctx.spec.server.service
+    schemes = [ctx.scheme, *([ctx.former_scheme] if ctx.former_scheme else [])]
     spec: dict[str, Any] = {
         "selector": selector(ctx, SERVER),
-        "ports": [{"name": scheme, "port": port, "targetPort": PORT_HTTP, "appProtocol": scheme}],
+        "ports": [
+            {"name": scheme, "port": SERVICE_PORTS[scheme], "targetPort": scheme, "appProtocol": scheme}
+            for scheme in schemes
+        ],
     }
     if service.type is not ServiceType.CLUSTER_IP:
         spec["type"] = service.type.value
@@ -55,7 +66,7 @@ def ingress(ctx: RenderContext, wanted: IngressSpec) -> Manifest:
     """Return the Ingress, which routes all paths of its hosts to the servers. Raises NotAllowed."""
     require_hosts(ctx, wanted.hosts, "spec.server.ingress.hosts")
     require_tls_secret(ctx, wanted.tls_secret_name, "spec.server.ingress.tlsSecretName")
-    backend = {"service": {"name": ctx.name, "port": {"number": _port(ctx)[1]}}}
+    backend = {"service": {"name": ctx.name, "port": {"number": SERVICE_PORTS[ctx.scheme]}}}
     http = {"paths": [{"path": "/", "pathType": "Prefix", "backend": backend}]}
     spec: dict[str, Any] = {"rules": [{"host": host, "http": http} for host in wanted.hosts or ()] or [{"http": http}]}
     if wanted.class_name is not None:
@@ -77,7 +88,7 @@ def http_route(ctx: RenderContext, wanted: HttpRouteSpec) -> Manifest:
         names = [ctx.model_name, *(adapter.name for adapter in ctx.spec.model.adapters or ())]
         header = {"type": "Exact", "name": wanted.model_header}
         matches = [{**path, "headers": [{**header, "value": name}]} for name in names]
-    backend: dict[str, Any] = {"name": ctx.name, "port": _port(ctx)[1]}
+    backend: dict[str, Any] = {"name": ctx.name, "port": SERVICE_PORTS[ctx.scheme]}
     if ctx.spec.server.inference_pool is not None:
         backend = {"group": INFERENCE_GROUP, "kind": INFERENCE_POOL, "name": ctx.name}
     rule: dict[str, Any] = {"backendRefs": [backend]}
@@ -109,11 +120,6 @@ def inference_pool(ctx: RenderContext, wanted: InferencePoolSpec) -> Manifest:
         },
     }
     return seal(child(ctx, INFERENCE_POOL, ctx.name, api_version=INFERENCE, component=SERVER, spec=spec))
-
-
-def _port(ctx: RenderContext) -> tuple[str, int]:
-    """Return scheme and port of the Service."""
-    return ("https", 443) if ctx.spec.server.tls is not None else ("http", 80)
 
 
 def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:

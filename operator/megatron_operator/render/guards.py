@@ -119,7 +119,8 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     """Return the policies of all components: allowed peers in both directions. The operator's
     namespace, monitoring and the API server reach the health port; a node reaches it on its own pods in any case. A
     coordinator opens connections to the other one of its pair only. Engines and servers resolve names, and download if
-    the model, or an adapter of the engines, is downloaded. `engine_policy` adds the connections within an engine."""
+    the model, also of an earlier revision of engines, or an adapter of the engines, is downloaded. `engine_policy` adds
+    the connections within an engine."""
     api_server = [{"ipBlock": {"cidr": cidr}} for cidr in ctx.settings.api_server_ranges]
     health: dict[str, Any] = {
         "from": [_operator(ctx), *ctx.settings.monitoring_peers, *api_server],
@@ -134,9 +135,10 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     engine = [health]
     server = [{"ports": _tcp(PORT_HTTP)}, health]
     model = ctx.spec.model
-    source = [dns_egress(), *([hub_egress()] if model.source.downloads else [])]
+    downloads = model.source.downloads or ctx.former_downloads
+    source = [dns_egress(), *([hub_egress()] if downloads else [])]
     has_hub_adapter = any(adapter.source.hugging_face is not None for adapter in model.adapters or ())
-    adapters = [hub_egress()] if has_hub_adapter and not model.source.downloads else []
+    adapters = [hub_egress()] if has_hub_adapter and not downloads else []
     to_coordinator = {"to": [_coordinators(ctx)]}
     from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, *source, *adapters]
     media = [media_egress()] if ctx.spec.server.allowed_media_hosts else []

@@ -62,6 +62,14 @@ def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:
         return False
 
 
+def downloads(data: Mapping[str, Any]) -> bool:
+    """Return whether the engines of a stored revision download their model."""
+    try:
+        return parse_stored_spec(data["spec"])[0].model.source.downloads
+    except (KeyError, TypeError, ValidationError):
+        return False
+
+
 def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:
     """Return the settings that an engine's template depends on."""
     return _SETTINGS if spec.engine.backend is Backend.NATIVE else _VLLM_SETTINGS

@@ -29,10 +29,13 @@ from megatron_operator.resource.spec import CPU_SEQUENCE_LENGTH, Backend
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
 TLS_DIR = "/etc/megatron/tls"
+TLS_FILES = ("tls.crt", "tls.key")
 MEMORY_LIMIT = "4Gi"
 """A tokenizer uses up to some hundred MB; the rest is for held requests and slowly read streams."""
 VLLM_MEMORY_LIMIT = "8Gi"
 """vLLM's renderer and parsers take 1 GiB, and their workers up to as much each while they handle a request."""
+OVERLAP_SECONDS = 2
+"""Time for which an old server still runs when a new one is ready, in which the Service gets the port of the new one."""
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
 _BACKEND = {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"}
@@ -85,10 +88,10 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         volumes = (*volumes, {"name": "api-keys", "secret": secret})
         mounts = (*mounts, {"name": "api-keys", "mountPath": API_KEYS_DIR, "readOnly": True})
     if server.tls is not None:
-        secret = {"secretName": server.tls.secret_name, "defaultMode": 0o440}
+        items = [{"key": name, "path": name} for name in TLS_FILES]
+        secret = {"secretName": server.tls.secret_name, "defaultMode": 0o440, "items": items}
         volumes = (*volumes, {"name": "tls", "secret": secret})
         mounts = (*mounts, {"name": "tls", "mountPath": TLS_DIR, "readOnly": True})
-    scheme = "https" if server.tls is not None else "http"
     is_vllm = ctx.spec.engine.backend is Backend.VLLM
     request, limit = ("1536Mi", VLLM_MEMORY_LIMIT) if is_vllm else ("256Mi", MEMORY_LIMIT)
     container = {
@@ -97,7 +100,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         "args": server_args(ctx),
         "env": [*model_env(ctx), *vllm_env(ctx), *([_BACKEND] if is_vllm else ())],
         "ports": [
-            {"name": scheme, "containerPort": PORT_HTTP},
+            {"name": ctx.scheme, "containerPort": PORT_HTTP},
             {"name": "health", "containerPort": PORT_HEALTH},
         ],
         "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request=request, limit=limit),
@@ -120,9 +123,11 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     if weights_revision(ctx):
         template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
     template["spec"].setdefault("affinity", anti_affinity(selector(ctx, SERVER)))
+    template["spec"]["containers"] = [_with_port(entry, ctx.scheme) for entry in template["spec"]["containers"]]
     spec = {
         **({} if server.replicas is None else {"replicas": server.replicas}),
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "minReadySeconds": OVERLAP_SECONDS,
         "selector": {"matchLabels": selector(ctx, SERVER)},
         "template": template,
         "revisionHistoryLimit": 2,
@@ -138,3 +143,12 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         inputs["engine"] = {"vllm": {"image": ctx.spec.engine.vllm.image}}
     manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx), **release_annotations(ctx, inputs)}
     return seal(manifest)
+
+
+def _with_port(container: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a container with this name of the port of the servers, by which the Service selects it. A podTemplate may
+    have another name."""
+    if container["name"] != SERVER:
+        return container
+    ports = [{**port, "name": name} if port["containerPort"] == PORT_HTTP else port for port in container["ports"]]
+    return {**container, "ports": ports}

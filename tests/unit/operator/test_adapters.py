@@ -143,7 +143,7 @@ def test_a_failure_is_shown_with_cause_and_remedy_blocks_nothing_and_is_tried_ag
     degraded, ready = cluster.condition("Degraded"), cluster.condition("Ready")
     assert (degraded["status"], degraded["reason"]) == ("True", "AdapterFailed")
     assert degraded["message"].startswith("spec.model.adapters: sql: demo-engine-0: adapter 'sql'")
-    assert (ready["status"], ready["reason"], cluster.state) == ("True", "Serving", "Running")
+    assert (ready["status"], ready["reason"], cluster.state) == ("True", "AdapterFailed", "Running")
     assert [event.reason for event in cluster.events if event.type == "Warning"] == ["AdapterFailed"]
     resource = {"metadata": {"name": "demo"}, "spec": cluster.spec, "status": cluster.status}
     assert any("Correct the source of the adapter" in line for line in causes(resource, []))

@@ -434,7 +434,9 @@ def test_tls_moves_the_front_door_and_its_address_to_https() -> None:
     assert container["ports"][0] == {"name": "https", "containerPort": 8000}
     args = container["args"]
     assert args[args.index("--tls-certificate-file") + 1] == "/etc/megatron/tls/tls.crt"
-    assert {"name": "tls", "secret": {"secretName": "front-cert", "defaultMode": 0o440}} in pod["volumes"]
+    items = [{"key": name, "path": name} for name in ("tls.crt", "tls.key")]
+    secret = {"secretName": "front-cert", "defaultMode": 0o440, "items": items}
+    assert {"name": "tls", "secret": secret} in pod["volumes"]
     assert {"name": "tls", "mountPath": "/etc/megatron/tls", "readOnly": True} in container["volumeMounts"]
     assert ctx.endpoint == "https://demo.default.svc/v1"
 
@@ -495,7 +497,9 @@ def test_servers_have_probes_and_metrics_on_a_port_of_their_own(tls: dict[str, s
         if kind == "Service"
         for port in child["spec"]["ports"]
     ]
-    assert 8000 in ports
+    assert container["ports"][0] == {"name": ctx.scheme, "containerPort": 8000}
+    assert ctx.scheme in ports
+    assert "health" not in ports
     allowed = [rule["ports"][0]["port"] for rule in by_name["NetworkPolicy", "demo-server"]["spec"]["ingress"]]
     assert allowed == [8000, 8080]
 

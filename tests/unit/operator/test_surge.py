@@ -148,7 +148,7 @@ def test_a_paused_rollout_stops_where_it_is(make_cluster: Any) -> None:
     assert replaced == ["demo-engine-2"]
     assert cluster.status["ready"] == "3/3"
     found = cluster.condition("Progressing")
-    assert (found["status"], found["reason"]) == ("False", "RolloutPaused")
+    assert (found["status"], found["reason"]) == ("Unknown", "RolloutPaused")
     assert "2 of 3 engines" in found["message"]
     assert not any(engine.draining for engine in cluster.coordinator.engines.values())
     cluster.change(rollout={"paused": False})

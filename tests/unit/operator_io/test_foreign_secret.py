@@ -19,7 +19,7 @@ from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.world import AdoptKeys, ChildRef, CoordinatorSnapshot, CreateKeys, Decision, RotateKeys
 from megatron_operator.render.context import RenderContext
-from megatron_operator.render.keys import ANNOTATION_SEAL, keys_secret
+from megatron_operator.render.keys import ANNOTATION_GENERATION, ANNOTATION_SEAL, ANNOTATION_STAGE, keys_secret
 from megatron_operator.resource.spec import parse_spec
 from megatron_operator.resource.states import KeyStage
 
@@ -119,6 +119,33 @@ async def test_keys_of_this_resource_are_created_and_used(site: Site) -> None:
     assert world.keys is not None
     assert world.keys.admin_admitted
     assert site.store.writes == [("create", "Secret")]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"data": {}},
+        {"data": {"server.pub": "bm8ga2V5"}},
+        {"metadata": {"annotations": {ANNOTATION_STAGE: "x"}}},
+        {"metadata": {"annotations": {ANNOTATION_GENERATION: "x"}}},
+    ],
+    ids=["empty", "no key", "stage", "generation"],
+)
+async def test_keys_that_cannot_be_read_any_more_are_replaced(site: Site, damage: dict[str, Any]) -> None:
+    await site.actor.act([CreateKeys("demo-keys")], site.resource)
+    secret = site.store.objects[SECRET]
+    secret["data"] = secret["data"] | damage["data"] if damage.get("data") else damage.get("data", secret["data"])
+    secret["metadata"]["annotations"] |= damage.get("metadata", {}).get("annotations", {})
+    before = copy.deepcopy(secret)
+    await site.observer.reread_keys(site.resource)
+    decision = await site.decision()
+    (repair,) = (action for action in decision.actions if isinstance(action, CreateKeys))
+    await site.actor.act([repair], site.resource)
+    world = await site.observer.world(site.resource, term=1, rejections={}, vetted={})
+    assert world.keys is not None
+    assert world.keys.stage is KeyStage.SETTLED
+    assert is_sealed(site.store.objects[SECRET], site.cluster.admin)
+    assert site.store.objects[SECRET]["data"] != before["data"]
 
 
 async def test_keys_that_this_operator_made_are_adopted_from_an_earlier_resource(site: Site) -> None:

@@ -1,0 +1,74 @@
+"""The objects that pods refer to by name and that the operator does not create."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.decision.world import ChildRef
+from megatron_operator.render.context import Manifest, RenderContext
+from megatron_operator.render.pod import config_name
+
+CLAIM = "PersistentVolumeClaim"
+_KINDS = {
+    "secret": "Secret",
+    "secretRef": "Secret",
+    "secretKeyRef": "Secret",
+    "nodePublishSecretRef": "Secret",
+    "imagePullSecrets": "Secret",
+    "configMap": "ConfigMap",
+    "configMapRef": "ConfigMap",
+    "configMapKeyRef": "ConfigMap",
+    "persistentVolumeClaim": CLAIM,
+}
+"""Kinds of the objects that fields anywhere in a pod name."""
+_OF_PODS = {
+    "serviceAccountName": ("ServiceAccount", "v1"),
+    "priorityClassName": ("PriorityClass", "scheduling.k8s.io/v1"),
+    "runtimeClassName": ("RuntimeClass", "node.k8s.io/v1"),
+}
+"""Kinds and API versions of the objects that the fields of a pod itself name."""
+_NAMES = ("name", "secretName", "claimName")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """key: an entry that the object must have; empty for any. optional: pods start without it."""
+
+    ref: ChildRef
+    key: str = ""
+    optional: bool = False
+
+
+def pod_references(ctx: RenderContext, manifest: Manifest) -> list[Reference]:
+    """Return the references of the pods of a Deployment or StatefulSet."""
+    pod = manifest["spec"]["template"]["spec"]
+    named = ((kind, pod.get(field), version) for field, (kind, version) in _OF_PODS.items())
+    found = [Reference(ChildRef(*each)) for each in named if isinstance(each[1], str)] + [*_references(pod)]
+    ours = {("Secret", ctx.keys_name), ("ConfigMap", config_name(ctx)), ("ServiceAccount", ctx.name)}
+    return [each for each in dict.fromkeys(found) if (each.ref.kind, each.ref.name) not in ours]
+
+
+def _references(node: Any) -> Iterator[Reference]:
+    """Walk a part of a pod, which a podTemplate may have made of any form."""
+    if isinstance(node, list):
+        for entry in node:
+            yield from _references(entry)
+    if not isinstance(node, dict):
+        return
+    for field, value in node.items():
+        for entry in value if field == "imagePullSecrets" and isinstance(value, list) else [value]:
+            if field in _KINDS and isinstance(entry, dict):
+                yield from _named(_KINDS[field], entry)
+        yield from _references(value)
+
+
+def _named(kind: str, source: dict[str, Any]) -> Iterator[Reference]:
+    name = next((source[field] for field in _NAMES if isinstance(source.get(field), str)), "")
+    items = source.get("items")
+    entries = [source, *(items if isinstance(items, list) else [])]
+    keys = [entry["key"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("key"), str)]
+    for key in keys or [""]:
+        if name:
+            yield Reference(ChildRef(kind, name), key, bool(source.get("optional")))
