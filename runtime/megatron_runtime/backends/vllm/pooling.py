@@ -112,8 +112,8 @@ class Pooling:
             if not field and "dimensions" in request.pooling and "dimensions" in message:
                 field = "dimensions"
             raise PoolingRejectedError(message, field) from error
-        if error := getattr(output, "error", None):
-            raise RuntimeError(f"vLLM could not compute it: {error}")
+        if (failure := getattr(output, "error", None)) is not None:
+            raise RuntimeError(f"vLLM could not compute it: {failure}")
         values = output.outputs.data.float().cpu().numpy().astype("<f4")
         tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
         label = self._labels.get(int(values.argmax())) if request.pooling["task"] == "classify" else None
