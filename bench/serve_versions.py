@@ -83,7 +83,7 @@ def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, 
     processes = {name: component(server, name) for name in COMPONENTS}
     before = {name: cpu_seconds(process) for name, process in processes.items()}
     options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
-    answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools, **options)
+    answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools or None, **options)
     used = {name: cpu_seconds(process) - before[name] for name, process in processes.items()}
     answered = len(answers.first)
     costs = {f"{name}_cpu_us": 1e6 * seconds / (answered + 1) for name, seconds in used.items()}

@@ -341,3 +341,12 @@ async def test_tokens_of_pooling_count_against_the_limit_of_a_key(serve: Serve, 
         reply = await running.http.post("/v1/embeddings", json={"input": "a" * 60}, headers=headers)
         assert reply.status_code == status, reply.text
         assert reply.headers["x-ratelimit-remaining-tokens"] == str(left)
+
+
+async def test_a_classifier_of_several_labels_scores_no_pairs(running: Any) -> None:
+    """Its engine rejects the pair, whose name no client knows."""
+    running.backend.tasks = ("classify",)
+    running.backend.failure = {"code": 400, "type": "VllmRejectedError", "message": "give no pair", "field": "pair"}
+    for path in ("score", "rerank"):
+        reply = await running.post(f"/v1/{path}", {"model": "smollm2", **ROUTES[path]})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_offered"), reply.text
