@@ -56,7 +56,7 @@ def test_a_pooling_model_takes_no_request_that_generates() -> None:
     info.check_request(SamplingParams(pooling={"task": "embed"}))
     with pytest.raises(InvalidSamplingParamsError, match="use the task 'embed': the model generates no tokens"):
         info.check_request(SamplingParams())
-    with pytest.raises(InvalidSamplingParamsError, match="no support for scores of a label"):
+    with pytest.raises(InvalidSamplingParamsError, match="no support for labels of texts"):
         info.check_request(SamplingParams(pooling={"task": "classify"}))
 
 
