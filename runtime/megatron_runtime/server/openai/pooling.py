@@ -303,6 +303,16 @@ class PoolingRun:
         lease.add(-vector.nbytes)
         return reduced
 
+    def base_fields(self, kind: str) -> dict[str, Any]:
+        """Return what answers have beside their data, of a request that was collected. kind: begins the id."""
+        return {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.adapter or self.service.settings.served_name,
+            "usage": {"prompt_tokens": self.tokens, "total_tokens": self.tokens, "completion_tokens": 0},
+        }
+
     def _params(self, prompt: PoolingPrompt) -> SamplingParams:
         tenant = "" if self.service.settings.share_prefix_cache else self.request.state.tenant
         try:
@@ -349,15 +359,8 @@ async def create_score(service: Service, request: Request) -> Response:
     params = first.name, second.name
     run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
     scores = await _scores(run, task, body, listed(first.texts), listed(second.texts), params=params)
-    answer = {
-        "id": f"score-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": run.adapter or service.settings.served_name,
-        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
-        "usage": {"prompt_tokens": run.tokens, "total_tokens": run.tokens, "completion_tokens": 0},
-    }
-    return service.answer(request, to_json(answer))
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    return service.answer(request, to_json({**run.base_fields("score"), "data": data}))
 
 
 async def rerank(service: Service, request: Request) -> Response:

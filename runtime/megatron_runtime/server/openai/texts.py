@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -138,7 +136,7 @@ async def classify(service: Service, request: Request) -> Response:
         {"index": index, "label": run.labels[index], "probs": values.tolist(), "num_classes": len(values)}
         for index, values in enumerate(results)
     ]
-    return service.answer(request, to_json({**_base_fields(run, "classify"), "data": data}))
+    return service.answer(request, to_json({**run.base_fields("classify"), "data": data}))
 
 
 async def pool(service: Service, request: Request) -> Response:
@@ -164,7 +162,7 @@ async def pool(service: Service, request: Request) -> Response:
 
     prompts = body.prompts(task=task, use_activation=body.use_activation)
     results: list[bytes] = await run.collect(prompts, reduce=encoded)
-    fields = _base_fields(run, "pooling")
+    fields = run.base_fields("pooling")
     if is_json:
         items = (b'{"index":%d,"object":"pooling","data":%b}' % item for item in enumerate(results))
         return service.answer(request, b'%b,"data":[%b]}' % (to_json(fields)[:-1], b",".join(items)))
@@ -191,13 +189,3 @@ async def _numbers(values: Vector, lease: Lease) -> bytes:
         rows.append(await _numbers(row, lease))
         await asyncio.sleep(0)
     return b"[%b]" % b",".join(rows)
-
-
-def _base_fields(run: PoolingRun, kind: str) -> dict[str, Any]:
-    return {
-        "id": f"{kind}-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": run.adapter or run.service.settings.served_name,
-        "usage": {"prompt_tokens": run.tokens, "total_tokens": run.tokens, "completion_tokens": 0},
-    }
