@@ -143,7 +143,7 @@ def assert_close(found: Any, expected: Any) -> None:
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other)
     elif isinstance(expected, list | float):
-        assert found == pytest.approx(expected, abs=2e-5)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
     else:
         assert found == expected
 
