@@ -131,7 +131,7 @@ def counted_run(
 
 def load(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> Answers:
     options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
-    return measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools, **options)
+    return measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools or None, **options)
 
 
 def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> dict[str, float]:

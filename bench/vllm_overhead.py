@@ -35,6 +35,8 @@ from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 OURS, VLLM = "megatron", "vllm"
 SOURCE, NAME = "builtin:smollm2-135m", "smollm2"
 CONCURRENCY = (8, 32)
+FIRST_TOKENS: Mapping[str, int | None] = {"completions": None, "chats": 0}
+"""Requests of one client whose time to the first token is measured. The value is `tools` of measure()."""
 KV_CACHE_BYTES = 1 << 30
 LEAST_RATIO, MOST_MS = 0.97, 5.0
 """The goals: throughput of ours over vLLM's, and the difference of the times to the first token."""
@@ -193,36 +195,35 @@ def cpu_us_per_token(rounds: Sequence[Loaded]) -> dict[str, int]:
     return {name: round(1e6 * sum(one.cpu_seconds[name] for one in rounds) / tokens) for name in rounds[0].cpu_seconds}
 
 
+Load = int | str
+"""A number of clients, or a key of FIRST_TOKENS."""
+
+
 def measure_rounds(
     servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
-) -> dict[str, dict[int, list[Loaded]]]:
-    """Return what was measured by server and number of clients, one entry per round."""
-    found: dict[str, dict[int, list[Loaded]]] = {name: {} for name in servers}
-    sizes = {
-        1: (first_token_requests, 8),
-        **{clients: (requests_each * clients, new_tokens) for clients in CONCURRENCY},
+) -> dict[str, dict[Load, list[Loaded]]]:
+    """Return what was measured by server and load, one entry per round."""
+    found: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
+    of_first = {"requests": first_token_requests, "new_tokens": 8}
+    sizes: dict[Load, dict[str, Any]] = {
+        **{kind: {"clients": 1, "tools": tools, **of_first} for kind, tools in FIRST_TOKENS.items()},
+        **{
+            clients: {"clients": clients, "requests": requests_each * clients, "new_tokens": new_tokens}
+            for clients in CONCURRENCY
+        },
     }
     for number in range(rounds):
-        for clients, (requests, tokens) in sizes.items():
+        for load, size in sizes.items():
             # Each server is the first one in every second round.
             for name in sorted(servers, reverse=number % 2 == 1):
                 server = servers[name]
                 before = cpu_seconds(server)
                 answers = measure(
-                    clients,
-                    url=server.url,
-                    model=server.model,
-                    api_key=None,
-                    requests=requests,
-                    prompt_words=64,
-                    new_tokens=tokens,
-                    seed=number + 1,
+                    url=server.url, model=server.model, api_key=None, prompt_words=64, seed=number + 1, **size
                 )
                 spent = {process: seconds - before[process] for process, seconds in cpu_seconds(server).items()}
-                found[name].setdefault(clients, []).append(Loaded(answers, spent))
-                click.echo(
-                    f"round {number + 1}, {clients:2} clients, {name:8}: {answers.tokens_per_second:7.1f} tokens/s"
-                )
+                found[name].setdefault(load, []).append(Loaded(answers, spent))
+                click.echo(f"round {number + 1}, {load:11}, {name:8}: {answers.tokens_per_second:7.1f} tokens/s")
     return found
 
 
@@ -248,7 +249,8 @@ def main(
     models: Path,
     json_file: Path | None,
 ) -> None:
-    """Compare our server with vLLM's own: throughput at 8 and 32 clients, time to the first token at one."""
+    """Compare our server with vLLM's own: throughput at 8 and 32 clients, time to the first token at one client, of
+    completions and of chats."""
     facts = machine() | {"commit": commit(), **installed()}
     sizes = Sizes(dtype, arguments=json.loads(vllm_arguments))
     directory = model_directory(models.absolute(), dtype)
@@ -282,9 +284,12 @@ def main(
         )
         for clients in CONCURRENCY
     }
-    first = first_token(
-        *([second for one in measured[name][1] for second in one.answers.first] for name in (OURS, VLLM))
-    )
+    first = {
+        kind: first_token(
+            *([second for one in measured[name][kind] for second in one.answers.first] for name in (OURS, VLLM))
+        )
+        for kind in FIRST_TOKENS
+    }
     cpu = {
         clients: {name: cpu_us_per_token(measured[name][clients]) for name in (OURS, VLLM)} for clients in CONCURRENCY
     }
@@ -292,9 +297,11 @@ def main(
         click.echo(
             f"{clients} clients: {row[OURS]} and {row[VLLM]} tokens/s, ratio {row['ratio']} (goal {LEAST_RATIO})"
         )
-    for name in ("median", "p90"):
-        row = first[name]
-        click.echo(f"first token, {name}: {row[OURS]} and {row[VLLM]} ms, {row['difference']:+} ms (goal {MOST_MS:+})")
+    for kind, figures in first.items():
+        for name in ("median", "p90"):
+            row = figures[name]
+            values = f"{row[OURS]} and {row[VLLM]} ms, {row['difference']:+} ms (goal {MOST_MS:+})"
+            click.echo(f"first token of {kind}, {name}: {values}")
     for clients, row in cpu.items():
         for name, processes in row.items():
             click.echo(f"{clients} clients, {name}: CPU time per token, us: {processes}")

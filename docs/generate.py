@@ -521,6 +521,8 @@ BLOCKS: dict[str, Callable[[], Table]] = {
     "messages-fields": _fields("/v1/messages"),
     "count-tokens-fields": _fields("/v1/messages/count_tokens"),
     "embeddings-fields": _fields("/v1/embeddings"),
+    "classify-fields": _fields("/v1/classify"),
+    "pooling-fields": _fields("/v1/pooling"),
     "score-fields": _fields("/v1/score"),
     "rerank-fields": _fields("/v1/rerank"),
     "tokenize-fields": _fields("/v1/tokenize"),

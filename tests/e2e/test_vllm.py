@@ -1,13 +1,16 @@
-"""A resource with vLLM engines: it answers, every verb holds in the middle of a stream, and a bad argument changes no
-engine. vLLM itself runs in the pod, on the CPU of the node."""
+"""A resource with vLLM engines: it answers, its server reads calls with vLLM's parser, every verb holds in the middle
+of a stream, and a bad argument changes no engine. vLLM itself runs in the pods, on the CPU of the node."""
 
 from __future__ import annotations
 
+import json
+
+import httpx
 import pytest
 from soak import SOAK
 
 from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
-from localcluster.walkthrough import FROZEN_SECONDS, QUESTION, STORY, ask_for_paris
+from localcluster.walkthrough import FROZEN_SECONDS, QUESTION, STORY, Chat, ask_for_paris
 
 from .conftest import Platform, deploy
 
@@ -21,6 +24,29 @@ ENGINE = {
     "startupSeconds": 1800,
     "batching": {"kvCacheMemory": "256Mi", "maxRequests": 16},
     "podTemplate": {"spec": {"containers": [{"name": "engine", "resources": RESOURCES}]}},
+}
+SERVER = {
+    "toolCallParser": "hermes",
+    "podTemplate": {"spec": {"containers": [{"name": "server", "resources": {"requests": {"memory": "2Gi"}}}]}},
+}
+CALLED = {
+    "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "weather",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+                    "required": ["city"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+    ],
+    "tool_choice": "required",
+    "temperature": 0,
 }
 RESIDENT = "import psutil; print(sum(process.memory_info().rss for process in psutil.process_iter()) >> 20)"
 
@@ -46,8 +72,23 @@ def enter(kube: Kubectl, state: str) -> None:
     kube.wait_state("demo", state)
 
 
-def test_every_verb_with_a_vllm_engine(kube: Kubectl) -> None:
-    chat = deploy(kube, engine=ENGINE).chat
+def check_call(kube: Kubectl, chat: Chat) -> None:
+    """Check that the server's pod reads calls as vLLM's own server does."""
+    assert kube.json("mi", "demo")["status"]["formats"]["toolCalls"] == "vllm:hermes"
+    (card,) = httpx.get(f"{chat.url}/v1/models", timeout=PATIENCE_SECONDS).json()["data"]
+    assert card["tool_call_format"] == "vllm:hermes"
+    answer = httpx.post(f"{chat.url}/v1/chat/completions", json=CALLED, timeout=PATIENCE_SECONDS)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], call["function"]["name"]) == ("tool_calls", "weather")
+    assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+    assert call["id"].startswith("chatcmpl-tool-"), "the id is not of vLLM's form"
+
+
+def test_calls_and_every_verb_with_a_vllm_engine(kube: Kubectl) -> None:
+    chat = deploy(kube, engine=ENGINE, server=SERVER).chat
+    check_call(kube, chat)
     pod = engine_pod(kube)
     _, tokens = ask_for_paris(chat)
     story = chat.ask(STORY, max_tokens=tokens)

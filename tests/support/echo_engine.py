@@ -51,9 +51,18 @@ def echo_prompt(prompt: list[int], media: Media) -> list[int]:
     return prompt
 
 
+ECHO_LABELS = ("short", "long")
+"""The classes of a text, which has 8 bytes or tokens at most, or more."""
+
+
 def echo_pooled(pooling: dict[str, Any], content: str | Sequence[int]) -> np.ndarray:
-    """Return what a pooling model answers: a vector of 8 numbers, one for each byte or token, or a score of a pair."""
+    """Return what a pooling model answers: a vector of 8 numbers, one for each byte or token, classes, or the score of
+    a pair.
+    """
     values = list(content.encode() if isinstance(content, str) else content)
+    if pooling["task"] == "classify" and "pair" not in pooling:
+        is_long = len(values) > 8
+        return np.array([not is_long, is_long], dtype=np.float32)
     if pooling["task"] == "classify":
         return np.array([1 / (1 + abs(len(values) - len(pooling["pair"].encode())))], dtype=np.float32)
     rows = [values] if pooling["task"] == "embed" else [[value] for value in values]
@@ -135,6 +144,8 @@ class EchoBackend(NativeBackend):
             output.error = ValueError(f"This model's maximum context length is {limit} tokens: the prompt has {tokens}")
         else:
             output.pooled = echo_pooled(pooling, content)
+            if pooling["task"] == "classify":
+                output.label = ECHO_LABELS[int(output.pooled.argmax())]
         assert self._listener is not None
         self._listener.on_outputs([output])
 

@@ -535,7 +535,7 @@ class Cluster:
         if len(new) < count and (not old or new <= ready):
             free = (f"{name}-{index}" for index in itertools.count() if f"{name}-{index}" not in pods)
             for key in itertools.islice(free, 1 if old else count - len(new)):
-                self.pods[key] = {**self._pod(key, template, 0), "template": copy.deepcopy(template)}
+                self.pods[key] = {**self._pod(key, template, 0), "template": as_stored(template)}
                 if old or self.broken_servers:
                     self.pods[key] |= {"starting": True, "status": {"phase": "Running"}}
         pods = {key: pod for key, pod in self.pods.items() if key.startswith(f"{name}-")}

@@ -108,6 +108,8 @@ class WarmProcess:
 
     environment: its whole environment.
     log:         file to which its standard output and error are appended; None inherits those of the tests.
+    output:      descriptor in place of such a file.
+    passed:      descriptor that the process gets, whose number is its last argument; it leads a session then.
     modules:     imported modules, if this is the first forked process.
     """
 
@@ -116,18 +118,17 @@ class WarmProcess:
         *command: str,
         environment: Mapping[str, str],
         log: Path | None = None,
+        output: int | None = None,
+        passed: int | None = None,
         modules: Sequence[str] = TORCH,
     ) -> None:
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(log.open("ab")) if log is not None else None
+            if log is not None:
+                output = stack.enter_context(log.open("ab")).fileno()
+            numbers = [*((1, 2) if output is None else (output, output)), *([] if passed is None else [passed])]
             # multiprocessing passes an open file as a Connection.
-            outputs = [
-                stack.enter_context(Connection(os.dup(file.fileno() if file is not None else number), readable=False))
-                for number in (1, 2)
-            ]
-            self._process = warm_context(modules).Process(
-                target=_be_command, args=(command, dict(environment), outputs)
-            )
+            files = [stack.enter_context(Connection(os.dup(number))) for number in numbers]
+            self._process = warm_context(modules).Process(target=_be_command, args=(command, dict(environment), files))
             self._process.start()
 
     @property
@@ -154,15 +155,22 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def _be_command(command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Connection]) -> None:
+def _be_command(command: Sequence[str], environment: Mapping[str, str], files: Sequence[Connection]) -> None:
+    """files: for standard output and standard error, and the one that is passed."""
     os.environ.clear()
     os.environ.update(environment)
     # The fork server exits with pytest, and the processes with the fork server. They are no children of a supervisor:
     # SIGTERM ends them, as it ends the process of a container.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    outputs, passed = files[:2], files[2:]
     for number, output in enumerate(outputs, start=1):
         with output:
             os.dup2(output.fileno(), number)
+    if passed:
+        os.setsid()
+        command = [*command[:-1], str(os.dup(passed[0].fileno()))]
+        passed[0].close()
+        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     if command[0] == "-m":
         sys.argv = list(command[1:])
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)

@@ -48,23 +48,26 @@ TYPES: Mapping[str, str] = {
     "poolside-Laguna-XS.2": "laguna",
 }
 """`model_type` of the models of templates whose parser it chooses."""
+NONE = "no parser of vLLM reads the calls, whole and streamed"
+AFTER_TEXT = "vLLM's parser of this form, hunyuan_a13b, does not find a call after a text in a stream"
+AT_THE_END = "the parser finds a call at the end of the answer only, and the template ends a message with a marker"
+WITH_ID = "the parser takes the id of a call for a part of its name"
+OF_VOCABULARY = "the parser needs the vocabulary of gpt-oss, with which test_harmony.py reads it"
 UNREAD: Mapping[str, str] = {
-    "Apriel-1.6-15b-Thinker-fixed": "vLLM has no parser",
-    "Cohere2MoE": "the parser needs the package cohere_melody",
-    "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "the parser needs the package cohere_melody",
-    "CohereForAI-c4ai-command-r-plus-tool_use": "vLLM has no parser",
-    "GigaChat3-10B-A1.8B": "the parser does not return the call; the cause is not known",
-    "GigaChat3.1-10B-A1.8B": "the parser does not return the call; the cause is not known",
-    "MiniMax-M1": "vLLM has no parser",
-    "Mistral-Small-3.2-24B-Instruct-2506": "the parser takes the id of a call for a part of its name",
-    "NVIDIA-Nemotron-Nano-v2": "vLLM has no parser",
-    "meetkai-functionary-medium-v3.1": "vLLM has no parser",
-    "meetkai-functionary-medium-v3.2": "vLLM has no parser",
-    "openai-gpt-oss-120b": "the parser reads tokens of the vocabulary of gpt-oss alone",
-    "unsloth-Apriel-1.5": "vLLM has no parser",
-    "upstage-Solar-Open-100B": "vLLM has no parser",
+    "Apriel-1.6-15b-Thinker-fixed": AFTER_TEXT,
+    "CohereForAI-c4ai-command-r-plus-tool_use": NONE,
+    "GigaChat3-10B-A1.8B": AT_THE_END,
+    "GigaChat3.1-10B-A1.8B": AT_THE_END,
+    "MiniMax-M1": NONE,
+    "Mistral-Small-3.2-24B-Instruct-2506": WITH_ID,
+    "NVIDIA-Nemotron-Nano-v2": NONE,
+    "meetkai-functionary-medium-v3.1": NONE,
+    "meetkai-functionary-medium-v3.2": NONE,
+    "openai-gpt-oss-120b": OF_VOCABULARY,
+    "unsloth-Apriel-1.5": AFTER_TEXT,
+    "upstage-Solar-Open-100B": NONE,
 }
-"""Templates whose calls our parsers read, and why vLLM's do not."""
+"""Templates whose calls our parsers read, and why vLLM's do not. Each reason has a test."""
 SINGLE = ("meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "meta-llama-Llama-3.3-70B-Instruct")
 """Templates that reject several calls."""
 _SUFFIX = ":opensource"
@@ -140,8 +143,8 @@ def tokenizer_of(texts: Sequence[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", token_suffix=_SUFFIX)
 
 
-def read(name: str, answer: str, *, streams: bool) -> list[tuple[str, Any]]:
-    """Return the calls that the parser of the table finds in an answer."""
+def read(name: str, answer: str, *, streams: bool, parser_name: str | None = None) -> list[tuple[str, Any]]:
+    """Return the calls that a parser finds in an answer. parser_name: None: that of the table."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
 
@@ -149,7 +152,9 @@ def read(name: str, answer: str, *, streams: bool) -> list[tuple[str, Any]]:
     request = ChatCompletionRequest.model_validate(
         {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "auto"}
     )
-    make = ParserManager.get_parser(tool_parser_name=parsers(name).tools, enable_auto_tools=True, tokenizer=tokenizer)
+    make = ParserManager.get_parser(
+        tool_parser_name=parser_name or parsers(name).tools, enable_auto_tools=True, tokenizer=tokenizer
+    )
     assert make is not None
     parser = make(tokenizer, request.tools)
     request = parser.adjust_request(request)
@@ -176,8 +181,60 @@ def test_every_template_that_vllm_does_not_read_is_listed() -> None:
     written = [name for name in chat_templates() if writes_calls(name)]
     assert len(written) >= 58
     assert UNREAD.keys() <= set(written)
-    without = {name for name, reason in UNREAD.items() if reason == "vLLM has no parser"}
+    without = {name for name, reason in UNREAD.items() if reason in (NONE, AFTER_TEXT)}
     assert without == {name for name in written if parsers(name).tools is None}
+
+
+def unread(reason: str) -> Any:
+    return pytest.mark.parametrize("name", [name for name, why in UNREAD.items() if why == reason])
+
+
+def finds(name: str, answer: str, parser_name: str | None, *, streams: bool) -> bool:
+    """Return whether a parser finds the first call. One that fails, or needs tokens of another model, does not."""
+    try:
+        return read(name, answer, streams=streams, parser_name=parser_name) == CALLS[:1]
+    except Exception:
+        return False
+
+
+@unread(NONE)
+def test_no_parser_of_vllm_reads_the_calls(name: str) -> None:
+    from vllm.tool_parsers import ToolParserManager
+
+    for answer in answers_of(name, 1):
+        for parser_name in ToolParserManager.list_registered():
+            assert not all(finds(name, answer, parser_name, streams=streams) for streams in (False, True)), parser_name
+
+
+@unread(AFTER_TEXT)
+def test_vllms_parser_of_lists_finds_no_call_after_a_text_in_a_stream(name: str) -> None:
+    answer = answers_of(name, 1)[0]
+    for before, streamed in (("", True), ("I look it up.\n", False)):
+        assert finds(name, before + answer, "hunyuan_a13b", streams=False)
+        assert finds(name, before + answer, "hunyuan_a13b", streams=True) is streamed
+
+
+@unread(AT_THE_END)
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_vllms_parser_reads_the_calls_of_gigachat_without_the_end_of_the_message(name: str, streams: bool) -> None:
+    for answer in answers_of(name, 1):
+        call, end, _ = answer.rpartition("<|message_sep|>")
+        assert end
+        assert finds(name, call, None, streams=streams)
+        assert not finds(name, answer, None, streams=streams)
+
+
+@unread(WITH_ID)
+def test_vllms_parser_takes_the_id_of_a_call_for_a_part_of_its_name(name: str) -> None:
+    (called, arguments) = read(name, answers_of(name, 1)[0], streams=False)[0]
+    assert (called, arguments) == ("get_weather[CALL_ID]call00000", CALLS[0][1])
+
+
+@unread(OF_VOCABULARY)
+def test_vllms_parser_of_gpt_oss_reads_tokens_of_its_vocabulary(name: str) -> None:
+    assert parsers(name).tools == "openai"
+    with pytest.raises(NotImplementedError, match="HarmonyParser"):
+        read(name, answers_of(name, 1)[0], streams=False)
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ import pytest_asyncio
 
 from megatron_runtime.server.formats.chat_format import AnswerParserError, AnswerRequest
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
-from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.formats.vllm_format import VllmChatFormat, chat_format_of
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
+from .answers import OFFERED, TOOLS, joined, pieces_of, read, vllm_renderer
 from .conftest import has_formats
 
 pytestmark = [
@@ -28,10 +26,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-TOOLS: Mapping[str, Any] = {
-    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}
-}
-OFFERED = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in TOOLS.items()]
 CONVERSATIONS: Sequence[Sequence[Mapping[str, Any]]] = (
     [{"role": "user", "content": "Hello"}],
     [
@@ -82,23 +76,7 @@ async def chat_format(thinking_model: Path, tokenizer: Tokenizer) -> AsyncIterat
 
 @pytest.fixture(scope="module")
 def vllm_server(thinking_model: Path) -> Any:
-    """vLLM's renderer, tokenizer and class of parsers, as its own server makes them."""
-    from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.renderers import renderer_from_config
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    config = AsyncEngineArgs(model=str(thinking_model)).create_model_config()
-    return OnlineRenderer(
-        config,
-        renderer_from_config(VllmConfig(model_config=config)),
-        request_logger=None,
-        chat_template=None,
-        chat_template_content_format="auto",
-        enable_auto_tools=True,
-        tool_parser="hermes",
-        reasoning_parser="deepseek_r1",
-    )
+    return vllm_renderer(thinking_model, tools="hermes", reasoning="deepseek_r1")
 
 
 def vllm_request(messages: Sequence[Mapping[str, Any]], *, has_tools: bool) -> Any:
@@ -106,42 +84,6 @@ def vllm_request(messages: Sequence[Mapping[str, Any]], *, has_tools: bool) -> A
 
     tools = {"tools": OFFERED, "tool_choice": "auto"} if has_tools else {}
     return ChatCompletionRequest.model_validate({"messages": list(messages), **tools})
-
-
-def pieces_of(tokenizer: Tokenizer, answer: str, *, shows_special: bool) -> list[tuple[str, list[int]]]:
-    """Return the text and the token of each piece of a stream. shows_special: special tokens have a text."""
-    tokens = tokenizer.encode(answer, add_special=False)
-    detokenizer = tokenizer.detokenizer(skip_special=not shows_special)
-    return [(detokenizer.feed([token]), [token]) for token in tokens]
-
-
-def joined(events: Sequence[Event]) -> dict[str, Any]:
-    """Return the answer that a client collects."""
-    calls: list[list[str]] = []
-    for event in events:
-        if isinstance(event, CallBegin):
-            calls.append([event.name, ""])
-        elif isinstance(event, CallArguments):
-            calls[-1][1] += event.text
-    return {
-        "reasoning": "".join(event.text for event in events if isinstance(event, Reasoning)),
-        "text": "".join(event.text for event in events if isinstance(event, Text)),
-        "calls": [(name, json.loads(arguments)) for name, arguments in calls],
-    }
-
-
-async def read(parser: Any, pieces: Sequence[tuple[str, list[int]]], *, kill_at: Sequence[int] = ()) -> list[Event]:
-    """Return the events of a stream, without the random ids of calls.
-
-    kill_at: places before which the worker of the parser is killed.
-    """
-    events: list[Event] = []
-    for place, (text, tokens) in enumerate(pieces):
-        if place in kill_at:
-            os.kill(parser.worker.pid, signal.SIGKILL)
-        events += await parser.feed(text, tokens, is_last=place == len(pieces) - 1)
-    parser.close()
-    return [CallBegin(event.name) if isinstance(event, CallBegin) else event for event in events]
 
 
 @pytest.mark.parametrize("has_tools", [False, True])

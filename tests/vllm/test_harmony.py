@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chat_templates import chat_templates
@@ -18,8 +17,8 @@ from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.formats.vllm_format import VllmChatFormat, chat_format_of
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
+from .answers import OFFERED, TOOLS, joined, pieces_of, read, vllm_renderer
 from .conftest import has_formats
-from .test_formats import OFFERED, TOOLS, joined, pieces_of, read
 
 pytestmark = [
     pytest.mark.skipif(not has_formats(), reason="servers with this version of vLLM use our formats"),
@@ -79,25 +78,6 @@ def with_vocabulary(vocabulary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     harmony_utils._harmony_encoding = None
 
 
-def vllms_renderer(model: Path) -> Any:
-    from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.renderers import renderer_from_config
-    from vllm.renderers.online_renderer import OnlineRenderer
-
-    config = AsyncEngineArgs(model=str(model)).create_model_config()
-    return OnlineRenderer(
-        config,
-        renderer_from_config(VllmConfig(model_config=config)),
-        request_logger=None,
-        chat_template=None,
-        chat_template_content_format="auto",
-        enable_auto_tools=True,
-        tool_parser="openai",
-        reasoning_parser="openai_gptoss",
-    )
-
-
 async def test_prompts_and_answers_equal_those_of_vllms_harmony_parser(
     model: Path, tokenizer: Tokenizer, with_vocabulary: None
 ) -> None:
@@ -110,7 +90,7 @@ async def test_prompts_and_answers_equal_those_of_vllms_harmony_parser(
         assert isinstance(chat_format, VllmChatFormat)
         assert (chat_format.tool_format, chat_format.reasoning_format) == ("vllm:openai", "vllm:openai_gptoss")
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 and -4?"}]
-        theirs = vllms_renderer(model)
+        theirs = vllm_renderer(model, tools="openai", reasoning="openai_gptoss")
         request = ChatCompletionRequest.model_validate(
             {"messages": messages, "tools": OFFERED, "tool_choice": "auto", "reasoning_effort": "high"}
         )

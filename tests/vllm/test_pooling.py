@@ -1,30 +1,27 @@
-"""Pooling models: embeddings, scores and rerank equal those of vLLM's own server, and outlive a killed engine."""
+"""Pooling models: every route answers as vLLM's own server, and requests outlive a killed engine."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import pytest
-from eventually import eventually
 from fleet import Fleet, until_serving
 
-from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.requests.request import unpack_value
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 from .conftest import START_SECONDS, has_formats
+from .servers import openai_client, started, until_ready
 
 pytestmark = [
     pytest.mark.timeout(1800),
@@ -70,8 +67,8 @@ def write_tokenizer(directory: Path) -> int:
     return len(pieces)
 
 
-def write_model(directory: Path, kind: str) -> Path:
-    """Write a random model of two layers. kind: name of its class in transformers."""
+def write_model(directory: Path, kind: str, labels: Sequence[str] = ("RELEVANT",)) -> Path:
+    """Write a random model of two layers. kind: name of its class in transformers. labels: of a classifier."""
     import torch
     import transformers
 
@@ -88,36 +85,21 @@ def write_model(directory: Path, kind: str) -> Path:
     if kind.startswith("Qwen3"):
         config = transformers.Qwen3Config(**shared, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True)
     else:
-        config = transformers.BertConfig(**shared, num_labels=1)
+        config = transformers.BertConfig(**shared, num_labels=len(labels), id2label=dict(enumerate(labels)))
     getattr(transformers, kind)(config).to(torch.float32).save_pretrained(directory)
     return directory
 
 
 @contextmanager
 def servers(model: Path, arguments: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Run both servers. Yield their URLs, by "megatron" and "vllm"."""
-    vllm_port, megatron_port = free_ports(2)
+    """Run both servers. Yield their URLs, by "vllm" and "megatron". arguments: of both engines."""
     options = [
         f"--{name.replace('_', '-')}={value if isinstance(value, str) else json.dumps(value)}"
         for name, value in arguments.items()
     ]
-    commands = {
-        "vllm": (
-            *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m"),
-            *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-            *("--port", str(vllm_port), *options),
-        ),
-        "megatron": (
-            *("-m", "megatron_runtime.cli", "serve", "--backend", "vllm", "--model", str(model), "--model-name", "m"),
-            *("--dtype", "float32", "--kv-cache-memory", "64Mi", "--port", str(megatron_port)),
-            *("--vllm-arguments", json.dumps({"enforce_eager": True, **arguments})),
-        ),
-    }
-    with ExitStack() as stack:
-        for command in commands.values():
-            process = stack.enter_context(subprocess.Popen([sys.executable, *command]))
-            stack.callback(process.terminate)
-        yield {"vllm": f"http://127.0.0.1:{vllm_port}", "megatron": f"http://127.0.0.1:{megatron_port}"}
+    of_engine = json.dumps({"enforce_eager": True, **arguments})
+    with started(model, vllm=options, megatron=("--vllm-arguments", of_engine)) as urls:
+        yield urls
 
 
 class Both:
@@ -125,18 +107,7 @@ class Both:
 
     def __init__(self, urls: dict[str, str]) -> None:
         self.http = {name: httpx.AsyncClient(base_url=url, timeout=START_SECONDS) for name, url in urls.items()}
-        self.openai = {name: openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") for name, url in urls.items()}
-
-    async def until_ready(self, path: str, body: dict[str, Any]) -> None:
-        for name, client in self.http.items():
-
-            async def answers(client: httpx.AsyncClient = client) -> bool:
-                try:
-                    return (await client.post(path, json=body)).status_code == 200
-                except httpx.HTTPError:
-                    return False
-
-            await eventually(answers, what=f"{name} serves", seconds=START_SECONDS, look_seconds=1)
+        self.openai = {name: openai_client(url) for name, url in urls.items()}
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[httpx.Response, httpx.Response]:
         """Return vLLM's answer and ours."""
@@ -172,7 +143,7 @@ def assert_close(found: Any, expected: Any) -> None:
         for one, other in zip(found, expected, strict=True):
             assert_close(one, other)
     elif isinstance(expected, list | float):
-        assert found == pytest.approx(expected, abs=2e-5)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
     else:
         assert found == expected
 
@@ -222,6 +193,47 @@ async def compare_scores(both: Both) -> None:
     assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
 
 
+async def compare_classes(both: Both) -> None:
+    texts = [QUERY, *DOCUMENTS]
+    found = await both.equal("/classify", input=texts)
+    assert {item["label"] for item in found["data"]} <= {*LABELS, "RELEVANT"}
+    for options in ({"use_activation": False}, {"add_special_tokens": False}, {"truncate_prompt_tokens": 3}):
+        await both.equal("/classify", input=texts, **options)
+    await both.equal("/classify", input=[5, 6, 7])
+    error = await both.rejected("/classify", input=["fine", LONG])
+    assert (error["param"], error["code"]) == ("input[1]", "context_length_exceeded")
+
+
+async def compare_pooling(both: Both, task: str) -> None:
+    """Compare arrays, which both servers send in each encoding."""
+    texts = [QUERY, *DOCUMENTS]
+    for options in ({}, {"task": task}, {"use_activation": False}, {"truncate_prompt_tokens": 4}):
+        await both.equal("/pooling", input=texts, **options)
+    await both.equal("/pooling", input=[[5, 6, 7], [8, 9]])
+    replies = await both.post("/pooling", {"model": "m", "input": texts, "encoding_format": "base64"})
+    theirs, ours = [
+        [np.frombuffer(base64.b64decode(item["data"]), "<f4") for item in reply.json()["data"]] for reply in replies
+    ]
+    for one, other in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose(other, one, atol=2e-5)
+    for encoding in ("bytes", "bytes_only"):
+        theirs, ours = await both.post("/pooling", {"model": "m", "input": texts, "encoding_format": encoding})
+        values = [np.frombuffer(reply.content, "<f4") for reply in (theirs, ours)]
+        np.testing.assert_allclose(values[1], values[0], atol=2e-5)
+        assert ours.headers["content-type"] == theirs.headers["content-type"]
+        if encoding == "bytes":
+            metadata = [json.loads(reply.headers["metadata"]) for reply in (theirs, ours)]
+            assert metadata[1]["data"] == metadata[0]["data"]
+        else:
+            assert "metadata" not in ours.headers
+    other = "embed" if task != "embed" else "classify"
+    for fields, param in (({"dimensions": 16}, "dimensions"), ({"task": other}, "task")):
+        assert (await both.rejected("/pooling", input=QUERY, **fields))["param"] == param
+
+
+LABELS = ("NEGATIVE", "NEUTRAL", "POSITIVE")
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "task"),
     [
@@ -229,28 +241,47 @@ async def compare_scores(both: Both) -> None:
         ("Qwen3ForCausalLM", {"runner": "pooling", "hf_overrides": {"is_matryoshka": True}}, "embed"),
         ("BertForSequenceClassification", {}, "classify"),
         ("BertModel", {"pooler_config": {"task": "token_embed"}}, "token_embed"),
+        ("BertForTokenClassification", {}, "token_classify"),
     ],
 )
 async def test_answers_equal_those_of_vllms_server(
     tmp_path: Path, kind: str, arguments: dict[str, Any], task: str
 ) -> None:
-    with servers(write_model(tmp_path, kind), arguments) as urls:
+    labels = LABELS if "Token" in kind else ("RELEVANT",)
+    with servers(write_model(tmp_path, kind, labels), arguments) as urls:
         both = Both(urls)
-        await both.until_ready("/v1/score", {"model": "m", "queries": "a", "documents": "b"})
+        await until_ready(urls, "/pooling", {"model": "m", "input": "a"})
         if task == "embed":
             await compare_embeddings(both, [16, 64] if "hf_overrides" in arguments else [])
-        await compare_scores(both)
+        if task != "token_classify":
+            await compare_scores(both)
         if task == "classify":
             await both.equal("/v1/score", queries=QUERY, documents=DOCUMENTS, use_activation=False)
+            await compare_classes(both)
+        await compare_pooling(both, task)
         (card,) = (await both.openai["megatron"].models.list()).data
         assert card.tasks == [task]  # type: ignore[attr-defined]
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
             *([] if task == "embed" else [("/v1/embeddings", {"input": "a"})]),
+            *([] if task == "classify" else [("/classify", {"input": "a"})]),
+            *([] if task != "token_classify" else [("/score", {"queries": "a", "documents": "b"})]),
         ):
             _, ours = await both.post(path, {"model": "m", **body})
-            assert (ours.status_code, ours.json()["error"]["code"]) == (404, "not_offered")
+            assert (ours.status_code, ours.json()["error"]["code"]) == (404, "not_offered"), path
+
+
+async def test_a_classifier_of_several_labels_classifies_texts_and_scores_no_pairs(tmp_path: Path) -> None:
+    with servers(write_model(tmp_path, "BertForSequenceClassification", LABELS), {}) as urls:
+        both = Both(urls)
+        await until_ready(urls, "/classify", {"model": "m", "input": "a"})
+        await compare_classes(both)
+        await compare_pooling(both, "classify")
+        for path in ("/score", "/rerank"):
+            body = {"queries": "a", "documents": ["b"]} if path == "/score" else {"query": "a", "documents": ["b"]}
+            replies = await both.post(path, {"model": "m", **body})
+            assert [reply.status_code for reply in replies] == [404, 404]
 
 
 async def test_requests_outlive_kill_9_of_a_vllm_engine(fleet: Fleet, tmp_path: Path) -> None:

@@ -6,22 +6,18 @@ import asyncio
 import json
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from eventually import eventually
 
-from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.tokenization import load_tokenizer
 
-from .conftest import START_SECONDS, has_formats
+from .conftest import has_formats
+from .servers import EAGER, openai_client, started, until_ready
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -33,48 +29,15 @@ PROMPTS = [
 
 
 @contextmanager
-def started(model: Path, *, vllm: Sequence[str] = (), megatron: Sequence[str] = ()) -> Iterator[dict[str, str]]:
-    """Start both servers. Yield their base URLs, by "megatron" and "vllm". vllm, megatron: further arguments."""
-    shared = ("--max-model-len", "1024", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "64")
-    vllm_port, megatron_port = free_ports(2)
-    commands = {
-        "vllm": (
-            *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m", *shared),
-            *("--kv-cache-memory-bytes", str(256 << 20), "--generation-config", "vllm", "--port", str(vllm_port)),
-            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", *vllm),
-        ),
-        "megatron": (
-            *("-m", "megatron_runtime.cli", "serve", "--backend", "vllm", "--model", str(model), "--model-name", "m"),
-            *("--dtype", "float32", "--max-sequence-length", "1024", "--kv-cache-memory", "256Mi"),
-            *("--vllm-arguments", '{"enforce_eager": true}', "--port", str(megatron_port), *megatron),
-        ),
-    }
-    with ExitStack() as stack:
-        for command in commands.values():
-            process = stack.enter_context(subprocess.Popen([sys.executable, *command]))
-            stack.callback(process.terminate)
-        yield {
-            "vllm": f"http://127.0.0.1:{vllm_port}/v1",
-            "megatron": f"http://127.0.0.1:{megatron_port}/v1",
-        }
-
-
-@pytest.fixture
-def servers(model: Path) -> Iterator[dict[str, str]]:
-    """Base URLs of both servers with SmolLM2."""
-    with started(model) as urls:
+def both(model: Path, *, vllm: Sequence[str] = (), megatron: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """Start both servers. Yield their URLs. vllm, megatron: further arguments."""
+    theirs = ("--max-model-len", "1024", "--max-num-seqs", "64", "--enable-auto-tool-choice")
+    with started(
+        model,
+        vllm=(*theirs, "--tool-call-parser", "hermes", *vllm),
+        megatron=("--max-sequence-length", "1024", *EAGER, *megatron),
+    ) as urls:
         yield urls
-
-
-async def until_ready(client: openai.AsyncOpenAI) -> None:
-    async def is_ready() -> bool:
-        try:
-            await client.completions.create(model="m", prompt="a", max_tokens=1)
-        except (openai.APIConnectionError, openai.InternalServerError, httpx.HTTPError):
-            return False
-        return True
-
-    await eventually(is_ready, what=f"{client.base_url} serves", seconds=START_SECONDS, look_seconds=1)
 
 
 async def complete(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> Any:
@@ -102,14 +65,13 @@ async def chats_are_equal(clients: dict[str, openai.AsyncOpenAI]) -> None:
     assert card.tool_call_format == "vllm:hermes"  # type: ignore[attr-defined]
 
 
-def clients_of(servers: Mapping[str, str]) -> dict[str, openai.AsyncOpenAI]:
-    return {name: openai.AsyncOpenAI(base_url=url, api_key="none") for name, url in servers.items()}
+async def test_greedy_answers_streams_and_log_probabilities_equal_vllms_server(model: Path) -> None:
+    with both(model) as urls:
+        await until_ready(urls)
+        await answers_are_equal({name: openai_client(url) for name, url in urls.items()})
 
 
-async def test_greedy_answers_streams_and_log_probabilities_equal_vllms_server(servers: dict[str, str]) -> None:
-    clients = clients_of(servers)
-    for client in clients.values():
-        await until_ready(client)
+async def answers_are_equal(clients: dict[str, openai.AsyncOpenAI]) -> None:
     for prompt in PROMPTS:
         theirs, ours = await asyncio.gather(
             *(complete(clients[name], prompt, logprobs=3) for name in ("vllm", "megatron"))
@@ -238,10 +200,9 @@ async def collected(stream: Any) -> dict[str, Any]:
 @pytest.mark.skipif(not has_formats(), reason="servers with this version of vLLM use our formats")
 async def test_reasoning_and_calls_equal_vllms_server_streamed_and_whole(thinking_model: Path) -> None:
     megatron = ("--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
-    with started(thinking_model, vllm=("--reasoning-parser", "qwen3"), megatron=megatron) as servers:
-        clients = clients_of(servers)
-        for client in clients.values():
-            await until_ready(client)
+    with both(thinking_model, vllm=("--reasoning-parser", "qwen3"), megatron=megatron) as urls:
+        await until_ready(urls)
+        clients = {name: openai_client(url) for name, url in urls.items()}
         for question in MEMORISED:
             for tools in ({}, {"tools": TOOLS}):
                 options: Any = {"model": "m", "messages": [{"role": "user", "content": question}], "temperature": 0}

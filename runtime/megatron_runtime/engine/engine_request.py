@@ -164,6 +164,7 @@ class RequestOutput:
     prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
     hidden_state: float32 [D], if the request wants it; in the last output.
     pooled: float32, what a pooling model computed: [D], or [tokens, D] for a vector of each token; in the last output.
+    label: name of the class that a classifier gives to a text; None: it is no classifier, or the class has no name.
     stop_token: the last token, if it ended the request.
     error, error_code: the cause, if finish_reason is "error". The answer keeps class and fields of an exception.
     summary: in the last output, and in every output of a request that a stop text may end.
@@ -182,6 +183,7 @@ class RequestOutput:
     prompt_top_n_logprobs: list[TopLogProbs] | None = None
     hidden_state: npt.NDArray[Any] | None = None
     pooled: npt.NDArray[Any] | None = None
+    label: str | None = None
     stop_token: int | None = None
     error: Exception | str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED

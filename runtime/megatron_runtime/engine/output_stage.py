@@ -395,6 +395,8 @@ class OutputStage:
             reply["hidden_state"] = output.hidden_state.astype("<f4").tobytes()
         if output.pooled is not None:
             reply["pooled"] = pack_array(output.pooled.astype("<f4"))
+        if output.label is not None:
+            reply["label"] = output.label
         if output.routing is not None:
             reply["routing_indices"] = pack_array(output.routing)
         if failed:

@@ -36,14 +36,16 @@ class Capability(StrEnum):
     MEDIA = "images, audio and video"
     """Announced as the parameter MEDIA_NEED."""
     EMBED = "embeddings"
-    CLASSIFY = "scores of a label"
+    CLASSIFY = "labels of texts"
     TOKEN_EMBED = "embeddings of tokens"
+    TOKEN_CLASSIFY = "labels of tokens"
 
 
 POOLING: Mapping[str, Capability] = {
     "embed": Capability.EMBED,
     "classify": Capability.CLASSIFY,
     "token_embed": Capability.TOKEN_EMBED,
+    "token_classify": Capability.TOKEN_CLASSIFY,
 }
 """The capability of a pooling model by its task. A backend that generates has none of them."""
 

@@ -35,7 +35,7 @@ MAX_MARKERS = 256
 MAX_MARKER_CHARACTERS = 256
 RULE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
-POOLING_TASKS = ("embed", "classify", "token_embed")
+POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
 """What a pooling model computes of a text, by vLLM's names: a vector, the score of a label, a vector of each token."""
 
 MIN_TEMPERATURE = 1e-5

@@ -58,6 +58,7 @@ from megatron_runtime.server.openai.schema import (
     TokenizeRequest,
 )
 from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.openai.texts import ClassifyRequest, PoolingRequest, classify, pool
 from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
 from megatron_runtime.tokenization import Tokenizer
@@ -405,6 +406,8 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[ModelRequest] | None], ...] = (
     ("messages", create_message, MessagesRequest),
     ("messages/count_tokens", count_message_tokens, CountTokensRequest),
     ("embeddings", create_embedding, EmbeddingRequest),
+    ("classify", classify, ClassifyRequest),
+    ("pooling", pool, PoolingRequest),
     ("score", create_score, ScoreRequest),
     ("rerank", rerank, RerankRequest),
     ("tokenize", tokenize, TokenizeRequest),

@@ -47,13 +47,12 @@ async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: as
         await cancel(task, left, over)
 
 
-class JsonAnswer(Response):
+class WholeAnswer(Response):
     """A whole answer. It is sent in parts, and the next one waits until the client has read most of those before.
 
     So the request stays open, and counts what it holds, until its client has read it.
     """
 
-    media_type = "application/json"
     PART_BYTES = 64 * 1024
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

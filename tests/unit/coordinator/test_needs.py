@@ -197,7 +197,7 @@ async def test_a_request_that_no_engine_answers_by_its_task_is_rejected_at_once(
     for options in ({}, {"engine": "pooling"}):
         with pytest.raises(InvalidRequestError, match="generates no tokens, its task is embed"):
             await client.add_request([1], params(1), **options)
-        with pytest.raises(InvalidRequestError, match="pooling needs scores of a label"):
+        with pytest.raises(InvalidRequestError, match="pooling needs labels of texts"):
             await client.add_request([1], params(0, pooling={"task": "classify"}), **options)
 
 

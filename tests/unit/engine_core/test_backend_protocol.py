@@ -41,11 +41,11 @@ def test_a_parameter_without_its_capability_is_rejected_by_name_and_backend(name
 
 def test_a_backend_announces_what_it_does_not_declare() -> None:
     info = EchoBackend(SETTINGS).info
-    assert info.lacks == ("HIDDEN_STATES", "EMBED", "CLASSIFY", "TOKEN_EMBED")
+    assert info.lacks == ("HIDDEN_STATES", "EMBED", "CLASSIFY", "TOKEN_EMBED", "TOKEN_CLASSIFY")
     lacking = EchoBackend(SETTINGS, lacks=[Capability.HIGH_TEMPERATURE])
     assert lacking.info.lacks == (
         *("HIDDEN_STATES", "HIGH_TEMPERATURE"),
-        *("EMBED", "CLASSIFY", "TOKEN_EMBED"),
+        *("EMBED", "CLASSIFY", "TOKEN_EMBED", "TOKEN_CLASSIFY"),
     )
     verbs = frozenset({Capability.SUSPEND, Capability.ADAPTERS})
     assert "LOG_PROBS" in dataclasses.replace(info, capabilities=verbs).lacks
@@ -56,7 +56,7 @@ def test_a_pooling_model_takes_no_request_that_generates() -> None:
     info.check_request(SamplingParams(pooling={"task": "embed"}))
     with pytest.raises(InvalidSamplingParamsError, match="use the task 'embed': the model generates no tokens"):
         info.check_request(SamplingParams())
-    with pytest.raises(InvalidSamplingParamsError, match="no support for scores of a label"):
+    with pytest.raises(InvalidSamplingParamsError, match="no support for labels of texts"):
         info.check_request(SamplingParams(pooling={"task": "classify"}))
 
 

@@ -14,7 +14,7 @@ from eventually import LONG_SECONDS, eventually
 from megatron_runtime.server.openai import bodies, service
 from megatron_runtime.server.openai.bodies import PARSED_IN_PLACE_BYTES, BodyBudget, Lease
 from megatron_runtime.server.openai.schema import CompletionRequest
-from megatron_runtime.server.streaming import JsonAnswer
+from megatron_runtime.server.streaming import WholeAnswer
 
 CHAT = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -120,11 +120,11 @@ async def test_a_whole_answer_is_held_until_its_client_has_read_it() -> None:
 
     async def send(message: Any) -> None:
         sent.append(message)
-        if len(message.get("body", b"")) == JsonAnswer.PART_BYTES:
+        if len(message.get("body", b"")) == WholeAnswer.PART_BYTES:
             await read.acquire()
 
     content = bytes(range(256)) * 1000
-    answering = asyncio.create_task(JsonAnswer(content)({}, None, send))  # type: ignore[arg-type]
+    answering = asyncio.create_task(WholeAnswer(content)({}, None, send))  # type: ignore[arg-type]
     for parts in range(1, 4):
         await asyncio.sleep(0)
         assert len(sent) == parts + 1

@@ -36,6 +36,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "messages": {"messages": HI, "max_tokens": 1},
     "messages/count_tokens": {"messages": HI},
     "embeddings": {"input": "Hi"},
+    "classify": {"input": "Hi"},
+    "pooling": {"input": "Hi"},
     "score": {"queries": "Hi", "documents": "you"},
     "rerank": {"query": "Hi", "documents": ["you"]},
     "tokenize": {"prompt": "Hi"},

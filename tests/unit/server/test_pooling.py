@@ -1,9 +1,10 @@
-"""Embeddings, scores and rerank of pooling models: HTTP, a real coordinator and echo engines that answer vectors."""
+"""Routes of pooling models: HTTP, a real coordinator and echo engines that answer arrays."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from echo_engine import EchoBackend, echo_pooled
+from echo_engine import ECHO_LABELS, EchoBackend, echo_pooled
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, until_serving
 
@@ -23,11 +24,13 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.requests.sampling_params import POOLING_TASKS
 
 TIMING = Timing(heartbeat=0.1, recovery=0.5, recovery_settle=0.2)
 LIMIT = 256
 """Tokens of a prompt; an echo engine has one for each byte."""
 TEXTS = ["Hi", "What is the capital of France?", "naïve 🦙"]
+TOKENS = sum(map(len, TEXTS))
 QUERY, DOCUMENTS = "a llama", ["a llama!", "an alpaca", "a llama", "a very long text about other animals"]
 
 Serve = Callable[..., Awaitable[Any]]
@@ -140,6 +143,44 @@ async def test_pairs_are_scored_as_the_model_does_it(serve: Serve, task: str, sc
     assert card["tasks"] == [task]
 
 
+async def test_each_text_has_its_class(serve: Serve) -> None:
+    running = await serve("classify")
+    for path in ("/v1/classify", "/classify"):
+        answer = (await running.post(path, {"model": "smollm2", "input": TEXTS, "use_activation": False})).json()
+        labels = [ECHO_LABELS[len(text.encode()) > 8] for text in TEXTS]
+        assert [item.pop("label") for item in answer["data"]] == labels
+        probs = [echo_pooled({"task": "classify"}, text).tolist() for text in TEXTS]
+        assert answer["data"] == [
+            {"index": index, "probs": values, "num_classes": 2} for index, values in enumerate(probs)
+        ]
+        assert answer["id"].startswith("classify-")
+        assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == sum(map(len, TEXTS))
+
+
+@pytest.mark.parametrize("task", POOLING_TASKS)
+async def test_pooling_returns_the_array_of_every_model_in_each_encoding(serve: Serve, task: str) -> None:
+    running = await serve(task)
+    expected = [echo_pooled({"task": task}, text) for text in TEXTS]
+    for fields in ({}, {"encoding_format": "float", "task": task}):
+        answer = (await running.post("/pooling", {"model": "smollm2", "input": TEXTS, **fields})).json()
+        assert [item["data"] for item in answer["data"]] == [values.tolist() for values in expected]
+        assert [(item["index"], item["object"]) for item in answer["data"]] == [(n, "pooling") for n in range(3)]
+        assert (answer["object"], answer["model"], answer["usage"]["total_tokens"]) == ("list", "smollm2", TOKENS)
+    answer = (await running.post("/v1/pooling", {"input": TEXTS, "encoding_format": "base64"})).json()
+    assert [base64.b64decode(item["data"]) for item in answer["data"]] == [values.tobytes() for values in expected]
+    only = await running.post("/v1/pooling", {"input": TEXTS, "encoding_format": "bytes_only"})
+    reply = await running.post("/v1/pooling", {"input": TEXTS, "encoding_format": "bytes"})
+    assert "metadata" not in only.headers
+    assert only.content == reply.content == b"".join(values.tobytes() for values in expected)
+    assert only.headers["content-type"] == reply.headers["content-type"] == "application/octet-stream"
+    metadata = json.loads(reply.headers["metadata"])
+    assert metadata["usage"]["prompt_tokens"] == TOKENS
+    for item, values in zip(metadata["data"], expected, strict=True):
+        part = np.frombuffer(reply.content[item["start"] : item["end"]], "<f4").reshape(item["shape"])
+        np.testing.assert_array_equal(part, values)
+        assert (item["embed_dtype"], item["endianness"]) == ("float32", "native")
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param", "told"),
     [
@@ -158,6 +199,9 @@ async def test_pairs_are_scored_as_the_model_does_it(serve: Serve, task: str, sc
         ("score", {"queries": "a", "documents": []}, "documents", "0 texts, give at least one"),
         ("score", {"queries": "a", "documents": ["b"] * 1001}, "documents", "at most 1000"),
         ("score", {"queries": "a", "documents": "b", "instruction": "c"}, "instruction", "query"),
+        ("pooling", {"input": "a", "task": "classify"}, "task", "'classify' is no task of the model: use embed"),
+        ("pooling", {"input": "a", "dimensions": 2}, "dimensions", "/v1/embeddings"),
+        ("pooling", {"input": ["a", "b" * 300]}, "input[1]", "256"),
         ("rerank", {"query": "a", "documents": ["b", 3]}, "documents", "a list of texts"),
         ("rerank", {"documents": ["b"]}, "query", "Missing"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "0"),
@@ -185,6 +229,8 @@ async def test_a_query_that_is_sent_with_each_document_is_limited(serve: Serve) 
 
 ROUTES: dict[str, dict[str, Any]] = {
     "embeddings": {"input": "a"},
+    "classify": {"input": "a"},
+    "pooling": {"input": "a"},
     "score": {"queries": "a", "documents": "b"},
     "rerank": {"query": "a", "documents": ["b"]},
     "completions": {"prompt": "a", "max_tokens": 2},
@@ -202,13 +248,17 @@ async def statuses(running: Any) -> dict[str, int]:
 
 async def test_each_server_has_the_routes_of_its_model(serve: Serve) -> None:
     assert await statuses(await serve("embed")) == {
-        **dict.fromkeys(("embeddings", "score", "rerank"), 200),
-        **dict.fromkeys(("completions", "chat/completions"), 404),
+        **dict.fromkeys(ROUTES, 404),
+        **dict.fromkeys(("embeddings", "pooling", "score", "rerank"), 200),
     }
-    assert await statuses(await serve("classify")) == {**dict.fromkeys(ROUTES, 404), "score": 200, "rerank": 200}
+    assert await statuses(await serve("classify")) == {
+        **dict.fromkeys(ROUTES, 404),
+        **dict.fromkeys(("classify", "pooling", "score", "rerank"), 200),
+    }
+    assert await statuses(await serve("token_classify")) == {**dict.fromkeys(ROUTES, 404), "pooling": 200}
     generates = await serve(None)
     assert await statuses(generates) == {**dict.fromkeys(ROUTES, 404), "completions": 200, "chat/completions": 200}
-    for path in ("score", "rerank"):
+    for path in ("classify", "pooling", "score", "rerank"):
         assert (await generates.post(f"/v1/{path}", {})).status_code == 404, "whatever the body is"
     (card,) = (await generates.http.get("/v1/models")).json()["data"]
     assert card["tasks"] == ["generate"]
@@ -216,7 +266,7 @@ async def test_each_server_has_the_routes_of_its_model(serve: Serve) -> None:
 
 async def test_a_pool_of_both_kinds_answers_each_by_its_own(serve: Serve) -> None:
     running = await serve("embed", None, "embed")
-    assert set((await statuses(running)).values()) == {200}
+    assert await statuses(running) == {**dict.fromkeys(ROUTES, 200), "classify": 404}
     texts = [f"text {number}" for number in range(40)]
     embeddings, *completions = await asyncio.gather(
         running.openai.embeddings.create(model="smollm2", input=texts),
@@ -291,3 +341,12 @@ async def test_tokens_of_pooling_count_against_the_limit_of_a_key(serve: Serve, 
         reply = await running.http.post("/v1/embeddings", json={"input": "a" * 60}, headers=headers)
         assert reply.status_code == status, reply.text
         assert reply.headers["x-ratelimit-remaining-tokens"] == str(left)
+
+
+async def test_a_classifier_of_several_labels_scores_no_pairs(running: Any) -> None:
+    """Its engine rejects the pair, whose name no client knows."""
+    running.backend.tasks = ("classify",)
+    running.backend.failure = {"code": 400, "type": "VllmRejectedError", "message": "give no pair", "field": "pair"}
+    for path in ("score", "rerank"):
+        reply = await running.post(f"/v1/{path}", {"model": "smollm2", **ROUTES[path]})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_offered"), reply.text

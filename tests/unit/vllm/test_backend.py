@@ -32,6 +32,7 @@ from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.progress import Stage, StartProgress
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.capabilities import POOLING
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
@@ -617,7 +618,7 @@ async def test_what_vllm_cannot_do_is_announced_and_rejected(
     running: Running, params: dict[str, Any], text: str
 ) -> None:
     info = running.backend.info
-    assert info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE", "EMBED", "CLASSIFY", "TOKEN_EMBED")
+    assert info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE", "EMBED", "CLASSIFY", "TOKEN_EMBED", "TOKEN_CLASSIFY")
     with pytest.raises(InvalidSamplingParamsError, match=text):
         info.check_request(SamplingParams(**params))
 
@@ -637,12 +638,12 @@ async def test_a_pooling_request_is_sent_again_after_a_suspend_and_answered_once
     for verb in (backend.pause, backend.release_memory, backend.restore_memory, backend.unpause):
         assert not (await verb()).failed
     assert sent == [expected] * 2
-    entry = [1, "pooled", [2], np.array([0.5, -1.5], dtype="<f4").tobytes(), 4, 1]
+    entry = [1, "pooled", [2], np.array([0.5, -1.5], dtype="<f4").tobytes(), 4, 1, "POSITIVE"]
     backend._on_message(["outputs", [entry, [2, "rejected", "unknown", ""]]])
     backend._on_message(["outputs", [entry]])
     [last] = running.listener.outputs
     assert last.pooled.tolist() == [0.5, -1.5]
-    assert (last.finish_reason, last.prompt_length, last.num_cached_tokens) == ("stop", 4, 1)
+    assert (last.finish_reason, last.prompt_length, last.num_cached_tokens, last.label) == ("stop", 4, 1, "POSITIVE")
     backend.submit(EngineRequest(3, nothing, nothing, params, text="Hi"))
     backend._on_message(["outputs", [[3, "rejected", "no such size", "dimensions"]]])
     error = running.listener.last(3).error
@@ -978,7 +979,7 @@ async def test_the_logits_processor_is_that_of_the_model_runner_and_what_is_miss
         monkeypatch.setenv("FAKE_VLLM_HAS_TRITON", "1")
     running = await start(vllm_arguments=arguments)
     announced = set(running.backend.info.lacks)
-    assert announced == {"HIDDEN_STATES", "HIGH_TEMPERATURE", "EMBED", "CLASSIFY", "TOKEN_EMBED", *missing}
+    assert announced == {"HIDDEN_STATES", "HIGH_TEMPERATURE", *(task.name for task in POOLING.values()), *missing}
     assert (Capability.CALL_STRUCTURE in running.backend.info.capabilities) == ("STRUCTURED_OUTPUT" not in missing)
     await running.backend.load()
     await running.backend.unpause()

@@ -495,12 +495,19 @@ class VllmBackend(EngineBackend):
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
 
     def _take_pooled(
-        self, opened: VllmRequest, _: str, shape: list[int], values: bytes, tokens: int, cached: int
+        self,
+        opened: VllmRequest,
+        _: str,
+        shape: list[int],
+        values: bytes,
+        tokens: int,
+        cached: int,
+        label: str | None,
     ) -> RequestOutput:
         """Return the output for an entry of pooling.py."""
         output = opened.output([])
         output.pooled = np.frombuffer(values, "<f4").reshape(shape)
-        output.prompt_length, output.num_cached_tokens = tokens, cached
+        output.prompt_length, output.num_cached_tokens, output.label = tokens, cached, label
         return self._ended(opened, output, "stop")
 
     def _ended(self, opened: VllmRequest, output: RequestOutput, reason: FinishReason) -> RequestOutput:

@@ -1,4 +1,4 @@
-"""Requests of pooling models, rendered as vLLM's own server renders them: embeddings, and scores of pairs of texts.
+"""Requests of pooling models, rendered as vLLM's own server renders them: embeddings, classes, scores of pairs.
 
 Its classes read the texts, so limits, special tokens, templates and token types of a pair are those of the model.
 """
@@ -64,15 +64,14 @@ class PoolingSubmission:
 def task_of(config: VllmConfig) -> str:
     """Return the task of a pooling model. Raises ValueError for one that this release does not offer."""
     model = config.model_config
-    task = (None if model.pooler_config is None else model.pooler_config.task) or TASKS[model.score_type]
-    architecture = model.architecture
-    if task not in POOLING_TASKS or "ForTokenClassification" in architecture or architecture == READS_ALL_AT_ONCE:
+    of_tokens = any("ForTokenClassification" in architecture for architecture in model.architectures)
+    by_files = "token_classify" if of_tokens else TASKS[model.score_type]
+    task = (None if model.pooler_config is None else model.pooler_config.task) or by_files
+    if task not in POOLING_TASKS or model.architecture == READS_ALL_AT_ONCE:
         raise ValueError(
-            f"the pooling model {architecture} with the task {task} is not offered: use a model that embeds or scores"
+            f"the pooling model {model.architecture} with the task {task} is not offered: use a model that embeds, "
+            "classifies or scores"
         )
-    labels = getattr(model.hf_config, "num_labels", 0)
-    if task == "classify" and labels != 1:
-        raise ValueError(f"the model has num_labels={labels}: only a classifier with one label scores pairs of texts")
     return task
 
 
@@ -89,30 +88,49 @@ class Pooling:
                 f"the model has the pooling task {loaded}, not {task}: set the engine argument pooler_config of vLLM "
                 f'to {{"task": "{loaded}"}}'
             )
-        self._llm = llm
-        kind = CrossEncoderIOProcessor if task == "classify" else PoolingIOProcessor
-        self._rendering = kind(vllm_config=config, renderer=llm.renderer, chat_template_config=ChatTemplateConfig())
 
-    async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> PoolingRequestOutput:
-        """Return what vLLM computed. Raises PoolingRejectedError."""
+        def reader(kind: type[PoolingIOProcessor]) -> PoolingIOProcessor:
+            return kind(vllm_config=config, renderer=llm.renderer, chat_template_config=ChatTemplateConfig())
+
+        self._llm = llm
+        model = config.model_config.hf_config
+        self._labels: dict[int, str] = getattr(model, "id2label", None) or {}
+        self._texts = reader(PoolingIOProcessor)
+        scores_pairs = task == "classify" and getattr(model, "num_labels", 0) == 1
+        self._pairs = reader(CrossEncoderIOProcessor) if scores_pairs else None
+
+    async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> list[Any]:
+        """Return what the engine is sent: shape and float32 of the result, the tokens of the prompt, also the cached,
+        and the name of the class of a text.
+
+        Raises PoolingRejectedError, and RuntimeError if vLLM could not compute it.
+        """
         try:
-            return await self._run(request, lora)
+            output = await self._run(request, lora)
         except VLLMClientError as error:
             message, field = str(error.args[0]), getattr(error, "parameter", None) or ""
             if not field and "dimensions" in request.pooling and "dimensions" in message:
                 field = "dimensions"
             raise PoolingRejectedError(message, field) from error
+        if (failure := getattr(output, "error", None)) is not None:
+            raise RuntimeError(f"vLLM could not compute it: {failure}")
+        values = output.outputs.data.float().cpu().numpy().astype("<f4")
+        tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        label = self._labels.get(int(values.argmax())) if request.pooling["task"] == "classify" else None
+        return [request.request_id, "pooled", list(values.shape), values.tobytes(), tokens, cached, label]
 
     async def _run(self, request: PoolingSubmission, lora: LoRARequest | None) -> PoolingRequestOutput:
         pooling = request.pooling
         fields = {name: pooling[name] for name in _RENDERED if name in pooling}
         body: EmbeddingCompletionRequest | ScoreTextRequest
-        text = request.text
+        rendering, text = self._texts, request.text
         if text is None and not request.prompt:
             raise PoolingRejectedError("the prompt is empty: give at least one token")
-        if pooling["task"] == "classify":
-            if text is None or "pair" not in pooling:
-                raise PoolingRejectedError("the model scores pairs of texts: give both as text", "pair")
+        if "pair" in pooling:
+            if text is None or self._pairs is None:
+                problem = "a pair is two texts, for a classifier with num_labels 1: give texts, or no pair"
+                raise PoolingRejectedError(problem, "pair")
+            rendering = self._pairs
             body = ScoreTextRequest(text_1=text, text_2=pooling["pair"], **fields)
         else:
             longest = fields.pop("max_tokens_per_query", None) or fields.pop("max_tokens_per_doc", None)
@@ -132,8 +150,8 @@ class Pooling:
             priorities=request.priority,
             prompt_extras={"cache_salt": request.cache_salt} if request.cache_salt else None,
         )
-        [rendering] = self._rendering.get_request_factory_online(context)
-        rendered = await self._rendering.render_async(rendering)
+        [prompt] = rendering.get_request_factory_online(context)
+        rendered = await rendering.render_async(prompt)
         outputs = self._llm.encode(
             rendered["prompts"],
             rendered["params"],
@@ -144,15 +162,3 @@ class Pooling:
         async for output in outputs:
             last = output
         return last
-
-
-def entry_of(request: PoolingSubmission, output: PoolingRequestOutput) -> list[Any]:
-    """Return what the engine is sent: shape and float32 of the result, and the tokens of the prompt, also the cached.
-
-    Raises RuntimeError if vLLM could not compute it.
-    """
-    if error := getattr(output, "error", None):
-        raise RuntimeError(f"vLLM could not compute it: {error}")
-    values = output.outputs.data.float().cpu().numpy()
-    tokens, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
-    return [request.request_id, "pooled", list(values.shape), values.astype("<f4").tobytes(), tokens, cached]

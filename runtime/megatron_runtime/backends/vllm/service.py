@@ -341,13 +341,13 @@ class VllmService:
             self._requests.pop(request.request_id, None)
 
     async def _pool(self, fields: tuple[Any, ...]) -> None:
-        from megatron_runtime.backends.vllm.pooling import PoolingRejectedError, PoolingSubmission, entry_of
+        from megatron_runtime.backends.vllm.pooling import PoolingRejectedError, PoolingSubmission
 
         request, pooling = PoolingSubmission(*fields), self._pooling
         try:
             assert pooling is not None, "the model is loaded"
             lora = self._adapters[request.adapter] if request.adapter else None
-            self._report(entry_of(request, await pooling.run(request, lora)))
+            self._report(await pooling.run(request, lora))
         except EngineDeadError:
             os._exit(1)  # its cause is in the log
         except ValueError as error:

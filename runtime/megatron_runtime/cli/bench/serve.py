@@ -82,13 +82,13 @@ async def _measure(
     prompt_words: int,
     new_tokens: int,
     seed: int = 0,
-    tools: int = 0,
+    tools: int | None = None,
 ) -> Answers:
     # Each request has its own connection, because servers differ in how long they keep an idle one.
     headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     rng = random.Random(f"{seed} {clients}")
-    path = "/v1/chat/completions" if tools else "/v1/completions"
+    path = "/v1/completions" if tools is None else "/v1/chat/completions"
     bodies = [
         {
             "model": model,
@@ -117,10 +117,15 @@ async def _measure(
     return answers
 
 
-def _prompt(text: str, tools: int) -> dict[str, Any]:
-    """Return the members of a body that have the prompt. tools: number of tools, in a chat with an earlier call."""
-    if not tools:
+def _prompt(text: str, tools: int | None) -> dict[str, Any]:
+    """Return the members of a body that have the prompt.
+
+    tools: number of tools, in a chat with an earlier call; 0: a chat without tools; None: no chat.
+    """
+    if tools is None:
         return {"prompt": text}
+    if not tools:
+        return {"messages": [{"role": "user", "content": f"Find {text}."}]}
     properties = {word: {"type": "string", "maxLength": 40} for word in WORDS}
     schema = {"type": "object", "properties": properties, "required": list(WORDS[:3])}
     names = [f"find_{number}" for number in range(tools)]
@@ -191,8 +196,7 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 @click.option(
     "--tools",
     type=click.IntRange(0, 128),
-    default=0,
-    help="Ask in a chat with this many tools, which a model may call. A call ends its answer.",
+    help="Ask in a chat with this many tools, which a model may call. A call ends its answer. Absent: completions.",
 )
 @json_file
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:

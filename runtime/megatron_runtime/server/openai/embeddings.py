@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, field_validator
+from pydantic import Field, StrictBool, StrictInt
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,35 +17,22 @@ from megatron_runtime.server.errors import ApiError, invalid_value
 from megatron_runtime.server.json_text import to_json
 from megatron_runtime.server.openai.answer import Piece
 from megatron_runtime.server.openai.completions import tokenized_prompts
-from megatron_runtime.server.openai.fields import EMBEDDINGS_POLICY, sampled, served, within
+from megatron_runtime.server.openai.fields import EMBEDDINGS_POLICY, served
 from megatron_runtime.server.openai.generation import generation_of
 from megatron_runtime.server.openai.jobs import Options
-from megatron_runtime.server.openai.pooling import PoolingPrompt, PoolingRun, chosen
-from megatron_runtime.server.openai.schema import (
-    MAX_PROMPTS,
-    CompletionRequest,
-    ModelRequest,
-    PromptIds,
-)
+from megatron_runtime.server.openai.pooling import PoolingRun
 from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.openai.texts import TextsRequest
 from megatron_runtime.server.streaming import until_disconnect
 
 _FIELD = "return_hidden_state"
 
 
-class EmbeddingRequest(ModelRequest):
+class EmbeddingRequest(TextsRequest):
     """POST /v1/embeddings."""
 
     policy = EMBEDDINGS_POLICY
-    own_names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
-    token_field = "input"
 
-    input: (
-        str
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-        | PromptIds
-        | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-    ) = Field(description="A text, a list of token ids, or a list of either. Each has a vector, in this order.")
     dimensions: Annotated[StrictInt, Field(ge=1, le=MAX_INT32)] | None = served(
         "Size of the vectors, of a pooling model that was trained for several."
     )
@@ -56,55 +43,6 @@ class EmbeddingRequest(ModelRequest):
         "`float` or `base64`, which is little-endian float32; `float` if absent."
     )
 
-    add_special_tokens: StrictBool | None = served(
-        "Put what the model expects before a text, such as its begin-of-sequence token; `true` if absent."
-    )
-    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] | None = served(
-        "Keep this many tokens of each text. -1 keeps as many as the model takes."
-    )
-    truncation_side: Literal["left", "right"] | None = served(
-        "The side that `truncate_prompt_tokens` removes; `right` if absent."
-    )
-    priority: Annotated[StrictInt, within("priority")] | None = sampled("priority")
-    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = served(
-        "Cached prefixes are shared only among requests of one salt, and of one API key."
-    )
-
-    _completion: CompletionRequest | None = PrivateAttr(None)
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _are_not_too_many(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
-            raise ValueError(f"it has {len(value)} texts, at most {MAX_PROMPTS} are allowed: send several requests")
-        return value
-
-    @property
-    def completion(self) -> CompletionRequest:
-        """Return the completion whose prompts are embedded, of a request that was prepared()."""
-        assert self._completion is not None
-        return self._completion
-
-    def prepared(self) -> Self:
-        """Return the request with its input in its completion alone. Raises ApiError 400 for input without a text."""
-        super().prepared()
-        try:
-            self._completion = CompletionRequest(
-                model=self.model,
-                prompt=self.input,  # type: ignore[arg-type]
-                temperature=0,
-                add_special_tokens=self.add_special_tokens,
-                truncate_prompt_tokens=self.truncate_prompt_tokens,
-                truncation_side=self.truncation_side or "right",
-                priority=self.priority,
-                cache_salt=self.cache_salt,
-            )
-        except ValueError as error:
-            message = "Invalid value for input: give a text, token ids, or a list of texts or of lists of token ids."
-            raise ApiError(400, message, param="input", code="invalid_value") from error
-        self.input = ""
-        return self
-
 
 async def create_embedding(service: Service, request: Request) -> Response:
     """Answer with one vector for each text. Raises ApiError 404 if the engines return none."""
@@ -113,27 +51,12 @@ async def create_embedding(service: Service, request: Request) -> Response:
     tasks = await service.tasks()
     if "embed" in tasks:
         run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
-        vectors = await run.collect(_pooling_prompts(body))
+        options = {"dimensions": body.dimensions, "use_activation": body.use_activation}
+        vectors = await run.collect(body.prompts(task="embed", **options))
         return _answer(service, request, body, vectors, tokens=run.tokens, adapter=run.adapter)
     if GENERATE not in tasks:
         raise _not_offered()
     return await _of_decoder(service, request, body)
-
-
-def _pooling_prompts(body: EmbeddingRequest) -> list[PoolingPrompt]:
-    given: Sequence[str | list[int]] = body.completion.prompt
-    pooling = chosen(
-        task="embed",
-        dimensions=body.dimensions,
-        use_activation=body.use_activation,
-        add_special_tokens=body.add_special_tokens,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        truncation_side=body.truncation_side,
-    )
-    return [
-        PoolingPrompt(content=item, param="input" if len(given) == 1 else f"input[{place}]", pooling=pooling)
-        for place, item in enumerate(given)
-    ]
 
 
 async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest) -> Response:

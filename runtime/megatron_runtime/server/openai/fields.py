@@ -288,18 +288,26 @@ MESSAGES_POLICY = FieldPolicy(
         "watermarking": _OFF,
     },
 )
-EMBEDDINGS_POLICY = FieldPolicy(
-    frozenset({"request_id", "user"}),
+_POOLING_WITHOUT_EFFECT = frozenset({"request_id", "user"})
+_OF_TEXTS = {
+    "messages": NotOffered((), "Send the text as input"),
+    "mm_processor_kwargs": _EMPTY_MAP,
+    "padding": NotOffered(("do_not_pad",)),
+}
+_OF_ARRAYS = {"embed_dtype": NotOffered(("float32",)), "endianness": NotOffered(("native", "little"))}
+CLASSIFY_POLICY = FieldPolicy(_POOLING_WITHOUT_EFFECT, _OF_TEXTS)
+EMBEDDINGS_POLICY = FieldPolicy(_POOLING_WITHOUT_EFFECT, {**_OF_TEXTS, **_OF_ARRAYS})
+POOLING_POLICY = FieldPolicy(
+    _POOLING_WITHOUT_EFFECT,
     {
-        "embed_dtype": NotOffered(("float32",)),
-        "endianness": NotOffered(("native", "little")),
-        "mm_processor_kwargs": _EMPTY_MAP,
-        "messages": NotOffered((), "Send the text as input"),
-        "padding": NotOffered(("do_not_pad",)),
+        **_OF_TEXTS,
+        **_OF_ARRAYS,
+        "data": NotOffered((), "Send the text as input"),
+        "dimensions": NotOffered((), "Use POST /v1/embeddings"),
     },
 )
 SCORING_POLICY = FieldPolicy(
-    frozenset({"request_id", "user"}),
+    _POOLING_WITHOUT_EFFECT,
     {
         "chat_template_kwargs": NotOffered(({},), "The engine uses no chat template for pairs"),
         "instruction": NotOffered(("",), "Put it into the query"),

@@ -1,4 +1,4 @@
-"""Requests of pooling models: POST /v1/score and /v1/rerank, and the vectors of POST /v1/embeddings.
+"""Requests of pooling models, and their scores: POST /v1/score and /v1/rerank.
 
 The engine renders and tokenizes the texts, because how a pair of them becomes a prompt depends on the model.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -51,6 +51,7 @@ _TINY = np.float32(1e-8)
 """A vector that is shorter has no direction."""
 
 Vector = npt.NDArray[np.float32]
+Reduce = Callable[[int, Vector], Awaitable[Any]]
 
 
 def _checked_texts(value: Any) -> Any:
@@ -211,6 +212,7 @@ class PoolingRun:
 
     model, priority, cache_salt: fields of the request.
     tokens: of all prompts that were computed.
+    labels: names of the classes of texts by the places of their prompts; None: the class has no name.
     """
 
     service: Service
@@ -220,15 +222,14 @@ class PoolingRun:
     cache_salt: str | None
     tokens: int = 0
     adapter: str = ""
+    labels: dict[int, str | None] = field(default_factory=dict)
     _reservation: Reservation | None = None
     """Of tokens that count against the limit of the API key; None: it has none."""
 
-    async def collect(
-        self, prompts: Sequence[PoolingPrompt], *, reduce: Callable[[int, Vector], Any] | None = None
-    ) -> list[Any]:
+    async def collect(self, prompts: Sequence[PoolingPrompt], *, reduce: Reduce | None = None) -> list[Any]:
         """Return what the model computes of each prompt. If the client disconnects, the open ones are aborted.
 
-        reduce: called with the place of a prompt and its array, which is then released; its result is returned.
+        reduce: awaited with the place of a prompt and its array, which is then released; its result is returned.
 
         Raises ApiError 400 for a prompt that the model does not take, or prompts that take too many bytes, 404 if no
         engine has such a model, 429 if too many are open, the server holds too much, or the API key has too few tokens
@@ -250,9 +251,7 @@ class PoolingRun:
         work = self._collect(prompts, reduce)
         return await until_disconnect(self.request.receive, work, expired=service.expired)
 
-    async def _collect(
-        self, prompts: Sequence[PoolingPrompt], reduce: Callable[[int, Vector], Any] | None
-    ) -> list[Any]:
+    async def _collect(self, prompts: Sequence[PoolingPrompt], reduce: Reduce | None) -> list[Any]:
         service, key = self.service, self.request.state.key
         await service.until_connected()
         tasks: list[asyncio.Task[Any]] = []
@@ -267,7 +266,7 @@ class PoolingRun:
             if self._reservation is not None:
                 self._reservation.settle()
 
-    async def _run(self, place: int, prompt: PoolingPrompt, reduce: Callable[[int, Vector], Any] | None) -> Any:
+    async def _run(self, place: int, prompt: PoolingPrompt, reduce: Reduce | None) -> Any:
         service, state = self.service, self.request.state
         observer = RequestObserver(service.metrics, prompt_tokens=0, tenant=state.tenant, streams=False)
         with observer, _named(prompt):
@@ -295,13 +294,24 @@ class PoolingRun:
                 f"The model computed numbers that are not finite for {prompt.param}: change the text or the model."
             )
             raise ApiError(500, message, code="not_finite", is_final=True)
+        self.labels[place] = reply.get("label")
         lease = service.lease(self.request)
         lease.add(vector.nbytes)
         if reduce is None:
             return vector
-        reduced = reduce(place, vector)
+        reduced = await reduce(place, vector)
         lease.add(-vector.nbytes)
         return reduced
+
+    def base_fields(self, kind: str) -> dict[str, Any]:
+        """Return what answers have beside their data, of a request that was collected. kind: begins the id."""
+        return {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": self.adapter or self.service.settings.served_name,
+            "usage": {"prompt_tokens": self.tokens, "total_tokens": self.tokens, "completion_tokens": 0},
+        }
 
     def _params(self, prompt: PoolingPrompt) -> SamplingParams:
         tenant = "" if self.service.settings.share_prefix_cache else self.request.state.tenant
@@ -323,7 +333,7 @@ def _named(prompt: PoolingPrompt) -> Iterator[None]:
         with rejections_as_errors({}):
             yield
     except ApiError as error:
-        if error.code == "unsupported_value":
+        if error.code == "unsupported_value" or error.param == "pair":  # a classifier of several labels
             raise not_offered() from error
         if error.status != 400:
             raise
@@ -343,26 +353,19 @@ def not_offered() -> ApiError:
 
 async def create_score(service: Service, request: Request) -> Response:
     """Answer with a score for each pair of texts. Raises ApiError 404 without an engine that scores pairs."""
-    task = await _scoring_task(service, request)
+    task, *_ = await offered(service, request, _SCORING_TASKS)
     body = await service.read(request, ScoreRequest)
     first, second = body.sides
     params = first.name, second.name
     run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
     scores = await _scores(run, task, body, listed(first.texts), listed(second.texts), params=params)
-    answer = {
-        "id": f"score-{uuid.uuid4().hex}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": run.adapter or service.settings.served_name,
-        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
-        "usage": {"prompt_tokens": run.tokens, "total_tokens": run.tokens, "completion_tokens": 0},
-    }
-    return service.answer(request, to_json(answer))
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+    return service.answer(request, to_json({**run.base_fields("score"), "data": data}))
 
 
 async def rerank(service: Service, request: Request) -> Response:
     """Answer with the documents by falling score. Raises ApiError 404 without an engine that scores pairs."""
-    task = await _scoring_task(service, request)
+    task, *_ = await offered(service, request, _SCORING_TASKS)
     body = await service.read(request, RerankRequest)
     documents = listed(body.documents)
     run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
@@ -380,14 +383,14 @@ async def rerank(service: Service, request: Request) -> Response:
     return service.answer(request, to_json(answer))
 
 
-async def _scoring_task(service: Service, request: Request) -> str:
-    """Return the task of the models that score pairs. Raises ApiError 404 if there are none, whatever the body is."""
+async def offered(service: Service, request: Request, tasks: Sequence[str]) -> list[str]:
+    """Return those of `tasks` that an engine has. Raises ApiError 404 if there are none, whatever the body is."""
     service.check_in_flight(tenant=request.state.tenant)
-    tasks = await service.tasks()
-    task = next((name for name in _SCORING_TASKS if name in tasks), None)
-    if task is None:
+    served_tasks = await service.tasks()
+    names = [name for name in tasks if name in served_tasks]
+    if not names:
         raise not_offered()
-    return task
+    return names
 
 
 async def _scores(
@@ -414,7 +417,7 @@ async def _scores(
     score = _cosine if task == "embed" else _best_matches
     of_queries = await run.collect(_alone(body, task, queries, param=first, is_query=True))
 
-    def scored(place: int, document: Vector) -> float:
+    async def scored(place: int, document: Vector) -> float:
         return float(score(of_queries[place if len(of_queries) > 1 else 0], document))
 
     prompts = _alone(body, task, documents, param=second, is_query=False)

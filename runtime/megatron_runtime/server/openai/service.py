@@ -39,7 +39,7 @@ from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prom
 from megatron_runtime.server.openai.schema import ModelRequest
 from megatron_runtime.server.rate_limits import LimitReachedError, RateLimits, Reservation
 from megatron_runtime.server.settings import ServerSettings
-from megatron_runtime.server.streaming import JsonAnswer, until_disconnect
+from megatron_runtime.server.streaming import WholeAnswer, until_disconnect
 
 _Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")
@@ -177,10 +177,10 @@ class Service:
             raise ApiError(403, message, param="model", code="model_not_allowed")
         return adapter
 
-    def answer(self, request: Request, content: bytes) -> Response:
-        """Return the whole answer of a request, which holds it until the client has read it. content: JSON."""
+    def answer(self, request: Request, content: bytes, *, media_type: str = "application/json") -> Response:
+        """Return the whole answer of a request, which holds it until the client has read it."""
         self.lease(request).force(len(content))
-        return JsonAnswer(content)
+        return WholeAnswer(content, media_type=media_type)
 
     async def _body(
         self,
@@ -374,7 +374,8 @@ class Service:
         if self.client.tasks and GENERATE not in self.client.tasks:
             message = (
                 f"The model {shown(self.settings.served_name)} generates no text: it is a pooling model with the task "
-                f"{', '.join(self.client.tasks)}. Use POST /v1/embeddings, /v1/score or /v1/rerank."
+                f"{', '.join(self.client.tasks)}. Use POST /v1/pooling, /v1/embeddings, /v1/classify, /v1/score or "
+                "/v1/rerank."
             )
             raise ApiError(404, message, code="not_offered")
 
