@@ -128,6 +128,7 @@ class TorchExecutor(ABC):
     controller:      tokenizer and grammars; None uses the source's tokenizer.
     dtype, cache_dtype: of activations, and of keys and values.
     linears:         returns a new factory of the model's matrices.
+    staging:         as in WeightStore.
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -142,6 +143,7 @@ class TorchExecutor(ABC):
         dtype: torch.dtype,
         cache_dtype: torch.dtype,
         linears: Callable[[], LinearFactory],
+        staging: Callable[[DecoderWeights], LinearFactory] | None = None,
         kv_cache_memory: int | None,
         max_sequence_length: int | None = None,
         page_size: int = 16,
@@ -159,7 +161,7 @@ class TorchExecutor(ABC):
         self._shard = shard = groups.shard if groups is not None else shard or Shard()
         self._sizes = shard.sizes
         self._store = WeightStore(
-            source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard
+            source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard, staging=staging
         )
         self.model_config = config = self._store.config
         if records_routing and config.moe is None:
@@ -189,6 +191,9 @@ class TorchExecutor(ABC):
         self._make_pool = lambda: KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
         self._pool = self._make_pool()
         self._page_bytes = page_bytes
+        self._kept_pages: Int64 | None = None
+        self._loaded = (False, False)
+        """Whether the last load() loaded weights, and whether it allocated the cache."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -249,7 +254,8 @@ class TorchExecutor(ABC):
     @torch.inference_mode()
     def load(self) -> None:
         torch.set_num_threads(self._threads if self._threads is not None else default_threads())
-        if not self.has_weights:
+        had_weights, had_cache, self._loaded = self.has_weights, self.has_cache, (False, False)
+        if not had_weights:
             self._store.load()
             try:
                 self._use_model(self._store.weights)
@@ -257,6 +263,18 @@ class TorchExecutor(ABC):
                 self.release_weights()
                 raise
         self._pool.allocate()
+        self._loaded = (not had_weights, not had_cache)
+
+    def unload(self) -> None:
+        """Undo the last load(), because a later part of the load failed here or on another rank."""
+        (weights, cache), self._loaded = self._loaded, (False, False)
+        if weights:
+            self.release_weights()
+        if cache:
+            self.release_kv(self._kept_pages)
+
+    def prepare(self) -> None:  # noqa: B027 - a CPU has nothing to prepare
+        """Compile and record what the steps run. Called on each rank when all ranks are loaded."""
 
     def release_weights(self) -> None:
         self._use_model(None)
@@ -264,6 +282,7 @@ class TorchExecutor(ABC):
         self._trim_memory()
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
+        self._kept_pages = keep_pages
         self._pool.release(keep_pages)
         self._trim_memory()
 

@@ -7,7 +7,7 @@ In a mixture of experts: A tokens of the steps of all expert ranks, Y experts of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -45,6 +45,9 @@ class DeviceLinears(LinearFactory):
     def dense(self, weight: Weight) -> torch.Tensor:
         return super().dense(weight).to(self._device, self._dtype)
 
+    def linear(self, weight_NK: Weight) -> Linear:
+        return Linear(self.dense(weight_NK), packed=False)
+
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         stack_YNK: torch.Tensor | None = None
         for number, weight_NK in enumerate(map(super().dense, weights)):
@@ -55,11 +58,36 @@ class DeviceLinears(LinearFactory):
         return tuple(StackedLinear(stack_YNK, number) for number in range(count))
 
 
+class StagedLinears(LinearFactory):
+    """Creates dense matrices in host memory, from which they are copied over those of the device.
+
+    weights:  those on the device, of the same shapes.
+    allocate: returns memory of a size.
+    """
+
+    def __init__(self, dtype: torch.dtype, weights: DecoderWeights, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._dtype = dtype
+        self._size = sum(linear.dense().nbytes for linear in weights.matrices())
+        self._allocate = allocate
+        self._rest: torch.Tensor | None = None
+
+    def dense(self, weight: Weight) -> torch.Tensor:
+        weight_NK = super().dense(weight)
+        if self._rest is None:
+            self._rest = self._allocate(self._size)
+        size = weight_NK.numel() * self._dtype.itemsize
+        target, self._rest = self._rest[:size], self._rest[size:]
+        return target.view(self._dtype).view(weight_NK.shape).copy_(weight_NK)
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        return Linear(self.dense(weight_NK), packed=False)
+
+
 class DeviceMixture:
     """A mixture of experts whose launches do not depend on the routing. `weights` were made by DeviceLinears."""
 
-    def __init__(self, weights: ExpertWeights, device: torch.device) -> None:
-        self._router_ND = weights.router_XD.dense().to(device)
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._router_ND = weights.router_XD.dense()
         self._gate_up_YGD = _stack([expert.gate_up_FD for expert in weights.experts])
         self._down_YDF = _stack([expert.down_DF for expert in weights.experts])
         self._first = weights.first
@@ -98,9 +126,7 @@ class KernelDecoder(Decoder):
         weights = replace(_moved(weights, device), layers=layers)
         super().__init__(config, weights, shard=shard, collectives=collectives)
         self._kernels = kernels
-        self._mlps = [
-            layer.mlp if isinstance(layer.mlp, FeedForward) else DeviceMixture(layer.mlp, device) for layer in layers
-        ]
+        self._mlps = [layer.mlp if isinstance(layer.mlp, FeedForward) else DeviceMixture(layer.mlp) for layer in layers]
         self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(self._rotary, max_length).to(device)
         if self._local_rotary is not self._rotary:
             self._local_cos_sin_S2F = _cos_sin(self._local_rotary, max_length).to(device)
@@ -233,10 +259,12 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """Return `weights` with its tensor fields on the device. The matrices, of class Linear, are there already."""
-    tensors: dict[str, Any] = {
-        field.name: value.to(device)
-        for field in fields(weights)
-        if isinstance(value := getattr(weights, field.name), torch.Tensor)
-    }
-    return replace(weights, **tensors)
+    """Return `weights` with its tensors and its router on the device. All other matrices are there already."""
+    moved: dict[str, Any] = {}
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, torch.Tensor):
+            moved[field.name] = value.to(device)
+        elif isinstance(value, ExpertWeights):
+            moved[field.name] = replace(value, router_XD=Linear(value.router_XD.dense().to(device), packed=False))
+    return replace(weights, **moved)

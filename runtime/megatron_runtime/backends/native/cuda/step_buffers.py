@@ -92,6 +92,13 @@ class StepBuffers:
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
         """Recorded after the copies of a step; before that, the host buffers must not change."""
 
+    def clear(self) -> None:
+        """Fill the buffers of decodes with padding rows, so that a step of them writes to no slot of the cache."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        self._pad(0, len(self._numbers["lengths_B"]))
+        self._device.copy_(self._host)
+
     def stage(self, plan: StepPlan, *, decode_size: int | None = None) -> StagedStep:
         """Copy the plan to the device.
 
