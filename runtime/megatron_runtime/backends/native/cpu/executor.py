@@ -21,6 +21,7 @@ from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.torch_executor import (
     ForwardStep,
+    LogitRows,
     TorchExecutor,
     TorchOptions,
     rows_not_finite,
@@ -89,7 +90,7 @@ class CpuExecutor(TorchExecutor):
                 model, plan, cache_LPXE, dtype=self.dtype, routing_GTJ=self._new_routing(len(plan.token_ids))
             )
         groups.begin(batch.tokens_of_experts)
-        rows: StepLayout | LogitRows
+        rows: StepLayout | PlannedRows
         if _runs_in_cpp(model, cache_LPXE):
             rows = logit_rows(batch.plan)
             token_ids_T = torch.from_numpy(batch.plan.token_ids)
@@ -146,28 +147,34 @@ def forward(
 
 
 def logits_of_step(
-    model: DecoderModel, plan: StepPlan, rows: LogitRows, x_TD: torch.Tensor, routing_GTJ: torch.Tensor | None
+    model: DecoderModel, plan: StepPlan, rows: PlannedRows, x_TD: torch.Tensor, routing_GTJ: torch.Tensor | None
 ) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer and the experts of its tokens."""
-    sampled = len(rows.sampled_rows)
-    x_ND = x_TD.index_select(0, rows.logit_rows_N)
-    logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
+    sampled_N = rows.logit_rows_N[: len(rows.sampled_rows)]
+    logits_NV = model.logits(x_TD.index_select(0, sampled_N)) if len(sampled_N) else x_TD[:0]
+    return _forward_step(model, plan, rows, x_TD, logits_NV=logits_NV, routing_GTJ=routing_GTJ)
 
+
+def _forward_step(
+    model: DecoderModel,
+    plan: StepPlan,
+    rows: PlannedRows,
+    x_TD: torch.Tensor,
+    *,
+    logits_NV: torch.Tensor,
+    routing_GTJ: torch.Tensor | None,
+) -> ForwardStep:
     def hidden_of(which: Int64) -> torch.Tensor:
-        return model.finish(x_ND[torch.from_numpy(which)])
+        return model.finish(x_TD.index_select(0, rows.logit_rows_N[torch.from_numpy(which)]))
 
     return ForwardStep(
-        rows.sampled_rows,
-        slice(None),
-        logits_NV,
-        None,
-        model.logits,
-        x_ND,
-        rows.targets,
-        hidden_of,
-        routing_GTJ,
-        rows.order,
-        partial(rows_not_finite, x_TD, plan, rows.order),
+        rows=rows,
+        logits_BV=logits_NV,
+        logits_of=model.logits,
+        hidden_of=hidden_of,
+        not_finite=partial(rows_not_finite, x_TD, plan, rows.order),
+        x_TD=x_TD.index_select(0, rows.logit_rows_N) if rows.targets else None,
+        routing_GTJ=routing_GTJ,
     )
 
 
@@ -182,43 +189,18 @@ def _forward_in_cpp(
     rows = logit_rows(plan)
     sampled = len(rows.sampled_rows)
     x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, rows.logit_rows_N[:sampled].numpy(), routing_GTJ)
-    x_ND = x_TD.index_select(0, rows.logit_rows_N) if rows.targets else None
     logits_NV = torch.from_numpy(sampled_NV)
-
-    def hidden_of(which: Int64) -> torch.Tensor:
-        return model.finish(x_TD.index_select(0, rows.logit_rows_N[torch.from_numpy(which)]))
-
-    return ForwardStep(
-        rows.sampled_rows,
-        slice(None),
-        logits_NV,
-        None,
-        model.logits,
-        x_ND,
-        rows.targets,
-        hidden_of,
-        routing_GTJ,
-        rows.order,
-        partial(rows_not_finite, x_TD, plan, rows.order),
-    )
+    return _forward_step(model, plan, rows, x_TD, logits_NV=logits_NV, routing_GTJ=routing_GTJ)
 
 
-@dataclass(frozen=True, slots=True)
-class LogitRows:
-    """The order in which a step computes the rows of its plan, and the tokens whose logits are needed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRows(LogitRows):
+    """logit_rows_N: the tokens whose logits are needed, one for each of sampled_rows, then those of `targets`."""
 
-    order:        int64 [n]; rows of the plan.
-    logit_rows_N: one for each of sampled_rows, then those of `targets`.
-    sampled_rows, targets: as in ForwardStep.
-    """
-
-    order: Int64
     logit_rows_N: torch.Tensor
-    sampled_rows: Int64
-    targets: list[tuple[int, slice]]
 
 
-def logit_rows(plan: StepPlan) -> LogitRows:
+def logit_rows(plan: StepPlan) -> PlannedRows:
     """Return the tokens whose logits a plan needs, in the plan's order."""
     ends = plan.query_lengths.cumsum(dtype=np.int64)
     sampled_rows = np.flatnonzero(plan.needs_sample)
@@ -227,11 +209,16 @@ def logit_rows(plan: StepPlan) -> LogitRows:
         rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
         targets.append((row, slice(end, end + len(tokens))))
         end += len(tokens)
-    return LogitRows(np.arange(len(ends)), torch.from_numpy(np.concatenate(rows)), sampled_rows, targets)
+    return PlannedRows(
+        order=np.arange(len(ends)),
+        sampled_rows=sampled_rows,
+        targets=targets,
+        logit_rows_N=torch.from_numpy(np.concatenate(rows)),
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class StepLayout(LogitRows):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout(PlannedRows):
     """The model's arguments for one step: rows with one new token in groups of similar length, then prompts."""
 
     token_ids_T: torch.Tensor

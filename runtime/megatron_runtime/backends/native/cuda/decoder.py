@@ -125,7 +125,7 @@ class KernelDecoder(Decoder):
         layers = tuple(_moved(layer, device) for layer in weights.layers)
         weights = replace(_moved(weights, device), layers=layers)
         super().__init__(config, weights, shard=shard, collectives=collectives)
-        self._kernels = kernels
+        self.kernels = kernels
         self._mlps = [layer.mlp if isinstance(layer.mlp, FeedForward) else DeviceMixture(layer.mlp) for layer in layers]
         self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(self._rotary, max_length).to(device)
         if self._local_rotary is not self._rotary:
@@ -149,7 +149,7 @@ class KernelDecoder(Decoder):
 
         routing_GTJ: as in DecoderModel.run_layers().
         """
-        kernels, config = self._kernels, self.config
+        kernels, config = self.kernels, self.config
         rotated = local_rotated = _rotation(self._cos_sin_S2F, step)
         if self._local_cos_sin_S2F is not self._cos_sin_S2F:
             local_rotated = _rotation(self._local_cos_sin_S2F, step)
@@ -185,23 +185,10 @@ class KernelDecoder(Decoder):
             added_TD = self._optional_norm(self._feed_forward(mlp, normed_TD, routing_TJ), layer.mlp_output_norm_D)
         return residual_TD if added_TD is None else residual_TD + added_TD
 
-    def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        """Return tokens int32 [B], drawn with the parameters of the step."""
-        tokens_B, _ = self._kernels.sample(
-            logits_BV,
-            temperature_N=step.temperature_B,
-            top_k_N=step.top_k_B,
-            top_p_N=step.top_p_B,
-            min_p_N=step.min_p_B,
-            seeds_N=step.seeds_B,
-            positions_N=step.sample_positions_B,
-        )
-        return tokens_B
-
     def _attend(
         self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep, *, is_local: bool
     ) -> torch.Tensor:
-        kernels, count = self._kernels, step.decodes
+        kernels, count = self.kernels, step.decodes
         tables_BM, lengths_B = step.block_table_BM, step.lengths_B
         options: dict[str, Any] = {
             "num_kv_heads": self._kv_heads,
@@ -222,16 +209,16 @@ class KernelDecoder(Decoder):
         self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None
     ) -> torch.Tensor:
         if isinstance(mlp, FeedForward):
-            gated_TF = self._kernels.swiglu(mlp.gate_up_FD(x_TD), activation=self.config.activation)
+            gated_TF = self.kernels.swiglu(mlp.gate_up_FD(x_TD), activation=self.config.activation)
             return self._collectives.all_reduce(mlp.down_DF(gated_TF))
         assert self.config.moe is not None
-        y_AD, experts_AJ = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self._kernels)
+        y_AD, experts_AJ = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self.kernels)
         if routing_TJ is not None:
             routing_TJ.copy_(self._collectives.own_tokens(experts_AJ))
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        return self._kernels.add_rms_norm(None, x_TD, weight_D, epsilon=self.config.rms_norm_eps)
+        return self.kernels.add_rms_norm(None, x_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
     def _add_norm(
         self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor | None
@@ -239,7 +226,7 @@ class KernelDecoder(Decoder):
         """Add to the residual in place, and return its norm, or the residual if `weight_D` is None."""
         if weight_D is None:
             return residual_TD if added_TD is None else residual_TD.add_(added_TD)
-        return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
+        return self.kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
 
 def _cos_sin(rotary: RotaryEmbedding, max_length: int) -> torch.Tensor:

@@ -18,10 +18,17 @@ from megatron_kernels.registry import KernelConfig, select_kernels
 from megatron_kernels.sampling import NOT_FINITE
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder, StagedLinears
 from megatron_runtime.backends.native.cuda.device import CudaFunctions, DeviceFunctions, HostFunctions, Record
+from megatron_runtime.backends.native.cuda.sampling import DeviceForwardStep, draw, rows_drawn_later
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import GPU, MicroBatch, StepLimits, warm_up_plans
-from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions, empty_routing
+from megatron_runtime.backends.native.torch_executor import (
+    ForwardStep,
+    LogitRows,
+    TorchExecutor,
+    TorchOptions,
+    empty_routing,
+)
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.models.decoder import DecoderWeights
@@ -35,13 +42,14 @@ class StepOutput:
     """The output of a step on the device, by row.
 
     logits_BV: of the last token of each row, in the model's type.
-    tokens_B:  int32, drawn from them; NOT_FINITE for a row with numbers that are not finite.
+    tokens_B, log_probs_B: int32 and float32, drawn from them; NOT_FINITE for a row with numbers that are not finite.
     routing_GTJ: as in ForwardStep.
     x_TD:      last hidden states of all tokens; None for a graph, which only needs those of the last tokens.
     """
 
     logits_BV: torch.Tensor
     tokens_B: torch.Tensor
+    log_probs_B: torch.Tensor
     routing_GTJ: torch.Tensor | None
     x_TD: torch.Tensor | None = None
 
@@ -221,7 +229,8 @@ class CudaExecutor(TorchExecutor):
         model, groups, shard, tokens = self.model, self._groups, self._shard, batch.tokens_of_experts
         # Equal on every rank, because each rank has the whole plan.
         size = self._graph_size(plan, max(tokens)) if self.graphs is not None else None
-        staged = self.buffers.stage(batch.plan, decode_size=size)
+        later = rows_drawn_later(batch.plan.sampling, batch.plan.needs_sample, reports_raw=self._reports_raw)
+        staged = self.buffers.stage(batch.plan, later=later, decode_size=size)
         if groups is not None:
             groups.begin(tokens if size is None else (size,) * shard.sizes.expert)
         if size is not None:
@@ -248,7 +257,7 @@ class CudaExecutor(TorchExecutor):
         step = self.buffers.step(size, tokens=size, decodes=size)
         routing_GTJ = empty_routing(self.model_config, size, self.device) if self._records_routing else None
         logits_BV = self.model.logits(self.model(step, self.cache_LPXE, routing_GTJ))
-        return StepOutput(logits_BV, self.model.sample(logits_BV, step), routing_GTJ)
+        return StepOutput(logits_BV, *draw(self.model.kernels.sample, logits_BV, step), routing_GTJ)
 
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
         """Return the size of the graph to replay for `rows` of the plan. None if the plan has prompts or no graph is
@@ -293,8 +302,8 @@ def _sample(
     is_bad_T = ~x_TD.isfinite().all(dim=1)
     bad_before_T = F.pad(is_bad_T.cumsum(0), (1, 0))
     is_bad_B = bad_before_T[end_B] > bad_before_T[start_B]
-    tokens_B = model.sample(logits_BV, staged.step).masked_fill(is_bad_B, NOT_FINITE)
-    return StepOutput(logits_BV, tokens_B, routing_GTJ, x_TD)
+    tokens_B, log_probs_B = draw(model.kernels.sample, logits_BV, staged.step)
+    return StepOutput(logits_BV, tokens_B.masked_fill(is_bad_B, NOT_FINITE), log_probs_B, routing_GTJ, x_TD)
 
 
 def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> ForwardStep:
@@ -318,16 +327,18 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         assert x_TD is not None, "a step that returns hidden states is not replayed from a graph"
         return model.finish(x_TD.index_select(0, torch.from_numpy(ends[which]).to(x_TD.device)))
 
-    return ForwardStep(
-        staged.rows[at],
-        at,
-        output.logits_BV,
-        read_tokens,
-        model.logits,
-        x_TD,
-        targets,
-        hidden_of,
-        output.routing_GTJ,
-        staged.rows,
-        not_finite,
+    return DeviceForwardStep(
+        rows=LogitRows(order=staged.rows, sampled_rows=staged.rows[at], targets=targets),
+        logits_BV=output.logits_BV,
+        logits_of=model.logits,
+        hidden_of=hidden_of,
+        not_finite=not_finite,
+        x_TD=x_TD,
+        routing_GTJ=output.routing_GTJ,
+        staged=staged,
+        at=at,
+        kernel=model.kernels.sample,
+        tokens_B=output.tokens_B,
+        log_probs_B=output.log_probs_B,
+        read_tokens=read_tokens,
     )
