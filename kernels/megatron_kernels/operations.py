@@ -80,6 +80,7 @@ class Sample(Protocol):
         min_p_N: torch.Tensor,
         seeds_N: torch.Tensor,
         positions_N: torch.Tensor,
+        processed_NV: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

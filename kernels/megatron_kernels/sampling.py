@@ -47,6 +47,7 @@ def sample(
     min_p_N: torch.Tensor,
     seeds_N: torch.Tensor,
     positions_N: torch.Tensor,
+    processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N], which are NaN
     for the token NOT_FINITE.
@@ -55,31 +56,40 @@ def sample(
     top_k_N:       int32; 0 keeps all.
     top_p_N, min_p_N: float32; top_p 0 or 1 and min_p 0 keep all.
     seeds_N, positions_N: int64; the 64 bits of a seed.
+    processed_NV:  float32; gets the logits that the tokens are drawn from, less the largest one: divided by the
+                   temperature, -inf for removed tokens. Undefined for a row with the token NOT_FINITE.
     """
     best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers
     is_finite_N = best_N.isfinite()
     for row in range(logits_NV.shape[0]):
         temperature = temperature_N[row]
+        scaled_V = logits_NV[row].float() - best_N[row]
         if temperature > 0 and is_finite_N[row]:
-            logits_V = logits_NV[row].float()
-            weights_V = ((logits_V - logits_V.max()) / temperature).exp()
+            scaled_V /= temperature
+            weights_V = scaled_V.exp()
             number = uniform(int(seeds_N[row]), int(positions_N[row]))
-            tokens_N[row] = _draw(
-                weights_V, number, top_k=int(top_k_N[row]), top_p=float(top_p_N[row]), min_p=float(min_p_N[row])
-            )
+            ids_K = _kept_ids(weights_V, top_k=int(top_k_N[row]), top_p=float(top_p_N[row]), min_p=float(min_p_N[row]))
+            tokens_N[row] = _draw(weights_V, ids_K, number)
+            scaled_V = torch.full_like(scaled_V, -torch.inf).index_copy(0, ids_K, scaled_V[ids_K])
+        if processed_NV is not None:
+            processed_NV[row] = scaled_V
     log_probs_NV = logits_NV.double().log_softmax(dim=-1)
     log_probs_N = log_probs_NV.gather(1, tokens_N[:, None])[:, 0].float()
     return tokens_N.where(is_finite_N, NOT_FINITE).int(), log_probs_N.where(is_finite_N, torch.nan)
 
 
-def _draw(weights_V: torch.Tensor, number: float, *, top_k: int, top_p: float, min_p: float) -> int:
+def _kept_ids(weights_V: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Return the ids that the filters keep, ascending."""
     sorted_V, ids_V = weights_V.sort(descending=True, stable=True)
     kept = top_k if 0 < top_k < len(weights_V) else len(weights_V)
     kept = min(kept, int((weights_V >= min_p).sum()))
-    cumulative_K = sorted_V[:kept].double().cumsum(0)
     if 0 < top_p < 1:
+        cumulative_K = sorted_V[:kept].double().cumsum(0)
         kept = min(kept, int(torch.searchsorted(cumulative_K, top_p * cumulative_K[-1])) + 1)
-    ids_K = ids_V[:kept].sort().values
+    return ids_V[:kept].sort().values
+
+
+def _draw(weights_V: torch.Tensor, ids_K: torch.Tensor, number: float) -> int:
     cumulative_K = weights_V[ids_K].double().cumsum(0)
     index = int(torch.searchsorted(cumulative_K, number * cumulative_K[-1], right=True))
-    return int(ids_K[min(index, kept - 1)])
+    return int(ids_K[min(index, len(ids_K) - 1)])

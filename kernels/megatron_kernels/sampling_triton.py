@@ -215,6 +215,23 @@ def _draw(row, vocabulary, largest, temperature, cut, ties, target, BLOCK: tl.co
 
 
 @triton.jit
+def _process(row, processed, vocabulary, largest, temperature, cut, ties, BLOCK: tl.constexpr):
+    """Write the scaled logits of the kept tokens, and -inf for the others."""
+    ties_before = tl.full((), 0, tl.int32)
+    for first in range(0, vocabulary, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        inside = columns < vocabulary
+        logits = tl.load(row + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        scaled = tl.div_rn(logits - largest, temperature)
+        bits = tl.exp(scaled).to(tl.int32, bitcast=True)
+        is_tie = (bits == cut) & inside
+        ties_so_far = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0)
+        kept = (bits > cut) | (is_tie & (ties_so_far <= ties))
+        tl.store(processed + columns, tl.where(kept, scaled, float("-inf")), mask=inside)
+        ties_before += tl.sum(is_tie.to(tl.int32), axis=0)
+
+
+@triton.jit
 def _uniform(seed, position):
     zero = tl.full((), 0, tl.uint32)
     word0, word1, _word2, _word3 = tl.philox(
@@ -236,10 +253,12 @@ def _sample(
     tokens,
     log_probs,
     buffers,
+    processed,
     vocabulary,
     stride_logits,
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
+    PROCESSED: tl.constexpr,
 ):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride_logits
@@ -259,12 +278,17 @@ def _sample(
     # NaN and inf make the sum NaN, and it is 0 if all logits are -inf. Tests with NaN are false.
     is_finite = (total > 0.0) & (total < float("inf"))
     temperature = tl.load(temperatures + index)
+    # Greedy rows keep all tokens.
+    cut, ties = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     if (temperature > 0.0) & is_finite:
         top_k, top_p, min_p = tl.load(top_ks + index), tl.load(top_ps + index), tl.load(min_ps + index)
         buffer = buffers + index.to(tl.int64) * CAPACITY
         cut, ties, mass = _keep(row, buffer, vocabulary, largest, temperature, top_k, top_p, min_p, BLOCK, CAPACITY)
         number = _uniform(tl.load(seeds + index), tl.load(positions + index))
         token = _draw(row, vocabulary, largest, temperature, cut, ties, number * mass, BLOCK)
+    if PROCESSED:
+        divisor = tl.where(temperature > 0.0, temperature, 1.0)
+        _process(row, processed + index.to(tl.int64) * vocabulary, vocabulary, largest, divisor, cut, ties, BLOCK)
     # NaN may have led to any index of a tile.
     chosen = tl.load(row + tl.where(is_finite, token, 0)).to(tl.float32)
     log_prob = chosen - largest - tl.log(total.to(tl.float32))
@@ -281,13 +305,14 @@ def sample(
     min_p_N: torch.Tensor,
     seeds_N: torch.Tensor,
     positions_N: torch.Tensor,
+    processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference."""
+    """As the reference. processed_NV must be contiguous."""
     rows, vocabulary = logits_NV.shape
     tokens_N = torch.empty(rows, dtype=torch.int32, device=logits_NV.device)
     log_probs_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     if rows:
-        tile = vocabulary_tile(vocabulary)
+        tile = vocabulary_tile(vocabulary, logits_NV.element_size())
         _sample[(rows,)](
             logits_NV,
             temperature_N,
@@ -299,10 +324,12 @@ def sample(
             tokens_N,
             log_probs_N,
             tokens_N.new_empty(rows, CANDIDATES),
+            log_probs_N if processed_NV is None else processed_NV,
             vocabulary,
             logits_NV.stride(0),
             BLOCK=tile.block,
             CAPACITY=CANDIDATES,
+            PROCESSED=processed_NV is not None,
             num_warps=tile.num_warps,
         )
     return tokens_N, log_probs_N

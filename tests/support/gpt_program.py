@@ -155,7 +155,7 @@ def _logits_of_engine(executor: CpuExecutor, prompt: list[int]) -> npt.NDArray[A
     def record(*arguments: Any) -> Any:
         step = forward(*arguments)
         assert step is not None, "one rank is the last pipeline stage"
-        steps.extend(part.copy() for _, _, part in step.prompt_logits())
+        steps.extend(part.numpy().copy() for _, _, part in step.prompt_logits())
         steps.append(step.sampled_logits().copy())
         return step
 

@@ -30,10 +30,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from fake_cuda import FakeCuda
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.cuda import executor as cuda_executor
-from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
+from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with, follow, lead
@@ -211,27 +211,16 @@ def _plant_hang(how: str, after: int) -> None:
     Groups.begin_layer = begin_and_hang  # type: ignore[method-assign]
 
 
-class EagerGraphs(DecodeGraphs):
-    """Runs the steps that a graph replays: the same padded steps, from the same buffers."""
-
-    def __init__(self, run: Callable[[int], StepOutput]) -> None:
-        self._run = run
-
-    def replay(self, size: int) -> StepOutput:
-        return self._run(size)
-
-
 def executor_of_kernels(*, has_graphs: bool) -> Callable[..., TorchExecutor]:
     """Return the GPU's executor on the CPU, with torch's references of the kernels."""
     config = _config()
-    if has_graphs:
-        cuda_executor.DecodeGraphs = EagerGraphs  # type: ignore[misc]
     return partial(
-        cuda_executor.CudaExecutor,
+        CudaExecutor,
         max_rows=config.request_slots,
         max_tokens=config.step_tokens,
         graph_rows=config.request_slots if has_graphs else 0,
         device=torch.device("cpu"),
+        functions=FakeCuda(),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 
 import torch
@@ -82,6 +82,21 @@ class DecoderWeights:
             linears += [layer.qkv_QD, layer.output_DH]
             linears += [linear for mlp in mlps for linear in (mlp.gate_up_FD, mlp.down_DF)]
         return linears if self.head_WD is None else [*linears, self.head_WD]
+
+    def matrices(self) -> list[Linear]:
+        """Return the matrices in a fixed order, without routers, a tied table once."""
+        first = [] if self.embedding is None else [self.embedding]
+        return list(dict.fromkeys(first + self.linears))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors in a fixed order; copies of matrices that are packed."""
+        routers = [layer.mlp.router_XD for layer in self.layers if isinstance(layer.mlp, ExpertWeights)]
+        parts: list[DecoderWeights | LayerWeights] = [self, *self.layers]
+        vectors = [getattr(part, field.name) for part in parts for field in fields(part)]
+        return [
+            *(linear.dense() for linear in self.matrices() + routers),
+            *(vector for vector in vectors if isinstance(vector, torch.Tensor)),
+        ]
 
     @property
     def bytes_per_step(self) -> int:

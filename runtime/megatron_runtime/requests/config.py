@@ -111,7 +111,7 @@ class InferenceConfig:
     num_cuda_graphs:       graphs captured for decode steps; None: the engine chooses; 0 captures none.
     cuda_graph_mixed_prefill_count: prefill requests of the largest captured mixed step.
     cuda_graph_max_tokens: tokens of the largest captured step.
-    use_cuda_graphs_for_non_decode_steps: capture mixed steps as well.
+    use_cuda_graphs_for_non_decode_steps: capture mixed steps as well; no effect here, which is logged once.
 
     Scheduling:
     enable_chunked_prefill: split prompts over several steps; otherwise a prompt must fit max_tokens.

@@ -44,23 +44,23 @@ _HALF = np.uint64(32)
 
 
 class StepLogits(Protocol):
-    """The output of one forward pass, on any device. Logits are computed, or copied to the host, on demand."""
+    """The output of one forward pass, on any device."""
 
     @property
     def sampled_rows(self) -> Int64:
-        """The rows of the plan that need a token, int64 [n], in the order of sampled_logits()."""
+        """The rows of the plan that need a token, int64 [n]."""
 
-    def draw(self) -> Int32 | None:
-        """Return the tokens that the device drew from the model's own logits, int32 [n]; None if the host samples.
+    def sample(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[Int32, dict[int, LogProbs]]:
+        """Return a token or a RowFailure for each of `sampled_rows`, int32 [n], and the log-probabilities of those that
+        have a token and request them, by row of the plan.
 
-        A negative number stands for the token of a row whose logits are not finite.
+        reports_raw: report log-probabilities of the model's own logits, not of those that tokens are drawn from.
         """
 
-    def sampled_logits(self, which: Int64 | None = None) -> Float32:
-        """Return float32 [n, V]. which: indices of these sampled rows, ascending; None means all."""
-
-    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
-        """Yield (row of the plan, number of the first target, float32 [m, V]) for each block of prompt targets."""
+    def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
+        """Yield (row of the plan, log-probabilities of the next of its prompt targets), in their order. They are of the
+        model's own logits, and NaN if these are not finite.
+        """
 
     def hidden_states(self, which: Int64) -> Float32:
         """Return float32 [m, D], the hidden states that the tokens of some sampled rows are drawn from.
@@ -73,9 +73,6 @@ class StepLogits(Protocol):
 
         What such a token leaves in the KV cache may have reached the tokens before it, so no request may share these.
         """
-
-    def share_logits(self) -> None:
-        """On a rank that does not sample, contribute its part of all logits that the sampling rank reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,29 +123,17 @@ def sample_step(
 ) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs], dict[int, Float32]]:
     """Sample the tokens of one step.
 
-    reports_raw: report log-probabilities of the model's own logits, not of those that tokens are drawn from.
+    reports_raw: as in StepLogits.sample().
 
     Returns int32 tokens by row, NO_TOKEN for a row that needs none, a RowFailure for one that fails; log-probabilities
-    by row that requests them; those of prompt tokens by row; and float32 hidden states [D] by row. Prompt tokens are
-    not drawn: their log-probabilities are always of the model's own logits.
+    by row that requests them; those of prompt tokens by row; and float32 hidden states [D] by row.
     """
     tokens = np.full(len(batch.temperature), NO_TOKEN, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
-    rows = step.sampled_rows
-    drawn = step.draw() if len(rows) else None
-    on_host: Int64 | None = None
-    if drawn is not None:
-        tokens[rows] = np.where(drawn < 0, RowFailure.MODEL, drawn)
-        # The device draws from the model's own logits and returns no log-probabilities.
-        is_edited = np.array([row in batch.edits for row in rows.tolist()])
-        on_host = np.flatnonzero(is_edited | (batch.num_log_probs[rows] != NO_LOG_PROBS))
-        rows = rows[on_host]
-    if len(rows):
-        reported = _sample_rows(step.sampled_logits(on_host), rows, batch, tokens, reports_raw=reports_raw)
+    if len(step.sampled_rows):
+        tokens[step.sampled_rows], reported = step.sample(batch, reports_raw=reports_raw)
     of_prompts: dict[int, list[LogProbs]] = {}
-    for row, first, logits_NV in step.prompt_logits():
-        targets = batch.prompt_targets[row][first : first + len(logits_NV)]
-        lines = log_probs(logits_NV, targets, top_n=max(0, int(batch.num_log_probs[row])))
+    for row, lines in step.prompt_log_probs(batch):
         if np.isnan(lines.chosen_N).any():
             tokens[row] = RowFailure.MODEL
         of_prompts.setdefault(row, []).append(lines)
@@ -171,21 +156,22 @@ def _joined(parts: list[LogProbs]) -> LogProbs:
     )
 
 
-def _sample_rows(
-    logits_NV: Float32, rows: Int64, batch: SamplingBatch, tokens: Int32, *, reports_raw: bool
-) -> dict[int, LogProbs]:
-    """Set `tokens` of `rows`. Return the log-probabilities that the rows request."""
-    wanted = np.flatnonzero(batch.num_log_probs[rows] != NO_LOG_PROBS)
+def sample_rows(
+    logits_NV: Float32, rows: Int64, batch: SamplingBatch, *, reports_raw: bool
+) -> tuple[Int32, dict[int, LogProbs]]:
+    """Implement StepLogits.sample() on the host. logits_NV: of `rows`; they are overwritten."""
+    wanted = np.flatnonzero(batch.num_log_probs[rows] != NO_LOG_PROBS).tolist()
     # sample() changes logits in place.
-    reported = {int(rows[index]): logits_NV[index].copy() for index in wanted}
-    tokens[rows] = sample(logits_NV, batch, rows)
-    reported = {row: logits_V for row, logits_V in reported.items() if tokens[row] >= 0}
-    if not reports_raw:
-        reported = {row: processed_logits(logits_V, batch, row) for row, logits_V in reported.items()}
-    return {
-        row: log_probs(logits_V[None], tokens[row : row + 1], top_n=int(batch.num_log_probs[row]))
-        for row, logits_V in reported.items()
-    }
+    reported = {index: logits_NV[index].copy() for index in wanted}
+    tokens = sample(logits_NV, batch, rows)
+    lines = {}
+    for index, logits_V in reported.items():
+        row = int(rows[index])
+        if tokens[index] < 0:
+            continue
+        found = logits_V if reports_raw else processed_logits(logits_V, batch, row)
+        lines[row] = log_probs(found[None], tokens[index : index + 1], top_n=int(batch.num_log_probs[row]))
+    return tokens, lines
 
 
 def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.NDArray[np.floating[Any]]:

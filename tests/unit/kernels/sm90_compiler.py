@@ -104,15 +104,18 @@ def call_every_kernel() -> None:
             )
 
         floats, integers = torch.zeros(count), torch.zeros(count, dtype=torch.int64)
-        sampling_triton.sample(
-            torch.zeros(count, 128256, dtype=bf16),
-            temperature_N=floats,
-            top_k_N=lengths,
-            top_p_N=floats,
-            min_p_N=floats,
-            seeds_N=integers,
-            positions_N=integers,
-        )
+        columns = {
+            "temperature_N": floats,
+            "top_k_N": lengths,
+            "top_p_N": floats,
+            "min_p_N": floats,
+            "seeds_N": integers,
+            "positions_N": integers,
+        }
+        sampling_triton.sample(torch.zeros(count, 128256, dtype=bf16), **columns)
+        changed = torch.zeros(count, 128256)
+        sampling_triton.sample(changed, **columns)
+        sampling_triton.sample(changed, **columns, processed_NV=changed)
         for alignment in (16, 64):
             routing = moe_routing_triton.moe_routing(torch.zeros(count, 128, dtype=bf16), top_k=8, alignment=alignment)
             moe_experts_triton.moe_experts(

@@ -22,12 +22,13 @@ VARIANTS = {
     "_place": 1,
     "_prefill_block": 3,
     "_reduce_parts": 2,
-    "_sample": 1,
+    "_sample": 3,
     "_sum_blocks": 1,
     "_swiglu": 2,
 }
 """Number of compilations by kernel: with and without an addition, splits, norms of each or of all heads, or a window;
-two head sizes; both activations; expert slots and pairs; tiles for few and for many tokens. Once for all batch sizes.
+two head sizes; both activations; expert slots and pairs; tiles for few and for many tokens; logits of the model,
+changed ones, and ones to report. Once for all batch sizes.
 """
 
 

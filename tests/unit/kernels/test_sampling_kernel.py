@@ -32,7 +32,7 @@ def parameters(*, rows=1, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, seed=0
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Small tiles, so that short rows have several, the last one partial."""
-    monkeypatch.setattr(sampling_triton, "vocabulary_tile", lambda vocabulary: Tile(64, 1))
+    monkeypatch.setattr(sampling_triton, "vocabulary_tile", lambda _vocabulary, _size: Tile(64, 1))
 
 
 @pytest.fixture(params=[8, 256], ids=["few candidates", "many candidates"])
@@ -42,10 +42,13 @@ def candidates(request, monkeypatch):
 
 
 def check(logits, arguments):
-    tokens, log_probs = sampling_triton.sample(logits, **arguments)
-    expected_tokens, expected_log_probs = sampling.sample(logits, **arguments)
-    assert tokens.tolist() == expected_tokens.tolist()
+    processed, expected_processed = torch.full((2, *logits.shape), torch.nan)
+    tokens, log_probs = sampling_triton.sample(logits, **arguments, processed_NV=processed)
+    expected_tokens, expected_log_probs = sampling.sample(logits, **arguments, processed_NV=expected_processed)
+    assert tokens.tolist() == expected_tokens.tolist() == sampling_triton.sample(logits, **arguments)[0].tolist()
     torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-5, atol=1e-5, equal_nan=True)
+    is_finite = tokens >= 0
+    torch.testing.assert_close(processed[is_finite], expected_processed[is_finite], rtol=1e-5, atol=1e-5)
 
 
 @given(

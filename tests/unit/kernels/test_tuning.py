@@ -61,7 +61,7 @@ def test_next_power_of_2(number):
 
 @given(width=SIZES)
 def test_tiles_of_a_vocabulary_and_of_elements_are_bounded(width):
-    assert tuning.vocabulary_tile(width).block <= 4096
+    assert tuning.vocabulary_tile(width, 2).block <= 4096
     assert tuning.elementwise_tile(width).block <= 1024
 
 

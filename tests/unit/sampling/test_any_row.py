@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from device_step import on_device
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_kernels import sampling as device
+from megatron_kernels import sampling
+from megatron_runtime.backends.native.torch_executor import ForwardStep, LogitRows
 from megatron_runtime.requests.sampling_params import BIASES, PARAMETERS, SamplingParams
-from megatron_runtime.sampling.batch import Float32, Int32, RowFailure, SamplingColumns
-from megatron_runtime.sampling.sampler import Int64, LogProbs, sample_step
+from megatron_runtime.sampling.batch import Float32, RowFailure, SamplingColumns
+from megatron_runtime.sampling.sampler import LogProbs, sample_step
 
 VOCABULARY = 300
 PROMPT = np.array([0, 5, 299], np.int32)
@@ -24,59 +25,33 @@ INNOCENT = np.random.default_rng(0).normal(size=VOCABULARY).astype(np.float32)
 INNOCENT_PARAMS = SamplingParams(temperature=0.8, top_p=0.9, seed=1, return_log_probs=True)
 
 
-class Step:
-    """StepLogits of three rows, of which two are innocent.
+ROWS = np.arange(3)
 
-    columns: draw the tokens by the reference of the device's kernel; None: the host does.
-    prompt:  logits of the prompt tokens of the other row.
+
+def step_of(
+    logits_V: Float32,
+    *,
+    prompt: Float32 = INNOCENT,
+    hidden: float = 1.0,
+    not_finite: tuple[int, ...] = (),
+    columns: SamplingColumns | None = None,
+    raw: bool = True,
+) -> ForwardStep:
+    """Return a step of three rows, of which two are innocent.
+
+    prompt:  logits of a prompt token of the other row.
     hidden:  a number of its hidden state.
+    columns: sample with these parameters as on a GPU, by the reference of the kernel; None: on the host.
     """
-
-    sampled_rows: Int64 = np.arange(3)
-
-    def __init__(
-        self,
-        logits_V: Float32,
-        columns: SamplingColumns | None = None,
-        *,
-        prompt: Float32 = INNOCENT,
-        hidden: float = 1.0,
-        not_finite: tuple[int, ...] = (),
-    ) -> None:
-        self._logits_NV = np.stack([INNOCENT, logits_V, INNOCENT])
-        self._columns, self._prompt, self._hidden = columns, prompt, hidden
-        self._not_finite = np.array(not_finite, np.int64)
-
-    def draw(self) -> Int32 | None:
-        if self._columns is None:
-            return None
-        batch = rows(self._columns)
-        tokens_N, _ = device.sample(
-            torch.from_numpy(self._logits_NV),
-            temperature_N=torch.from_numpy(batch.temperature),
-            top_k_N=torch.from_numpy(batch.top_k),
-            top_p_N=torch.from_numpy(batch.top_p),
-            min_p_N=torch.from_numpy(batch.min_p),
-            seeds_N=torch.from_numpy(batch.seeds.view(np.int64)),
-            positions_N=torch.from_numpy(batch.positions),
-        )
-        return tokens_N.numpy()
-
-    def sampled_logits(self, which: Int64 | None = None) -> Float32:
-        return self._logits_NV.copy() if which is None else self._logits_NV[which]
-
-    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
-        yield 1, 0, np.stack([INNOCENT, self._prompt])
-        yield 1, 2, INNOCENT[None]
-
-    def hidden_states(self, which: Int64) -> Float32:
-        return np.stack([np.array([0.0, self._hidden], np.float32) for _ in which])
-
-    def rows_not_finite(self) -> Int64:
-        return self._not_finite
-
-    def share_logits(self) -> None:
-        raise AssertionError("this rank samples")
+    step = ForwardStep(
+        rows=LogitRows(order=ROWS, sampled_rows=ROWS, targets=[(1, slice(0, 2)), (1, slice(2, 3))]),
+        logits_BV=torch.from_numpy(np.stack([INNOCENT, logits_V, INNOCENT])),
+        logits_of=lambda x_ND: x_ND,
+        hidden_of=lambda which: torch.tensor([[0.0, hidden]]).expand(len(which), 2),
+        not_finite=lambda: np.array(not_finite, np.int64),
+        x_TD=torch.from_numpy(np.stack([INNOCENT, prompt, INNOCENT])),
+    )
+    return step if columns is None else on_device(step, rows(columns), sampling.sample, reports_raw=raw)
 
 
 def rows(columns: SamplingColumns) -> Any:
@@ -130,7 +105,7 @@ LOGITS = st.tuples(NUMBERS, st.dictionaries(st.integers(0, VOCABULARY - 1), NUMB
 """A number of all tokens, and numbers of some."""
 
 
-def check(fields: dict[str, Any], of_all: float, of_some: dict[int, float], *, on_device: bool, raw: bool) -> int:
+def check(fields: dict[str, Any], of_all: float, of_some: dict[int, float], *, on_gpu: bool, raw: bool) -> int:
     """Sample one row between two innocent ones. Return its token."""
     params = SamplingParams(**fields)
     logits_V = np.full(VOCABULARY, of_all, np.float32)
@@ -138,9 +113,9 @@ def check(fields: dict[str, Any], of_all: float, of_some: dict[int, float], *, o
         logits_V[token] = value
     columns = admit(params)
     with np.errstate(all="raise", under="ignore"):  # no warning reaches the caller either
-        step = Step(logits_V, columns if on_device else None)
+        step = step_of(logits_V, columns=columns if on_gpu else None, raw=raw)
         tokens, reported, of_prompts, _ = sample_step(step, rows(columns), reports_raw=raw)
-    expected, _, _, _ = sample_step(Step(INNOCENT), rows(admit(INNOCENT_PARAMS)), reports_raw=raw)
+    expected, _, _, _ = sample_step(step_of(INNOCENT), rows(admit(INNOCENT_PARAMS)), reports_raw=raw)
     assert tokens[[0, 2]].tolist() == expected[[0, 2]].tolist()
     token = int(tokens[1])
     if token < 0:
@@ -148,7 +123,7 @@ def check(fields: dict[str, Any], of_all: float, of_some: dict[int, float], *, o
         assert not np.isfinite(logits_V).all() or params.has_penalties or params.logit_bias
     else:
         assert token < VOCABULARY
-        assert logits_V[token] > -math.inf or on_device
+        assert logits_V[token] > -math.inf or on_gpu
         assert np.isfinite(logits_V.max())
     for row, found in reported.items():
         assert_log_probs(found)
@@ -164,7 +139,7 @@ def assert_log_probs(found: LogProbs) -> None:
 
 
 @pytest.mark.parametrize("raw", [True, False], ids=["raw log-probabilities", "processed log-probabilities"])
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "device"])
 @given(fields=PARAMS, logits=LOGITS)
 @example(fields={"top_p": 0.9, "repetition_penalty": 0.01}, logits=(MAX, {}))
 @example(fields={"repetition_penalty": 100, "logit_bias": {5: -100}}, logits=(-MAX, {5: -MAX}))
@@ -175,11 +150,11 @@ def assert_log_probs(found: LogProbs) -> None:
 @example(fields={"top_n_logprobs": 5}, logits=(-math.inf, {}))
 @example(fields={"min_tokens": 3, "stop_token_ids": list(range(300))}, logits=(-math.inf, {4: 1.0}))
 @example(fields={"bad_words": ["every token"], "temperature": 0}, logits=(math.inf, {}))
-def test_a_row_gets_a_token_or_fails_alone(fields: Any, logits: Any, on_device: bool, raw: bool) -> None:
-    check(fields, *logits, on_device=on_device, raw=raw)
+def test_a_row_gets_a_token_or_fails_alone(fields: Any, logits: Any, on_gpu: bool, raw: bool) -> None:
+    check(fields, *logits, on_gpu=on_gpu, raw=raw)
 
 
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize(
     ("fields", "logits", "failure"),
     [
@@ -192,17 +167,17 @@ def test_a_row_gets_a_token_or_fails_alone(fields: Any, logits: Any, on_device: 
         ({}, (-math.inf, {9: 3.0}), None),
     ],
 )
-def test_the_failure_names_its_cause(fields: Any, logits: Any, failure: RowFailure | None, on_device: bool) -> None:
-    token = check(fields, *logits, on_device=on_device, raw=True)
+def test_the_failure_names_its_cause(fields: Any, logits: Any, failure: RowFailure | None, on_gpu: bool) -> None:
+    token = check(fields, *logits, on_gpu=on_gpu, raw=True)
     assert token == failure if failure is not None else token >= 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_of_a_prompt_and_hidden_states_that_are_not_finite_fail_their_row(bad: float) -> None:
-    expected, _, _, _ = sample_step(Step(INNOCENT), rows(admit(INNOCENT_PARAMS)), reports_raw=True)
+    expected, _, _, _ = sample_step(step_of(INNOCENT), rows(admit(INNOCENT_PARAMS)), reports_raw=True)
     prompt = INNOCENT.copy()
     prompt[200] = bad
     params = SamplingParams(top_n_logprobs=5, num_tokens_to_generate=1, return_hidden_state=True)
-    for step in (Step(INNOCENT, prompt=prompt), Step(INNOCENT, hidden=bad), Step(INNOCENT, not_finite=(1,))):
+    for step in (step_of(INNOCENT, prompt=prompt), step_of(INNOCENT, hidden=bad), step_of(INNOCENT, not_finite=(1,))):
         tokens, _, _, _ = sample_step(step, rows(admit(params)), reports_raw=True)
         assert tokens.tolist() == [expected[0], RowFailure.MODEL, expected[2]]

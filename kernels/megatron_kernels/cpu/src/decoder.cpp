@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
+#include <span>
 
 namespace megatron {
 
@@ -36,7 +38,9 @@ int64_t panels_of_part(int64_t panels, int64_t threads) {
 void split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert = 0, int64_t first = 0) {
   const int64_t count = std::max<int64_t>(1, divide_up(rows, MOST_BLOCK_ROWS));
   const int64_t size = divide_up(divide_up(rows, count), LEAST_BLOCK_ROWS) * LEAST_BLOCK_ROWS;
-  for (int64_t at = 0; at < rows; at += size) blocks.push_back({expert, first + at, std::min(size, rows - at)});
+  for (int64_t at = 0; at < rows; at += size) {
+    blocks.push_back({.expert = expert, .first = first + at, .rows = std::min(size, rows - at)});
+  }
 }
 
 }  // namespace
@@ -93,7 +97,8 @@ void Decoder::plan(const Step& step, int64_t threads) {
   const int64_t attention_floats =
       2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + attention_scratch(attention_rows, model_.head_dim);
   const int64_t gate_floats = 2 * MOST_BLOCK_ROWS * MOST_GATE_PANELS * PANEL;
-  scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, model_.hidden, queries}), 16) * 16;
+  const int64_t routing_floats = model_.hidden + 2 * model_.routed;
+  scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, routing_floats, queries}), 16) * 16;
   scratch_.reserve(threads * scratch_stride_);
   token_blocks_.clear();
   logit_blocks_.clear();
@@ -140,7 +145,16 @@ void Decoder::plan_attention(const Step& step, int64_t threads) {
         for (int64_t at = (count - 1) / prompt_tokens_ * prompt_tokens_; at >= 0; at -= prompt_tokens_) {
           const int64_t tokens = std::min(prompt_tokens_, count - at), position = length - count + at;
           for (int64_t group = 0; group < kv_heads; ++group) {
-            attention_work_.push_back({sequence, group, 1, first + at, tokens, position, 0, position + tokens, -1, 0});
+            attention_work_.push_back({.sequence = sequence,
+                                       .first_group = group,
+                                       .groups = 1,
+                                       .first = first + at,
+                                       .tokens = tokens,
+                                       .position = position,
+                                       .begin = 0,
+                                       .end = position + tokens,
+                                       .split = -1,
+                                       .partial = 0});
           }
         }
         continue;
@@ -151,7 +165,16 @@ void Decoder::plan_attention(const Step& step, int64_t threads) {
         if (parts > 1) splits.emplace_back(parts, rows);
         for (int64_t part = 0; part < parts; ++part) {
           const int64_t begin = part * SPLIT_KEYS;
-          attention_work_.push_back({sequence, group, some, first, 1, length - 1, begin, begin + SPLIT_KEYS, split, rows});
+          attention_work_.push_back({.sequence = sequence,
+                                     .first_group = group,
+                                     .groups = some,
+                                     .first = first,
+                                     .tokens = 1,
+                                     .position = length - 1,
+                                     .begin = begin,
+                                     .end = begin + SPLIT_KEYS,
+                                     .split = split,
+                                     .partial = rows});
           if (parts > 1) rows += some * group_;
         }
       }
@@ -242,12 +265,12 @@ void Decoder::attend(const Step& step, int64_t number, int64_t thread, const Att
   const int64_t size = model_.head_dim, stride = size + PARTIAL_EXTRA, rows = work.groups * work.tokens * group_;
   const int64_t width = step.cache_format == FLOAT32 ? 4 : 2, queries = model_.heads * size;
   AttentionItem item;
-  item.cache = {step.cache + number * step.layer_bytes + work.first_group * size * width,
-                step.row_bytes,
-                model_.kv_heads * size * width,
-                step.page_size,
-                step.block_tables + work.sequence * step.block_table_stride,
-                step.cache_format};
+  item.cache = {.rows = step.cache + number * step.layer_bytes + work.first_group * size * width,
+                .row_bytes = step.row_bytes,
+                .values = model_.kv_heads * size * width,
+                .page_size = step.page_size,
+                .pages = step.block_tables + work.sequence * step.block_table_stride,
+                .format = step.cache_format};
   item.query_stride = queries + 2 * model_.kv_heads * size;
   item.queries = qkv_.get() + work.first * item.query_stride + work.first_group * group_ * size;
   item.tokens = work.tokens;
@@ -304,7 +327,7 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer, int6
       operations_.rms_norm(normed, layer.mlp_norm, to, hidden, static_cast<float>(model_.epsilon));
       normed = to;
     }
-    route(layer, normed, token, routing);
+    route(layer, normed, token, scratch(worker.number()) + hidden, routing);
   });
   if (worker.number() == 0) group_by_expert(tokens, layer.num_experts);
   worker.barrier();
@@ -330,10 +353,12 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer, int6
   });
 }
 
-// Choose a token's experts: those of the largest probabilities. routing: of all tokens, null if it is not recorded.
-void Decoder::route(const Layer& layer, const float* x, int64_t token, int32_t* routing) {
+// Choose a token's experts: those of the largest probabilities. memory: 2 · routed floats. routing: of all tokens, null if
+// it is not recorded.
+void Decoder::route(const Layer& layer, const float* x, int64_t token, float* memory, int32_t* routing) {
   const int64_t per_token = model_.routed_per_token;
-  std::vector<float> shares(model_.routed);
+  const std::span<float> shares(memory, model_.routed);
+  const std::span<int32_t> order(reinterpret_cast<int32_t*>(memory + model_.routed), model_.routed);
   for (int64_t expert = 0; expert < model_.routed; ++expert) {
     shares[expert] = operations_.dot(x, layer.router + expert * model_.hidden, model_.hidden);
   }
@@ -341,9 +366,8 @@ void Decoder::route(const Layer& layer, const float* x, int64_t token, int32_t* 
   float total = 0.0f;
   for (float& share : shares) total += share = std::exp(share - most);
   int64_t* chosen = chosen_.data() + token * per_token;
-  std::vector<int64_t> order(model_.routed);
-  for (int64_t expert = 0; expert < model_.routed; ++expert) order[expert] = expert;
-  std::partial_sort(order.begin(), order.begin() + per_token, order.end(), [&](int64_t a, int64_t b) {
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + per_token, order.end(), [&](int32_t a, int32_t b) {
     return shares[a] > shares[b] || (shares[a] == shares[b] && a < b);
   });
   if (routing != nullptr) std::copy_n(order.begin(), per_token, routing + token * per_token);
@@ -442,7 +466,7 @@ Prepared Decoder::gated(Worker& worker, const Layer& layer, const std::vector<Ro
       operations_.prepare(format, gate, outputs, 1, outputs, to);
     }
   });
-  return {format, gated_.get(), bytes};
+  return {.format = format, .rows = gated_.get(), .row_bytes = bytes};
 }
 
 // Normalise rows of x unless norm is null, and bring them into the format of a matrix. rows_of: rows of x, in their order;
@@ -467,7 +491,7 @@ Prepared Decoder::prepare(Worker& worker, const Matrix& matrix, const float* x, 
   } else {
     worker.share(rows, prepare_row);
   }
-  return {format, to, bytes};
+  return {.format = format, .rows = to, .row_bytes = bytes};
 }
 
 }  // namespace megatron

@@ -93,7 +93,7 @@ class Decoder {
   void attend(const Step& step, int64_t number, int64_t thread, const AttentionWork& work);
   void feed_forward(Worker& worker, const Step& step, const Layer& layer);
   void mixture(Worker& worker, const Step& step, const Layer& layer, int64_t layer_of_call);
-  void route(const Layer& layer, const float* x, int64_t token, int32_t* routing);
+  void route(const Layer& layer, const float* x, int64_t token, float* memory, int32_t* routing);
   void group_by_expert(int64_t tokens, int64_t held);
   void logits(Worker& worker, const Step& step);
   void add_output(Worker& worker, const Step& step, const Matrix& matrix, Prepared inputs, const float* norm);

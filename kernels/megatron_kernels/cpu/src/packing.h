@@ -9,7 +9,7 @@ enum Source : int64_t {
 };
 
 // Bytes of a panel's nibbles, fifth bits and pairs of bits of one block.
-constexpr int64_t NIBBLES = BLOCK * PANEL / 2, FIFTH_BITS = BLOCK * PANEL / 8, BIT_PAIRS = BLOCK * PANEL / 4;
+constexpr int64_t NIBBLES = Int5Weights::NIBBLES, FIFTH_BITS = Int5Weights::BITS, BIT_PAIRS = Q2KWeights::PAIRS;
 
 // Bytes of `count` values of a row.
 int64_t source_bytes(int64_t source, int64_t count) {
@@ -42,30 +42,31 @@ int64_t source_bytes(int64_t source, int64_t count) {
   }
 }
 
-// Bytes of `count` inputs of a panel, as described in kernels.h and matmul_k.h.
+// Bytes of `count` inputs of a panel.
 int64_t target_bytes(int64_t format, int64_t count) {
   switch (format) {
     case FLOAT32:
-      return count * PANEL * 4;
+      return Float32Weights::panel_bytes(count);
     case BFLOAT16:
+      return Bfloat16Weights::panel_bytes(count);
     case FLOAT16:
-      return count * PANEL * 2;
+      return Float16Weights::panel_bytes(count);
     case INT8:
-      return count / BLOCK * (BLOCK * PANEL + 2 * PANEL);
+      return Int8Weights::panel_bytes(count);
     case INT5:
-      return count / BLOCK * (NIBBLES + FIFTH_BITS + 4 * PANEL);
+      return Int5Weights::panel_bytes(count);
     case INT4:
-      return count / BLOCK * (NIBBLES + 4 * PANEL);
+      return Int4Weights::panel_bytes(count);
     case Q2_K:
-      return count / SUPER_BLOCK * (4 * PANEL + 8 * (BIT_PAIRS + 2 * PANEL));
+      return Q2KWeights::panel_bytes(count);
     case Q3_K:
-      return count / SUPER_BLOCK * (2 * PANEL + 8 * (BIT_PAIRS + FIFTH_BITS + 2 * PANEL));
+      return Q3KWeights::panel_bytes(count);
     case Q4_K:
-      return count / SUPER_BLOCK * (4 * PANEL + 8 * (NIBBLES + 2 * PANEL));
+      return Q4KWeights::panel_bytes(count);
     case Q5_K:
-      return count / SUPER_BLOCK * (4 * PANEL + 8 * (NIBBLES + FIFTH_BITS + 2 * PANEL));
+      return Q5KWeights::panel_bytes(count);
     default:
-      return count / SUPER_BLOCK * (2 * PANEL + 8 * (NIBBLES + BIT_PAIRS + 2 * PANEL));
+      return Q6KWeights::panel_bytes(count);
   }
 }
 

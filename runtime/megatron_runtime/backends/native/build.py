@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
@@ -22,6 +23,8 @@ from megatron_runtime.requests.config import InferenceConfig
 
 if TYPE_CHECKING:
     from megatron_runtime.distributed.groups import Groups
+
+logger = logging.getLogger(__name__)
 
 
 def build_native(settings: EngineSettings) -> NativeBackend:
@@ -134,13 +137,16 @@ def select_executor(
         return CpuExecutor(source, controller, dtype=dtype, make_forward=make_forward, **options)
 
     rows = config.request_slots
+    graph_rows = 0 if config.num_cuda_graphs == 0 else min(rows, config.cuda_graph_max_tokens)
+    if graph_rows and config.use_cuda_graphs_for_non_decode_steps and not is_check:
+        logger.info("use_cuda_graphs_for_non_decode_steps has no effect: only steps without prompts are CUDA graphs")
     return CudaExecutor(
         source,
         controller,
         dtype=dtype,
         max_rows=rows,
         max_tokens=config.step_tokens,
-        graph_rows=0 if config.num_cuda_graphs == 0 else min(rows, config.cuda_graph_max_tokens),
+        graph_rows=graph_rows,
         device=where,
         **options,
     )

@@ -17,18 +17,31 @@ class MemoryShortError(RuntimeError):
     """There is too little memory for a load. The message has both amounts and the remedy."""
 
 
-def require_memory(needed: int, *, what: str, available: int | None = None, device: torch.device | None = None) -> None:
+_OF_THE_HOST = "free memory on the node or raise the memory limit of the container"
+_OF_A_GPU = "end other processes that use this GPU, or divide the model over more GPUs (tensor or expert parallelism)"
+
+
+def require_memory(
+    needed: int,
+    *,
+    what: str,
+    available: int | None = None,
+    device: torch.device | None = None,
+    remedy: str = _OF_A_GPU,
+) -> None:
     """Raise MemoryShortError unless `needed` bytes are available.
 
     available: None means what `device` or, without a GPU, the system reports.
+    remedy:    if the memory of a GPU is short.
     """
+    is_gpu = device is not None and device.type == "cuda"
     if available is None:
-        is_gpu = device is not None and device.type == "cuda"
         available = torch.cuda.mem_get_info(device)[0] if is_gpu else available_bytes()
     if available is not None and needed > available:
+        where = f"free on {device}" if is_gpu else "available"
         raise MemoryShortError(
-            f"{what} needs {needed / (1 << 20):.0f} MiB, {available / (1 << 20):.0f} MiB are available: free memory on "
-            "the node or raise the memory limit of the container"
+            f"{what} needs {needed / (1 << 20):.0f} MiB, {available / (1 << 20):.0f} MiB are {where}: "
+            f"{remedy if is_gpu else _OF_THE_HOST}"
         )
 
 
@@ -62,7 +75,11 @@ class KVPool:
         if self.cache_LPXE is not None:
             return
         kept = self._kept
-        if kept is not None and self._device.type == "cpu":
+        if self._device.type == "cuda":
+            size = math.prod(self._shape_LPXE) * self._dtype.itemsize
+            lower = "lower kv_cache_memory, or end other processes that use this GPU"
+            require_memory(size, what="allocating the KV cache", device=self._device, remedy=lower)
+        elif kept is not None:
             require_memory(kept[1].nbytes, what="restoring the KV cache")
         self.cache_LPXE = self._zeros()
         if kept is not None:

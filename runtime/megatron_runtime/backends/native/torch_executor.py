@@ -26,8 +26,8 @@ from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.weights import require_divisible
 from megatron_runtime.requests.config import LogprobsMode
-from megatron_runtime.sampling.batch import Float32
-from megatron_runtime.sampling.sampler import sample_step
+from megatron_runtime.sampling.batch import Float32, SamplingBatch
+from megatron_runtime.sampling.sampler import LogProbs, log_probs, sample_rows, sample_step
 
 Parts = list[tuple[Rows, StepResult]]
 
@@ -35,65 +35,80 @@ LOGIT_ROWS = 64
 """Prompt tokens whose logits are computed at a time: 32 MiB with a vocabulary of 128k."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardStep:
-    """Implements StepLogits: the output of a forward pass, copied to the host as it is needed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitRows:
+    """The rows of a plan in a forward pass, and the tokens whose logits are needed.
 
+    order:        int64 [n]; the plan's rows in the order of the pass's tokens.
     sampled_rows: int64 [n]; the plan's rows that need a token.
-    at:           the rows of logits_BV, and of what read_tokens() returns, that belong to them.
-    logits_BV:    logits, in the model's type.
-    read_tokens:  waits for the device and returns int32 [B], drawn from them; None if the host samples.
-    logits_of:    computes logits_NV of hidden states x_ND after the last layer.
-    x_TD:         hidden states of prompt tokens after the last layer.
-    hidden_of:    computes x_ND, the hidden states after the last norm, of some of sampled_rows.
-    targets:      (row of the plan, rows of x_TD whose logits its prompt targets need).
-    routing_GTJ:  int32; the J experts of each token in the model's G layers, by falling share. Undefined for a layer
-                  without experts. None if they are not recorded.
-    routed_rows:  int64 [n]; the plan's rows in the order of the tokens of routing_GTJ, which padding may follow.
-    not_finite:   returns what rows_not_finite() does.
+    targets:      (row of the plan, rows of the pass's x_TD whose logits its prompt targets need).
     """
 
+    order: Int64
     sampled_rows: Int64
-    at: Int64 | slice
-    logits_BV: torch.Tensor
-    read_tokens: Callable[[], Int32] | None
-    logits_of: Callable[[torch.Tensor], torch.Tensor]
-    x_TD: torch.Tensor | None
     targets: list[tuple[int, slice]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardStep:
+    """Implements StepLogits: the output of a forward pass, from which the host samples.
+
+    rows:         the rows of logits_BV, x_TD and routing_GTJ.
+    logits_BV:    logits, in the model's type; here of rows.sampled_rows.
+    logits_of:    computes logits_NV of hidden states x_ND after the last layer.
+    hidden_of:    computes x_ND, the hidden states after the last norm, of some of sampled_rows.
+    not_finite:   returns what rows_not_finite() does.
+    x_TD:         hidden states of prompt tokens after the last layer; None for a step without prompt targets.
+    routing_GTJ:  int32; the J experts of each token in the model's G layers, by falling share; padding may follow.
+                  Undefined for a layer without experts. None if they are not recorded.
+    """
+
+    rows: LogitRows
+    logits_BV: torch.Tensor
+    logits_of: Callable[[torch.Tensor], torch.Tensor]
     hidden_of: Callable[[Int64], torch.Tensor]
-    routing_GTJ: torch.Tensor | None
-    routed_rows: Int64
     not_finite: Callable[[], Int64]
+    x_TD: torch.Tensor | None = None
+    routing_GTJ: torch.Tensor | None = None
+
+    @property
+    def sampled_rows(self) -> Int64:
+        return self.rows.sampled_rows
 
     def rows_not_finite(self) -> Int64:
         return self.not_finite()
 
-    def draw(self) -> Int32 | None:
-        """Return the tokens of `sampled_rows` when the device has drawn them; None if the host samples."""
-        return None if self.read_tokens is None else self.read_tokens()[self.at]
+    def sample(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[Int32, dict[int, LogProbs]]:
+        return sample_rows(self.sampled_logits(), self.sampled_rows, batch, reports_raw=reports_raw)
 
-    def sampled_logits(self, which: Int64 | None = None) -> Float32:
-        at: slice | torch.Tensor
-        if isinstance(self.at, slice):
-            at = self.at if which is None or len(which) == len(self.sampled_rows) else torch.from_numpy(which)
-        else:
-            at = torch.from_numpy(self.at if which is None else self.at[which]).to(self.logits_BV.device)
-        return _on_host(self.logits_BV[at])
+    def sampled_logits(self) -> Float32:
+        """Return float32 [n, V], the logits of sampled_rows."""
+        return _on_host(self.logits_BV)
 
-    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
-        for row, where in self.targets:
+    def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
+        for row, first, logits_NV in self.prompt_logits():
+            targets = batch.prompt_targets[row][first : first + len(logits_NV)]
+            yield row, log_probs(_on_host(logits_NV), targets, top_n=max(0, int(batch.num_log_probs[row])))
+
+    def prompt_logits(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield (row of the plan, number of the first target, logits_NV) for each block of prompt targets."""
+        for row, where in self.rows.targets:
             assert self.x_TD is not None, "a step with prompts is not replayed from a graph"
             for start in range(where.start, where.stop, LOGIT_ROWS):
                 part_ND = self.x_TD[start : min(start + LOGIT_ROWS, where.stop)]
-                yield row, start - where.start, _on_host(self.logits_of(part_ND))
+                yield row, start - where.start, self.logits_of(part_ND)
 
     def hidden_states(self, which: Int64) -> Float32:
         return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
+        """On a rank that does not sample, contribute its part of all logits that the sampling rank reads."""
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
-        self.draw()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the device has computed the step."""
 
 
 class TorchOptions(TypedDict, total=False):
@@ -128,6 +143,7 @@ class TorchExecutor(ABC):
     controller:      tokenizer and grammars; None uses the source's tokenizer.
     dtype, cache_dtype: of activations, and of keys and values.
     linears:         returns a new factory of the model's matrices.
+    staging:         as in WeightStore.
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -142,6 +158,7 @@ class TorchExecutor(ABC):
         dtype: torch.dtype,
         cache_dtype: torch.dtype,
         linears: Callable[[], LinearFactory],
+        staging: Callable[[DecoderWeights], LinearFactory] | None = None,
         kv_cache_memory: int | None,
         max_sequence_length: int | None = None,
         page_size: int = 16,
@@ -159,7 +176,7 @@ class TorchExecutor(ABC):
         self._shard = shard = groups.shard if groups is not None else shard or Shard()
         self._sizes = shard.sizes
         self._store = WeightStore(
-            source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard
+            source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard, staging=staging
         )
         self.model_config = config = self._store.config
         if records_routing and config.moe is None:
@@ -189,6 +206,9 @@ class TorchExecutor(ABC):
         self._make_pool = lambda: KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
         self._pool = self._make_pool()
         self._page_bytes = page_bytes
+        self._kept_pages: Int64 | None = None
+        self._loaded = (False, False)
+        """Whether the last load() loaded weights, and whether it allocated the cache."""
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -249,7 +269,8 @@ class TorchExecutor(ABC):
     @torch.inference_mode()
     def load(self) -> None:
         torch.set_num_threads(self._threads if self._threads is not None else default_threads())
-        if not self.has_weights:
+        had_weights, had_cache, self._loaded = self.has_weights, self.has_cache, (False, False)
+        if not had_weights:
             self._store.load()
             try:
                 self._use_model(self._store.weights)
@@ -257,6 +278,18 @@ class TorchExecutor(ABC):
                 self.release_weights()
                 raise
         self._pool.allocate()
+        self._loaded = (not had_weights, not had_cache)
+
+    def unload(self) -> None:
+        """Undo the last load(), because a later part of the load failed here or on another rank."""
+        (weights, cache), self._loaded = self._loaded, (False, False)
+        if weights:
+            self.release_weights()
+        if cache:
+            self.release_kv(self._kept_pages)
+
+    def prepare(self) -> None:  # noqa: B027 - a CPU has nothing to prepare
+        """Compile and record what the steps run. Called on each rank when all ranks are loaded."""
 
     def release_weights(self) -> None:
         self._use_model(None)
@@ -264,6 +297,7 @@ class TorchExecutor(ABC):
         self._trim_memory()
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
+        self._kept_pages = keep_pages
         self._pool.release(keep_pages)
         self._trim_memory()
 
@@ -312,9 +346,9 @@ class TorchExecutor(ABC):
                 continue
             result = StepResult(*sample_step(step, batch.plan.sampling, reports_raw=self._reports_raw))
             if step.routing_GTJ is not None:
-                result = replace(result, routing=self._routing_of(batch.plan, step.routing_GTJ, step.routed_rows))
+                result = replace(result, routing=self._routing_of(batch.plan, step.routing_GTJ, step.rows.order))
             if groups is not None and not len(step.sampled_rows):
-                step.draw()  # wait for the device: a step must be computed before it is reported as done
+                step.wait()  # a step must be computed before it is reported as done
             if len(batch.rows):
                 parts.append((batch.rows, result))
         if groups is not None:
@@ -343,7 +377,7 @@ class TorchExecutor(ABC):
             self._groups.send_to_next_stage(routing_GTJ[: layers.stop].flatten(0, 1))
 
     def _routing_of(self, plan: StepPlan, routing_GTJ: torch.Tensor, rows: Int64) -> npt.NDArray[Any]:
-        """Return StepResult.routing. rows: as ForwardStep.routed_rows."""
+        """Return StepResult.routing. rows: as LogitRows.order."""
         config = self.model_config
         assert config.moe is not None
         mixtures = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]

@@ -34,6 +34,8 @@ class WeightStore:
     source:  the model that load() reads.
     linears: returns a new factory of the matrices; None keeps them dense, of type `dtype`.
     require_memory: called as require_memory(bytes, what=...) before weights are read; raises MemoryShortError.
+    staging: returns a factory of staged matrices in host memory, given the weights in use, to which swap() copies them;
+             None stages with `linears`.
     shard:   the part of the model that this rank holds; None means all of it.
     """
 
@@ -45,6 +47,7 @@ class WeightStore:
         *,
         require_memory: Callable[..., None] = require_host_memory,
         shard: Shard | None = None,
+        staging: Callable[[DecoderWeights], LinearFactory] | None = None,
     ) -> None:
         self.config = open_checkpoint(source).config
         self.source = source
@@ -55,6 +58,7 @@ class WeightStore:
         self._linears = linears or LinearFactory
         self._require_memory = require_memory
         self._shard = shard or Shard()
+        self._staging = staging
         self._signature: Signature | None = None
         self._staged: tuple[ModelSource, DecoderWeights, Signature] | None = None
 
@@ -78,7 +82,9 @@ class WeightStore:
         """
         if self.weights is not None:
             return
-        weights, signature = self._read(self.source, self._signature, what="loading the weights")
+        weights, signature = self._read(
+            self.source, self._signature, self._linears(), self._require_memory, what="loading the weights"
+        )
         is_trained = isinstance(self.source, ModelInMemory) and self.source.reopen is not None
         if self._signature is not None and signature.digest != self._signature.digest and not is_trained:
             raise UnusableWeightsError(
@@ -102,14 +108,19 @@ class WeightStore:
         """Read and verify other weights of the same model, and keep those in use. Raises the errors of load()."""
         self._staged = None
         resolved = self._resolve(source)
-        self._staged = resolved, *self._read(resolved, self._signature, what="staging the new weights")
+        linears, require_memory = self._linears(), self._require_memory
+        if self._staging is not None and self.weights is not None:
+            linears, require_memory = self._staging(self.weights), require_host_memory
+        what = "staging the new weights"
+        self._staged = resolved, *self._read(resolved, self._signature, linears, require_memory, what=what)
 
-    def swap(self) -> None:
-        """Use the staged weights from now on."""
+    def swap(self, adopt: Callable[[DecoderWeights], DecoderWeights] = lambda staged: staged) -> None:
+        """Use the staged weights from now on. adopt: returns the weights to use, given the staged ones."""
         if self._staged is None:
             raise RuntimeError("swap_weights() without staged weights: stage_weights() first")
-        self.source, self.weights, self._signature = self._staged
+        self.source, staged, self._signature = self._staged
         self._staged = None
+        self.weights = adopt(staged)
 
     def drop_staged(self) -> None:
         self._staged = None
@@ -118,15 +129,22 @@ class WeightStore:
         return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
 
     @torch.inference_mode()
-    def _read(self, source: ModelSource, like: Signature | None, *, what: str) -> tuple[DecoderWeights, Signature]:
+    def _read(
+        self,
+        source: ModelSource,
+        like: Signature | None,
+        linears: LinearFactory,
+        require_memory: Callable[..., None],
+        *,
+        what: str,
+    ) -> tuple[DecoderWeights, Signature]:
         opened = open_checkpoint(source)
         require_same_model(opened.config, wanted=self.config)
-        linears = self._linears()
         uses_kernels = isinstance(linears, PackedLinears)
         expected = like.kinds if like is not None else None
         checkpoint = VerifiedCheckpoint(opened, expected=expected, uses_kernels=uses_kernels)
         if not _is_mapped(opened, linears):
-            self._require_memory(self.num_bytes, what=what)
+            require_memory(self.num_bytes, what=what)
         threads = torch.get_num_threads() if uses_kernels else 1
         with _one_thread(), with_progress(checkpoint, what=what) as shown:
             weights = load_weights(shown, self._dtype, shard=self._shard, linears=linears, threads=threads)

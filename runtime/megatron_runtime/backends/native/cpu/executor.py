@@ -20,6 +20,7 @@ from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.torch_executor import (
     ForwardStep,
+    LogitRows,
     TorchExecutor,
     TorchOptions,
     rows_not_finite,
@@ -142,7 +143,7 @@ def _run_layers(
 def _output_of(
     model: DecoderModel,
     plan: StepPlan,
-    rows: LogitRows,
+    rows: PlannedRows,
     x_TD: torch.Tensor,
     routing_GTJ: torch.Tensor | None,
     logits_NV: torch.Tensor | None = None,
@@ -151,26 +152,21 @@ def _output_of(
 
     logits_NV: of the sampled rows; None: they are computed here.
     """
-    sampled, order = len(rows.sampled_rows), np.arange(len(plan.query_lengths))
-    x_ND = x_TD.index_select(0, rows.logit_rows_N)
     if logits_NV is None:
-        logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
+        sampled_N = rows.logit_rows_N[: len(rows.sampled_rows)]
+        logits_NV = model.logits(x_TD.index_select(0, sampled_N)) if len(sampled_N) else x_TD[:0]
 
     def hidden_of(which: Int64) -> torch.Tensor:
-        return model.finish(x_ND[torch.from_numpy(which)])
+        return model.finish(x_TD.index_select(0, rows.logit_rows_N[torch.from_numpy(which)]))
 
     return ForwardStep(
-        rows.sampled_rows,
-        slice(None),
-        logits_NV,
-        None,
-        model.logits,
-        x_ND,
-        rows.targets,
-        hidden_of,
-        routing_GTJ,
-        order,
-        partial(rows_not_finite, x_TD, plan, order),
+        rows=rows,
+        logits_BV=logits_NV,
+        logits_of=model.logits,
+        hidden_of=hidden_of,
+        not_finite=partial(rows_not_finite, x_TD, plan, rows.order),
+        x_TD=x_TD.index_select(0, rows.logit_rows_N) if rows.targets else None,
+        routing_GTJ=routing_GTJ,
     )
 
 
@@ -179,21 +175,15 @@ def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[Cpp
     return isinstance(model, CppDecoder) and cache_LPXE.shape[2] % PANEL == 0
 
 
-@dataclass(frozen=True, slots=True)
-class LogitRows:
-    """The tokens of a step whose logits are needed.
-
-    logit_rows_N: one for each of sampled_rows, then those of `targets`.
-    sampled_rows, targets: as in ForwardStep.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRows(LogitRows):
+    """logit_rows_N: the tokens whose logits are needed, one for each of sampled_rows, then those of `targets`."""
 
     logit_rows_N: torch.Tensor
-    sampled_rows: Int64
-    targets: list[tuple[int, slice]]
 
 
-def logit_rows(plan: StepPlan) -> LogitRows:
-    """Return the tokens whose logits a plan needs."""
+def logit_rows(plan: StepPlan) -> PlannedRows:
+    """Return the tokens whose logits a plan needs, in the plan's order."""
     ends = plan.query_lengths.cumsum(dtype=np.int64)
     sampled_rows = np.flatnonzero(plan.needs_sample)
     rows, targets, end = [ends[sampled_rows] - 1], [], len(sampled_rows)
@@ -201,7 +191,12 @@ def logit_rows(plan: StepPlan) -> LogitRows:
         rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
         targets.append((row, slice(end, end + len(tokens))))
         end += len(tokens)
-    return LogitRows(torch.from_numpy(np.concatenate(rows)), sampled_rows, targets)
+    return PlannedRows(
+        order=np.arange(len(ends)),
+        sampled_rows=sampled_rows,
+        targets=targets,
+        logit_rows_N=torch.from_numpy(np.concatenate(rows)),
+    )
 
 
 def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> AttentionBatch:

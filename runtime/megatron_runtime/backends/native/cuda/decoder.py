@@ -7,7 +7,7 @@ In a mixture of experts: A tokens of the steps of all expert ranks, Y experts of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -45,6 +45,9 @@ class DeviceLinears(LinearFactory):
     def dense(self, weight: Weight) -> torch.Tensor:
         return super().dense(weight).to(self._device, self._dtype)
 
+    def linear(self, weight_NK: Weight) -> Linear:
+        return Linear(self.dense(weight_NK))
+
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         stack_YNK: torch.Tensor | None = None
         for number, weight_NK in enumerate(map(super().dense, weights)):
@@ -55,11 +58,36 @@ class DeviceLinears(LinearFactory):
         return tuple(StackedLinear(stack_YNK, number) for number in range(count))
 
 
+class StagedLinears(LinearFactory):
+    """Creates dense matrices in host memory, from which they are copied over those of the device.
+
+    weights:  those on the device, of the same shapes.
+    allocate: returns memory of a size.
+    """
+
+    def __init__(self, dtype: torch.dtype, weights: DecoderWeights, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._dtype = dtype
+        self._size = sum(linear.dense().nbytes for linear in weights.matrices())
+        self._allocate = allocate
+        self._rest: torch.Tensor | None = None
+
+    def dense(self, weight: Weight) -> torch.Tensor:
+        weight_NK = super().dense(weight)
+        if self._rest is None:
+            self._rest = self._allocate(self._size)
+        size = weight_NK.numel() * self._dtype.itemsize
+        target, self._rest = self._rest[:size], self._rest[size:]
+        return target.view(self._dtype).view(weight_NK.shape).copy_(weight_NK)
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        return Linear(self.dense(weight_NK))
+
+
 class DeviceMixture:
     """A mixture of experts whose launches do not depend on the routing. `weights` were made by DeviceLinears."""
 
-    def __init__(self, weights: ExpertWeights, device: torch.device) -> None:
-        self._router_ND = weights.router_XD.dense().to(device)
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._router_ND = weights.router_XD.dense()
         self._gate_up_YGD = _stack([expert.gate_up_FD for expert in weights.experts])
         self._down_YDF = _stack([expert.down_DF for expert in weights.experts])
         self._first = weights.first
@@ -97,10 +125,8 @@ class KernelDecoder(Decoder):
         layers = tuple(_moved(layer, device) for layer in weights.layers)
         weights = replace(_moved(weights, device), layers=layers)
         super().__init__(config, weights, shard=shard, collectives=collectives)
-        self._kernels = kernels
-        self._mlps = [
-            layer.mlp if isinstance(layer.mlp, FeedForward) else DeviceMixture(layer.mlp, device) for layer in layers
-        ]
+        self.kernels = kernels
+        self._mlps = [layer.mlp if isinstance(layer.mlp, FeedForward) else DeviceMixture(layer.mlp) for layer in layers]
         self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(self._rotary, max_length).to(device)
         if self._local_rotary is not self._rotary:
             self._local_cos_sin_S2F = _cos_sin(self._local_rotary, max_length).to(device)
@@ -123,7 +149,7 @@ class KernelDecoder(Decoder):
 
         routing_GTJ: as in DecoderModel.run_layers().
         """
-        kernels, config = self._kernels, self.config
+        kernels, config = self.kernels, self.config
         rotated = local_rotated = _rotation(self._cos_sin_S2F, step)
         if self._local_cos_sin_S2F is not self._cos_sin_S2F:
             local_rotated = _rotation(self._local_cos_sin_S2F, step)
@@ -159,23 +185,10 @@ class KernelDecoder(Decoder):
             added_TD = self._optional_norm(self._feed_forward(mlp, normed_TD, routing_TJ), layer.mlp_output_norm_D)
         return residual_TD if added_TD is None else residual_TD + added_TD
 
-    def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        """Return tokens int32 [B], drawn with the parameters of the step."""
-        tokens_B, _ = self._kernels.sample(
-            logits_BV,
-            temperature_N=step.temperature_B,
-            top_k_N=step.top_k_B,
-            top_p_N=step.top_p_B,
-            min_p_N=step.min_p_B,
-            seeds_N=step.seeds_B,
-            positions_N=step.sample_positions_B,
-        )
-        return tokens_B
-
     def _attend(
         self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep, *, is_local: bool
     ) -> torch.Tensor:
-        kernels, count = self._kernels, step.decodes
+        kernels, count = self.kernels, step.decodes
         tables_BM, lengths_B = step.block_table_BM, step.lengths_B
         options: dict[str, Any] = {
             "num_kv_heads": self._kv_heads,
@@ -196,16 +209,16 @@ class KernelDecoder(Decoder):
         self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None
     ) -> torch.Tensor:
         if isinstance(mlp, FeedForward):
-            gated_TF = self._kernels.swiglu(mlp.gate_up_FD(x_TD), activation=self.config.activation)
+            gated_TF = self.kernels.swiglu(mlp.gate_up_FD(x_TD), activation=self.config.activation)
             return self._collectives.all_reduce(mlp.down_DF(gated_TF))
         assert self.config.moe is not None
-        y_AD, experts_AJ = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self._kernels)
+        y_AD, experts_AJ = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self.kernels)
         if routing_TJ is not None:
             routing_TJ.copy_(self._collectives.own_tokens(experts_AJ))
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
 
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        return self._kernels.add_rms_norm(None, x_TD, weight_D, epsilon=self.config.rms_norm_eps)
+        return self.kernels.add_rms_norm(None, x_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
     def _add_norm(
         self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor | None
@@ -213,7 +226,7 @@ class KernelDecoder(Decoder):
         """Add to the residual in place, and return its norm, or the residual if `weight_D` is None."""
         if weight_D is None:
             return residual_TD if added_TD is None else residual_TD.add_(added_TD)
-        return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
+        return self.kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
 
 def _cos_sin(rotary: RotaryEmbedding, max_length: int) -> torch.Tensor:
@@ -233,10 +246,12 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """Return `weights` with its tensor fields on the device. The matrices, of class Linear, are there already."""
-    tensors: dict[str, Any] = {
-        field.name: value.to(device)
-        for field in fields(weights)
-        if isinstance(value := getattr(weights, field.name), torch.Tensor)
-    }
-    return replace(weights, **tensors)
+    """Return `weights` with its tensors and its router on the device. All other matrices are there already."""
+    moved: dict[str, Any] = {}
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, torch.Tensor):
+            moved[field.name] = value.to(device)
+        elif isinstance(value, ExpertWeights):
+            moved[field.name] = replace(value, router_XD=Linear(value.router_XD.dense().to(device)))
+    return replace(weights, **moved)

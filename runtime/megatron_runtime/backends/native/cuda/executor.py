@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,18 +16,25 @@ import torch.nn.functional as F
 
 from megatron_kernels.registry import KernelConfig, select_kernels
 from megatron_kernels.sampling import NOT_FINITE
-from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
+from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder, StagedLinears
+from megatron_runtime.backends.native.cuda.device import CudaFunctions, DeviceFunctions, HostFunctions, Record
+from megatron_runtime.backends.native.cuda.sampling import DeviceForwardStep, draw, rows_drawn_later
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
-from megatron_runtime.backends.native.micro_batches import MicroBatch
-from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions, empty_routing
+from megatron_runtime.backends.native.micro_batches import GPU, MicroBatch, StepLimits, warm_up_plans
+from megatron_runtime.backends.native.torch_executor import (
+    ForwardStep,
+    LogitRows,
+    TorchExecutor,
+    TorchOptions,
+    empty_routing,
+)
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.models.decoder import DecoderWeights
+from megatron_runtime.process.progress import PROGRESS, Stage
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WARM_UP_RUNS = 2
-"""Before a capture, because a capture must not compile kernels or initialise libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +42,14 @@ class StepOutput:
     """The output of a step on the device, by row.
 
     logits_BV: of the last token of each row, in the model's type.
-    tokens_B:  int32, drawn from them; NOT_FINITE for a row with numbers that are not finite.
+    tokens_B, log_probs_B: int32 and float32, drawn from them; NOT_FINITE for a row with numbers that are not finite.
     routing_GTJ: as in ForwardStep.
     x_TD:      last hidden states of all tokens; None for a graph, which only needs those of the last tokens.
     """
 
     logits_BV: torch.Tensor
     tokens_B: torch.Tensor
+    log_probs_B: torch.Tensor
     routing_GTJ: torch.Tensor | None
     x_TD: torch.Tensor | None = None
 
@@ -62,15 +71,16 @@ def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
 class DecodeGraphs:
     """Decode steps as CUDA graphs: one launch from the host replays all kernels of a step, including sampling.
 
-    The graph of each size is captured when the size is first needed. All graphs share their memory.
-
-    run: computes a step with the given number of rows from buffers whose addresses do not change.
+    run:    computes a step with the given number of rows from buffers whose addresses do not change.
+    sizes:  numbers of rows, rising; each is captured.
     """
 
-    def __init__(self, run: Callable[[int], StepOutput]) -> None:
-        self._run = run
-        self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+    def __init__(self, run: Callable[[int], StepOutput], sizes: Sequence[int], record: Record) -> None:
+        self._captured: dict[int, tuple[Callable[[], None], StepOutput]] = {}
+        # The largest first: the others fit into its memory.
+        for done, size in enumerate(reversed(sizes)):
+            PROGRESS.report(Stage.CAPTURE, done, len(sizes))
+            self._captured[size] = record(partial(run, size))
 
     @property
     def sizes(self) -> list[int]:
@@ -79,23 +89,9 @@ class DecodeGraphs:
 
     def replay(self, size: int) -> StepOutput:
         """Compute a step from the contents of the buffers. The next replay overwrites the output."""
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        graph, output = self._captured[size]
-        graph.replay()
+        replay, output = self._captured[size]
+        replay()
         return output
-
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, StepOutput]:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UP_RUNS):
-                self._run(size)
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = self._run(size)
-        return graph, output
 
 
 class CudaExecutor(TorchExecutor):
@@ -109,10 +105,11 @@ class CudaExecutor(TorchExecutor):
     max_rows, max_tokens: limits of a step.
     graph_rows: the most rows of a decode step that is replayed from a CUDA graph; 0 uses no graphs.
     kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
-    device:     None is the current CUDA device. Tests run the same steps on the CPU, without graphs.
+    device:     None is the current CUDA device. Tests run the same steps on the CPU.
+    functions:  of the device; None means those of `device`.
 
-    `buffers` are allocated with the weights. `graphs` are None until a step needs one, and after the weights or the KV
-    cache are released.
+    `buffers` are allocated with the weights. prepare() captures `graphs`, which are None after the weights or the KV
+    cache are released. swap_weights() copies the staged weights to the addresses of those in use, so the graphs stay.
     """
 
     def __init__(
@@ -126,6 +123,7 @@ class CudaExecutor(TorchExecutor):
         dtype: str = "auto",
         kernels: KernelConfig | None = None,
         device: torch.device | None = None,
+        functions: DeviceFunctions | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         if dtype not in ("auto", *DTYPES):
@@ -136,8 +134,11 @@ class CudaExecutor(TorchExecutor):
         self.buffers: StepBuffers | None = None
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._kernel_config = kernels or KernelConfig.from_environment()
-        self._graph_sizes = graph_sizes(graph_rows)
+        self._functions = functions or (CudaFunctions(device) if device.type == "cuda" else HostFunctions())
         self.graphs: DecodeGraphs | None = None
+        self._is_warm = False
+        self._exclusive = threading.Lock()
+        """Held during captures, and while another thread stages weights."""
         super().__init__(
             source,
             controller,
@@ -145,8 +146,61 @@ class CudaExecutor(TorchExecutor):
             dtype=type_,
             cache_dtype=type_,
             linears=partial(DeviceLinears, type_, device),
+            staging=lambda weights: StagedLinears(type_, weights, self._functions.host_memory),
             **options,
         )
+        # The steps of ranks with pipeline stages exchange tensors with other processes between two launches.
+        self._graph_sizes = graph_sizes(graph_rows) if self._sizes.pipeline == 1 else ()
+
+    def load(self) -> None:
+        super().load()
+        if self._groups is None:
+            try:
+                self.prepare()
+            except BaseException:
+                self.unload()
+                raise
+
+    def prepare(self) -> None:
+        """Compile the kernels, unless the ranks of `groups` have done so together, and capture all graphs."""
+        self._select_device()
+        if self._groups is None and not self._is_warm:
+            PROGRESS.report(Stage.COMPILE)
+            own = StepLimits(tokens=self._max_tokens, rows=self._max_rows, length=self.max_sequence_length)
+            limits = StepLimits(*map(min, GPU, own))
+            for plan in warm_up_plans(self._sizes, limits, num_pages=self.num_pages, page_size=self.page_size):
+                self.execute_part(plan)
+            self._is_warm = True
+        if self.graphs is None and self._graph_sizes:
+            assert self.buffers is not None
+            with self._exclusive, torch.inference_mode():
+                self.buffers.clear()  # the cache may hold the keys and values of requests
+                self.graphs = DecodeGraphs(self._run_decodes, self._graph_sizes, self._functions.recorder())
+
+    def stage_weights(self, source: str) -> None:
+        with self._exclusive, self._functions.aside():
+            super().stage_weights(source)
+
+    @torch.inference_mode()
+    def swap_weights(self) -> None:
+        weights = self._store.weights
+        if weights is None:
+            super().swap_weights()
+        else:
+            self._store.swap(partial(self._copy_into, weights))
+        self._trim_memory()
+
+    def _copy_into(self, weights: DecoderWeights, staged: DecoderWeights) -> DecoderWeights:
+        """Copy staged weights to the tensors of the model, and return `weights`, which share its matrices."""
+        assert self.model is not None, "it has the weights in use"
+        with self._functions.aside():
+            for target, source in zip(self.model.weights.tensors(), staged.tensors(), strict=True):
+                target.copy_(source, non_blocking=True)
+        return weights
+
+    def _select_device(self) -> None:
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
 
     def _use_model(self, weights: DecoderWeights | None) -> None:
         self.model = self.buffers = self.graphs = None
@@ -169,19 +223,18 @@ class CudaExecutor(TorchExecutor):
         )
 
     def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
-        if self.device.index is not None:
-            torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
+        self._select_device()
         assert self.model is not None, "execute_part() checks that the weights are loaded"
         assert self.buffers is not None, "_use_model() allocates them with the model"
         model, groups, shard, tokens = self.model, self._groups, self._shard, batch.tokens_of_experts
         # Equal on every rank, because each rank has the whole plan.
-        size = self._graph_size(plan, max(tokens)) if shard.sizes.pipeline == 1 else None
-        staged = self.buffers.stage(batch.plan, decode_size=size)
+        size = self._graph_size(plan, max(tokens)) if self.graphs is not None else None
+        later = rows_drawn_later(batch.plan.sampling, batch.plan.needs_sample, reports_raw=self._reports_raw)
+        staged = self.buffers.stage(batch.plan, later=later, decode_size=size)
         if groups is not None:
             groups.begin(tokens if size is None else (size,) * shard.sizes.expert)
         if size is not None:
-            if self.graphs is None:
-                self.graphs = DecodeGraphs(partial(_decode, model, self.buffers, cache_LPXE, self._records_routing))
+            assert self.graphs is not None
             return _forward_step(model, batch.plan, staged, self.graphs.replay(size))
         if groups is None or shard.has_embedding:
             x_TD = model.embed(staged.step.token_ids_T)
@@ -194,6 +247,17 @@ class CudaExecutor(TorchExecutor):
             return _forward_step(model, batch.plan, staged, _sample(model, x_TD, staged, routing_GTJ))
         self._send_to_next_stage(x_TD, routing_GTJ)
         return None
+
+    def _run_decodes(self, size: int) -> StepOutput:
+        """Compute a step of `size` decodes from the buffers. Graphs capture this method."""
+        assert self.model is not None
+        assert self.buffers is not None
+        if self._groups is not None:
+            self._groups.begin((size,) * self._sizes.expert)
+        step = self.buffers.step(size, tokens=size, decodes=size)
+        routing_GTJ = empty_routing(self.model_config, size, self.device) if self._records_routing else None
+        logits_BV = self.model.logits(self.model(step, self.cache_LPXE, routing_GTJ))
+        return StepOutput(logits_BV, *draw(self.model.kernels.sample, logits_BV, step), routing_GTJ)
 
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
         """Return the size of the graph to replay for `rows` of the plan. None if the plan has prompts or no graph is
@@ -228,16 +292,6 @@ class CudaExecutor(TorchExecutor):
             torch.cuda.profiler.stop()
 
 
-def _decode(
-    model: KernelDecoder, buffers: StepBuffers, cache_LPXE: torch.Tensor, records_routing: bool, size: int
-) -> StepOutput:
-    """Compute a step of `size` decodes from the buffers. Graphs capture this function."""
-    step = buffers.step(size, tokens=size, decodes=size)
-    routing_GTJ = empty_routing(model.config, size, step.token_ids_T.device) if records_routing else None
-    logits_BV = model.logits(model(step, cache_LPXE, routing_GTJ))
-    return StepOutput(logits_BV, model.sample(logits_BV, step), routing_GTJ)
-
-
 def _sample(
     model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep, routing_GTJ: torch.Tensor | None
 ) -> StepOutput:
@@ -248,8 +302,8 @@ def _sample(
     is_bad_T = ~x_TD.isfinite().all(dim=1)
     bad_before_T = F.pad(is_bad_T.cumsum(0), (1, 0))
     is_bad_B = bad_before_T[end_B] > bad_before_T[start_B]
-    tokens_B = model.sample(logits_BV, staged.step).masked_fill(is_bad_B, NOT_FINITE)
-    return StepOutput(logits_BV, tokens_B, routing_GTJ, x_TD)
+    tokens_B, log_probs_B = draw(model.kernels.sample, logits_BV, staged.step)
+    return StepOutput(logits_BV, tokens_B.masked_fill(is_bad_B, NOT_FINITE), log_probs_B, routing_GTJ, x_TD)
 
 
 def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> ForwardStep:
@@ -273,16 +327,18 @@ def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, outp
         assert x_TD is not None, "a step that returns hidden states is not replayed from a graph"
         return model.finish(x_TD.index_select(0, torch.from_numpy(ends[which]).to(x_TD.device)))
 
-    return ForwardStep(
-        staged.rows[at],
-        at,
-        output.logits_BV,
-        read_tokens,
-        model.logits,
-        x_TD,
-        targets,
-        hidden_of,
-        output.routing_GTJ,
-        staged.rows,
-        not_finite,
+    return DeviceForwardStep(
+        rows=LogitRows(order=staged.rows, sampled_rows=staged.rows[at], targets=targets),
+        logits_BV=output.logits_BV,
+        logits_of=model.logits,
+        hidden_of=hidden_of,
+        not_finite=not_finite,
+        x_TD=x_TD,
+        routing_GTJ=output.routing_GTJ,
+        staged=staged,
+        at=at,
+        kernel=model.kernels.sample,
+        tokens_B=output.tokens_B,
+        log_probs_B=output.log_probs_B,
+        read_tokens=read_tokens,
     )

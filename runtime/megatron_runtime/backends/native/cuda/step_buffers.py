@@ -13,6 +13,7 @@ import torch
 
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 
+_NO_ROWS = np.empty(0, np.int64)
 _PADDING_SLOT = -1
 """Keys and values of padding tokens are not written to the cache."""
 _BY_TOKEN = dict.fromkeys(("token_ids_T", "positions_T", "slots_T"), torch.int64)
@@ -21,6 +22,7 @@ _BY_ROW = {
     "sample_positions_B": torch.int64,
     "lengths_B": torch.int32,
     "temperature_B": torch.float32,
+    "own_temperature_B": torch.float32,
     "top_k_B": torch.int32,
     "top_p_B": torch.float32,
     "min_p_B": torch.float32,
@@ -35,7 +37,8 @@ class DeviceStep:
     token_ids_T, positions_T: int64; slots_T: int64, page · page_size + offset, −1 for padding.
     block_table_BM, lengths_B: int32; a padding row has length 0.
     prefill_starts:           int32 [B − D + 1]; first token of each row after the decodes, counted from their end.
-    temperature_B …:          as in SamplingBatch, by row of this step.
+    own_temperature_B, top_k_B …: as in SamplingBatch, by row of this step.
+    temperature_B:            0 for the rows of StagedStep.later.
     """
 
     decodes: int
@@ -46,6 +49,7 @@ class DeviceStep:
     lengths_B: torch.Tensor
     prefill_starts: torch.Tensor
     temperature_B: torch.Tensor
+    own_temperature_B: torch.Tensor
     top_k_B: torch.Tensor
     top_p_B: torch.Tensor
     min_p_B: torch.Tensor
@@ -59,11 +63,13 @@ class StagedStep:
 
     rows: int64 [B]; the row of the plan for each row of the step.
     ends: int64 [B]; one past the last token of each row.
+    later: int64 [m]; rows of the step whose tokens are drawn after the step, from logits that are changed first.
     """
 
     step: DeviceStep
     rows: Int64
     ends: Int64
+    later: Int64
 
 
 class StepBuffers:
@@ -92,9 +98,17 @@ class StepBuffers:
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
         """Recorded after the copies of a step; before that, the host buffers must not change."""
 
-    def stage(self, plan: StepPlan, *, decode_size: int | None = None) -> StagedStep:
+    def clear(self) -> None:
+        """Fill the buffers of decodes with padding rows, so that a step of them writes to no slot of the cache."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        self._pad(0, len(self._numbers["lengths_B"]))
+        self._device.copy_(self._host)
+
+    def stage(self, plan: StepPlan, *, later: Int64 = _NO_ROWS, decode_size: int | None = None) -> StagedStep:
         """Copy the plan to the device.
 
+        later: int64 [m]; rows of the plan: StagedStep.later.
         decode_size: number of rows to pad a plan of decodes to; None does not pad.
         """
         if self._sent is not None:
@@ -112,6 +126,7 @@ class StepBuffers:
             ("slots_T", plan.slot_mapping[order_T]),
             ("lengths_B", plan.context_lengths[rows]),
             ("temperature_B", batch.temperature[rows]),
+            ("own_temperature_B", batch.temperature[rows]),
             ("top_k_B", batch.top_k[rows]),
             ("top_p_B", batch.top_p[rows]),
             ("min_p_B", batch.min_p[rows]),
@@ -119,6 +134,8 @@ class StepBuffers:
             ("sample_positions_B", batch.positions[rows]),
         ):
             numbers[name][: len(values)] = values
+        later = np.flatnonzero(np.isin(rows, later))
+        numbers["temperature_B"][later] = 0
         numbers["starts"][0] = 0
         numbers["starts"][1 : size - decodes + 1] = ends[decodes:] - decodes
         tables = self._host_tables.numpy()
@@ -130,7 +147,7 @@ class StepBuffers:
         self._tables_BM[:size].copy_(self._host_tables[:size], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
-        return StagedStep(self.step(size, tokens=tokens, decodes=decodes), rows, ends)
+        return StagedStep(self.step(size, tokens=tokens, decodes=decodes), rows, ends, later)
 
     def step(self, rows: int, *, tokens: int, decodes: int) -> DeviceStep:
         """Return the tensors of a step of this size: views of the buffers, with their current contents."""

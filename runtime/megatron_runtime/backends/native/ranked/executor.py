@@ -75,17 +75,15 @@ class EnginePart:
     def __init__(self, executor: TorchExecutor) -> None:
         self.executor = executor
         self.on_answers: Callable[[dict[str, Any] | None], object] = lambda _answers: None
-        self._loaded: tuple[bool, bool] = (False, False)
-        """Whether the last load() loaded weights, and whether it allocated the cache."""
-        self._kept_pages: Int64 | None = None
         self._orders: dict[str, Callable[..., Any]] = {
             "use_pages": executor.use_pages,
             "sizes": lambda: {name: getattr(executor, name) for name in _SIZES},
             "digest": lambda: executor.digest,
-            "load": self._load,
-            "unload": self._unload,
+            "load": executor.load,
+            "unload": executor.unload,
+            "prepare": executor.prepare,
             "release_weights": executor.release_weights,
-            "release_kv": self._release_kv,
+            "release_kv": executor.release_kv,
             "use_source": executor.use_source,
             "stage_weights": executor.stage_weights,
             "swap_weights": executor.swap_weights,
@@ -98,26 +96,6 @@ class EnginePart:
     def perform(self, name: str, *arguments: Any) -> Any:
         """Perform one order and return the answer."""
         return self._orders[name](*arguments)
-
-    def _load(self) -> None:
-        executor = self.executor
-        had_weights, had_cache = executor.has_weights, executor.has_cache
-        self._loaded = (False, False)
-        executor.load()
-        self._loaded = (not had_weights, not had_cache)
-
-    def _unload(self) -> None:
-        """Undo the last load, which failed on another rank."""
-        weights, cache = self._loaded
-        self._loaded = (False, False)
-        if weights:
-            self.executor.release_weights()
-        if cache:
-            self.executor.release_kv(self._kept_pages)
-
-    def _release_kv(self, keep_pages: Int64 | None) -> None:
-        self._kept_pages = keep_pages
-        self.executor.release_kv(keep_pages)
 
 
 class RankedExecutor(Ranks):
@@ -173,16 +151,17 @@ class RankedExecutor(Ranks):
     def load(self) -> None:
         try:
             self._everywhere("load")
+            if self._warm_up:
+                PROGRESS.report(Stage.COMPILE)
+            while self._warm_up:
+                self._run(self._warm_up[0], Kind.WARM_UP)
+                del self._warm_up[0]
+            self._everywhere("prepare")
         except Exception:
             if self._channel.failure is None:
                 self._everywhere("unload")
             raise
         self._update_digest()
-        if self._warm_up:
-            PROGRESS.report(Stage.COMPILE)
-        while self._warm_up:
-            self._run(self._warm_up[0], Kind.WARM_UP)
-            del self._warm_up[0]
 
     def release_weights(self) -> None:
         self._everywhere("release_weights")

@@ -1,0 +1,83 @@
+"""What an executor needs of a CUDA device besides tensors: graphs, a second stream, page-locked host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+"""Records the launches of a function. Returns a function that repeats them, and the output, which it overwrites.
+
+While a function is recorded, no other thread of the process may allocate memory of the device or wait for it.
+"""
+WARM_UP_RUNS = 2
+"""Before a recording, which must not compile kernels or initialise libraries."""
+
+
+class DeviceFunctions(Protocol):
+    """The functions of one device. Tests replace them by functions that run on the CPU."""
+
+    def recorder(self) -> Record:
+        """Return a Record whose recordings share their memory."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Launch on a second stream, after everything that was launched before, and wait for it at the end."""
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Return `size` bytes, uint8, that the device can copy at the rate of its bus."""
+
+
+class CudaFunctions:
+    """Implements DeviceFunctions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def recorder(self) -> Record:
+        pool = torch.cuda.graph_pool_handle()
+
+        def record(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            with self.aside():
+                for _ in range(WARM_UP_RUNS):
+                    run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                output = run()
+            return graph.replay, output
+
+        return record
+
+    @contextmanager
+    def aside(self) -> Any:
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        # torch would round the size of its own pinned memory up to a power of two, and keep the memory.
+        memory = (ctypes.c_byte * size).from_buffer(mmap.mmap(-1, size))
+        address, runtime = ctypes.addressof(memory), torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, size, 0))
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class HostFunctions:
+    """Implements DeviceFunctions for the CPU, which has no graphs and no streams."""
+
+    def recorder(self) -> Record:
+        raise NotImplementedError("graph_rows must be 0 on a CPU, which has no CUDA graphs")
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
