@@ -31,7 +31,7 @@ from peer_bench.servers import Server
 from peers import commit
 
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.cli.bench.serve import measure
+from megatron_runtime.cli.bench.serve import WORDS, measure
 from megatron_runtime.protocol import strict_json as json
 
 THIS, OTHER = "this", "other"
@@ -83,11 +83,33 @@ def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, 
     processes = {name: component(server, name) for name in COMPONENTS}
     before = {name: cpu_seconds(process) for name, process in processes.items()}
     options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
-    answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools, **options)
+    if tools:
+        options |= {"path": "/v1/chat/completions", "prompt": partial(chat, tools=tools)}
+    answers = measure(clients, requests=requests, new_tokens=tokens, seed=seed, **options)
     used = {name: cpu_seconds(process) - before[name] for name, process in processes.items()}
     answered = len(answers.first)
     costs = {f"{name}_cpu_us": 1e6 * seconds / (answered + 1) for name, seconds in used.items()}
     return {"requests_per_s": answered / answers.duration, **costs}
+
+
+def chat(text: str, *, tools: int) -> dict[str, Any]:
+    """Return the members of a body that have a chat with tools, which a model may call, and an earlier call."""
+    properties = {word: {"type": "string", "maxLength": 40} for word in WORDS}
+    schema = {"type": "object", "properties": properties, "required": list(WORDS[:3])}
+    names = [f"find_{number}" for number in range(tools)]
+    arguments = json.dumps(dict.fromkeys(WORDS[:3], "old"))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": names[0], "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": "Find something old."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "user", "content": f"Find {text}."},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": name, "description": "Finds things.", "parameters": schema}}
+            for name in names
+        ],
+    }
 
 
 def run_named(servers: dict[str, Server], name: str, seed: int, **options: int) -> dict[str, float]:
@@ -180,7 +202,7 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
 @click.option("--starts", type=click.IntRange(min=1), default=6, show_default=True, help="Of both servers.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="After each start.")
 @click.option("--requests", type=click.IntRange(min=4), default=300, show_default=True, help="Of a run of 2 tokens.")
-@click.option("--tools", type=click.IntRange(0, 128), default=0, show_default=True, help="As of megatron bench serve.")
+@click.option("--tools", type=click.IntRange(0, 128), default=0, show_default=True, help="Of each chat; 0: no chats.")
 @click.option("--model", help="A model in place of the echo engines, which never call a tool.")
 @click.option("--coordinator-requests", type=click.IntRange(min=100), default=20_000, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
