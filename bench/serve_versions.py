@@ -35,7 +35,7 @@ from peer_bench.servers import Server
 from peers import commit
 
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.cli.bench.serve import Answers, measure
+from megatron_runtime.cli.bench.serve import WORDS, Answers, measure
 from megatron_runtime.protocol import strict_json as json
 
 THIS, OTHER = "this", "other"
@@ -131,7 +131,9 @@ def counted_run(
 
 def load(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> Answers:
     options: dict[str, Any] = {"url": server.url, "model": server.model, "api_key": server.api_key, "prompt_words": 64}
-    return measure(clients, requests=requests, new_tokens=tokens, seed=seed, tools=tools or None, **options)
+    if tools:
+        options |= {"path": "/v1/chat/completions", "prompt": partial(chat, tools=tools)}
+    return measure(clients, requests=requests, new_tokens=tokens, seed=seed, **options)
 
 
 def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> dict[str, float]:
@@ -143,6 +145,26 @@ def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, 
     answered = len(answers.first)
     costs = {f"{name}_cpu_us": 1e6 * seconds / (answered + 1) for name, seconds in used.items()}
     return {"requests_per_s": answered / answers.duration, **costs}
+
+
+def chat(text: str, *, tools: int) -> dict[str, Any]:
+    """Return the members of a body that have a chat with tools, which a model may call, and an earlier call."""
+    properties = {word: {"type": "string", "maxLength": 40} for word in WORDS}
+    schema = {"type": "object", "properties": properties, "required": list(WORDS[:3])}
+    names = [f"find_{number}" for number in range(tools)]
+    arguments = json.dumps(dict.fromkeys(WORDS[:3], "old"))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": names[0], "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": "Find something old."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "user", "content": f"Find {text}."},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": name, "description": "Finds things.", "parameters": schema}}
+            for name in names
+        ],
+    }
 
 
 def run_named(servers: dict[str, Server], name: str, seed: int, **options: int) -> dict[str, float]:
@@ -259,7 +281,7 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
 @click.option("--starts", type=click.IntRange(min=1), default=6, show_default=True, help="Of both servers.")
 @click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="After each start.")
 @click.option("--requests", type=click.IntRange(min=4), default=300, show_default=True, help="Of a run of 2 tokens.")
-@click.option("--tools", type=click.IntRange(0, 128), default=0, show_default=True, help="As of megatron bench serve.")
+@click.option("--tools", type=click.IntRange(0, 128), default=0, show_default=True, help="Of each chat; 0: no chats.")
 @click.option("--model", help="A model in place of the echo engines, which never call a tool.")
 @click.option("--instructions", "counts", is_flag=True, help="Count them in place of CPU time, with callgrind.")
 @click.option("--coordinator-requests", type=click.IntRange(min=100), default=20_000, show_default=True)

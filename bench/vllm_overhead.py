@@ -35,8 +35,14 @@ from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 OURS, VLLM = "megatron", "vllm"
 SOURCE, NAME = "builtin:smollm2-135m", "smollm2"
 CONCURRENCY = (8, 32)
-FIRST_TOKENS: Mapping[str, int | None] = {"completions": None, "chats": 0}
-"""Requests of one client whose time to the first token is measured. The value is `tools` of measure()."""
+FIRST_TOKENS: Mapping[str, Mapping[str, Any]] = {
+    "completions": {},
+    "chats": {
+        "path": "/v1/chat/completions",
+        "prompt": lambda text: {"messages": [{"role": "user", "content": f"Find {text}."}]},
+    },
+}
+"""Requests of one client whose time to the first token is measured: arguments of measure()."""
 KV_CACHE_BYTES = 1 << 30
 LEAST_RATIO, MOST_MS = 0.97, 5.0
 """The goals: throughput of ours over vLLM's, and the difference of the times to the first token."""
@@ -206,7 +212,7 @@ def measure_rounds(
     found: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
     of_first = {"requests": first_token_requests, "new_tokens": 8}
     sizes: dict[Load, dict[str, Any]] = {
-        **{kind: {"clients": 1, "tools": tools, **of_first} for kind, tools in FIRST_TOKENS.items()},
+        **{kind: {"clients": 1, **options, **of_first} for kind, options in FIRST_TOKENS.items()},
         **{
             clients: {"clients": clients, "requests": requests_each * clients, "new_tokens": new_tokens}
             for clients in CONCURRENCY

@@ -374,13 +374,10 @@ server_options = together(
 """Of the OpenAI server, as `megatron server` and `megatron serve` have them."""
 
 
-def config_option(passes_on: click.Command | None = None) -> Callable[[_F], _F]:
+def config_option() -> Callable[[_F], _F]:
     """Return a decorator that adds `--config FILE`: TOML, whose keys are long names of options without `--`.
 
     The command line and environment variables have precedence over the file.
-
-    passes_on: the command that gets the arguments which the decorated one does not know. The keys of its options are
-               appended to these arguments, unless the command line has the option.
     """
 
     def read(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
@@ -390,14 +387,12 @@ def config_option(passes_on: click.Command | None = None) -> Callable[[_F], _F]:
             content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise click.BadParameter(f"{str(path)!r} is not TOML: {error}; write lines such as port = 8000.") from error
-        own = _long_options(context.command)
-        others = _long_options(passes_on) if passes_on is not None else {}
+        options = _long_options(context.command)
         defaults: dict[str, Any] = {}
-        arguments: list[tuple[click.Option, list[str]]] = []
         for key, value in content.items():
-            option = own.get(key) or others.get(key)
+            option = options.get(key)
             if option is None:
-                near = get_close_matches(key, [*own, *others], 1)
+                near = get_close_matches(key, options, 1)
                 remedy = f"use {near[0]}" if near else f"see {context.command_path} --help"
                 raise click.UsageError(f"{path}: {key} = {value!r}: no such option; {remedy}.")
             try:
@@ -405,12 +400,8 @@ def config_option(passes_on: click.Command | None = None) -> Callable[[_F], _F]:
                 option.type_cast_value(context, text)
             except click.BadParameter as error:
                 raise click.UsageError(f"{path}: {key} = {value!r}: {error.message}") from error
-            if key in own:
-                defaults[str(option.name)] = text
-            else:
-                arguments.append((option, _arguments(option, text)))
+            defaults[str(option.name)] = text
         context.default_map = defaults
-        context.meta[PASSED_ON] = arguments
 
     return click.option(
         "--config",
@@ -420,10 +411,6 @@ def config_option(passes_on: click.Command | None = None) -> Callable[[_F], _F]:
         callback=read,
         help="A TOML file with options by their long names, such as port = 8000. The command line has precedence.",
     )
-
-
-PASSED_ON = "megatron.config"
-"""Key of a click context's meta: options of the file and their arguments for the command that gets them."""
 
 
 def _long_options(command: click.Command) -> dict[str, click.Option]:
@@ -452,23 +439,20 @@ def _option_value(option: click.Option, value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-def _arguments(option: click.Option, value: Any) -> list[str]:
-    """Return the command line arguments of a value."""
-    if option.is_flag:
-        return [option.opts[0]] if value else option.secondary_opts[:1]
-    name = max(option.opts, key=len)
-    values = value if option.multiple else [json.dumps(value) if isinstance(value, dict) else value]
-    return [argument for each in values for argument in (name, str(each))]
-
-
 def arguments_of(command: click.Command, values: Mapping[str, Any]) -> list[str]:
     """Return the command line arguments of the options that `values` has by their parameters. None: the default."""
-    return [
-        argument
-        for option in command.params
-        if isinstance(option, click.Option) and values.get(str(option.name)) is not None
-        for argument in _arguments(option, values[str(option.name)])
-    ]
+    found: list[str] = []
+    for option in command.params:
+        value = values.get(str(option.name))
+        if value is None or not isinstance(option, click.Option):
+            continue
+        if option.is_flag:
+            found += [option.opts[0]] if value else option.secondary_opts[:1]
+            continue
+        name = max(option.opts, key=len)
+        for each in value if option.multiple else [value]:
+            found += [name, json.dumps(each) if isinstance(each, dict) else str(each)]
+    return found
 
 
 def log_options(command: _F) -> _F:

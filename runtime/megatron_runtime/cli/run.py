@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import PASSED_ON, config_option
-from megatron_runtime.cli.processes import free_ports
+from megatron_runtime.cli.options import arguments_of, config_option
 from megatron_runtime.cli.serve import serve
 from megatron_runtime.cli.terminal import chat, chat_options
 from megatron_runtime.process.children import END_SIGNAL, child_environment, module_command
@@ -19,23 +18,25 @@ _READY = re.compile(r"ready in \S+ s: .* at (\S+)/v1 ")
 """The line that `serve` prints when it is ready."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+_OTHERS = ("reference", "model", "max_tokens", "config")
+"""Parameters of `serve` that `run` lacks, or has with another meaning."""
+
+
+@click.command(params=[each for each in serve.params if each.name not in _OTHERS])
 @click.argument("reference", metavar="MODEL")
 @chat_options
-@config_option(passes_on=serve)
+@config_option()
 @click.pass_context
-def run(context: click.Context, reference: str, **conversation: Any) -> None:
+def run(context: click.Context, reference: str, **options: Any) -> None:
     """Serve MODEL on this machine, and talk to it until the end of the input.
 
-    It takes the options of `megatron serve` too, except --max-tokens of that command. The server uses a free port of
-    this machine unless --port is given.
+    The server uses a free port of this machine unless --port is given.
     """
-    given = {argument.partition("=")[0] for argument in context.args}
-    configured: list[str] = []
-    for option, values in context.meta.get(PASSED_ON, []):
-        if given.isdisjoint((*option.opts, *option.secondary_opts)):
-            configured += values
-    arguments = ["serve", reference, "--port", str(free_ports(1)[0]), *configured, *context.args]
+    conversation = {str(each.name): options.pop(str(each.name)) for each in chat.params if each.name in options}
+    if context.get_parameter_source("port") is click.core.ParameterSource.DEFAULT:
+        options["port"] = 0
+    options["adapters"] = [f"{adapter.name}={adapter.source}" for adapter in options["adapters"]]
+    arguments = ["serve", reference, *arguments_of(serve, options)]
     with subprocess.Popen(
         module_command("megatron_runtime.cli", *arguments),
         stdin=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
 """Work that waits for a few threads, shared fairly between keys: round robin, with a budget of seconds per minute.
 
-`FairQueue` and `Budget` are the discipline, without clock and threads. `FairLanes` runs it on an event loop, in named
-lanes of threads, and `FairThreads` without an event loop and budget. A key is the tenant that the work is for.
+`FairQueue` and `Budget` are the discipline, without clock and threads. `FairThreads` runs jobs in the order of a queue,
+and `FairLanes` those of an event loop, in named lanes of threads with one budget. A key is the tenant that the work is
+for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 FREE_SECONDS = 0.05
@@ -120,10 +121,15 @@ class FairThreads:
         self._threads = ThreadPoolExecutor(threads, name)
 
     def submit(self, key: str, call: Callable[[], _T]) -> Future[_T]:
-        """Return the future result of `call`, which a thread runs when it is the turn of `key`."""
+        """Return the future result of `call`, which a thread runs when it is the turn of `key`.
+
+        Cancelling the future removes work that waits. Work that runs goes on, and its result is dropped.
+        """
         future: Future[_T] = Future()
+        job = future, call
+        future.add_done_callback(lambda done: self._remove(key, job) if done.cancelled() else None)
         with self._lock:
-            self._queue.add(key, (future, call))
+            self._queue.add(key, job)
             self._begin()
         return future
 
@@ -131,9 +137,16 @@ class FairThreads:
         """End the threads when the work that runs has ended. Work that waits fails with RuntimeError."""
         self._threads.shutdown(wait=False)
 
+    def _remove(self, key: str, job: tuple[Future[Any], Callable[[], Any]]) -> None:
+        with self._lock:
+            self._queue.remove(key, job)
+
     def _begin(self) -> None:
         while (taken := self._queue.take()) is not None:
             key, (future, call) = taken
+            if not future.set_running_or_notify_cancel():
+                self._queue.release(key)
+                continue
             try:
                 self._threads.submit(self._perform, key, future, call)
             except RuntimeError as error:  # it was closed
@@ -150,15 +163,8 @@ class FairThreads:
             self._begin()
 
 
-@dataclass(eq=False, slots=True)
-class _Work:
-    call: Callable[[], Any]
-    result: asyncio.Future[Any]
-    is_metered: bool
-
-
 class FairLanes:
-    """Runs work in threads. All methods are called on one event loop.
+    """Runs work of an event loop in threads.
 
     lanes:              number of threads by lane.
     what:               the work, for the error of a key that has used its budget.
@@ -176,10 +182,10 @@ class FairLanes:
     ) -> None:
         self._what = what
         self._budget = Budget(seconds_per_minute)
+        self._lock = threading.Lock()
+        """Of the budget."""
         self._clock = clock
-        self._is_closed = False
-        self._queues = {lane: FairQueue[_Work](workers=threads) for lane, threads in lanes.items()}
-        self._threads = {lane: ThreadPoolExecutor(threads, f"lane-{lane}") for lane, threads in lanes.items()}
+        self._threads = {lane: FairThreads(threads, f"lane-{lane}") for lane, threads in lanes.items()}
 
     async def run(self, lane: str, key: str, call: Callable[[], _T], *, is_metered: bool = True) -> _T:
         """Return the result of `call`, called in a thread of `lane`.
@@ -190,64 +196,27 @@ class FairLanes:
 
         Raises BudgetExceededError, and what `call` raises.
         """
-        work = _Work(call, asyncio.get_running_loop().create_future(), is_metered)
-        queue = self._queues[lane]
-        queue.add(key, work)
-        self._begin(lane)
-        try:
-            result: _T = await work.result
-        except asyncio.CancelledError:
-            queue.remove(key, work)
-            raise
-        return result
+        work = partial(self._metered, key, call) if is_metered else call
+        return await asyncio.wrap_future(self._threads[lane].submit(key, work))
 
     def close(self) -> None:
-        """Drop the work that waits, and end the threads when their work has ended."""
-        self._is_closed = True
+        """End the threads when the work that runs has ended. Work that waits fails with RuntimeError."""
         for threads in self._threads.values():
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
-    def _begin(self, lane: str) -> None:
-        """Begin or reject the jobs that are next."""
-        queue, loop = self._queues[lane], asyncio.get_running_loop()
-        while (taken := queue.take()) is not None:
-            key, work = taken
-            wait = self._budget.wait(key, now=self._clock()) if work.is_metered else 0.0
-            if wait:
-                queue.release(key)
-                if not work.result.done():
-                    work.result.set_exception(self._exceeded(wait))
-                continue
-            self._threads[lane].submit(self._perform, lane, key, work, loop)
-
-    def _perform(self, lane: str, key: str, work: _Work, loop: asyncio.AbstractEventLoop) -> None:
-        """Run a job in a thread."""
-        began, result, error = self._clock(), None, None
+    def _metered(self, key: str, call: Callable[[], _T]) -> _T:
+        with self._lock:
+            wait = self._budget.wait(key, now=self._clock())
+        if wait:
+            raise BudgetExceededError(
+                f"{self._what} of this client took more than {self._budget.seconds_per_minute:g} s in a minute, the "
+                f"most allowed: try again in {math.ceil(wait)} s, with less of it",
+                retry_after_seconds=wait,
+            )
+        began = self._clock()
         try:
-            result = work.call()
-        except BaseException as raised:
-            error = raised
-        seconds = self._clock() - began
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(self._end, lane, key, work, result, error, seconds)
-
-    def _end(
-        self, lane: str, key: str, work: _Work, result: object, error: BaseException | None, seconds: float
-    ) -> None:
-        self._queues[lane].release(key)
-        if work.is_metered:
-            self._budget.charge(key, seconds, now=self._clock())
-        if not work.result.done():
-            if error is None:
-                work.result.set_result(result)
-            else:
-                work.result.set_exception(error)
-        if not self._is_closed:
-            self._begin(lane)
-
-    def _exceeded(self, wait: float) -> BudgetExceededError:
-        return BudgetExceededError(
-            f"{self._what} of this client took more than {self._budget.seconds_per_minute:g} s in a minute, the most "
-            f"allowed: try again in {math.ceil(wait)} s, with less of it",
-            retry_after_seconds=wait,
-        )
+            return call()
+        finally:
+            with self._lock:
+                now = self._clock()
+                self._budget.charge(key, now - began, now=now)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -82,17 +83,17 @@ class HttpProtocol(H11Protocol):
 
     def reject(self, error: FramingError) -> None:
         """Answer a malformed request, unless an answer has begun, and close the connection."""
+        self.answer(error.status, str(error).encode(), {"content-type": "text/plain; charset=utf-8"})
+        self.transport.close()
+
+    def answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        """Write an answer in place of the application, unless its answer has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = str(error).encode()
-            headers = [
-                (b"content-type", b"text/plain; charset=utf-8"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
-            response = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            length = {"content-length": str(len(body)), "connection": "close"}
+            fields = [(name.encode(), value.encode()) for name, value in {**headers, **length}.items()]
+            response = h11.Response(status_code=status, headers=fields, reason=STATUS_PHRASES[status])
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
 
     def _should_upgrade(self) -> bool:
         """No protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8)."""

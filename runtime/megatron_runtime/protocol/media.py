@@ -23,7 +23,6 @@ MEDIA_NEED = "media"
 """Among the needs of a request with media, and among the parameters that an engine announces if it takes them. It has
 the form of a parameter, because engines and coordinators of releases without media then reject such requests."""
 MAX_MEDIA_ITEMS = 256
-DIGEST_BYTES = 32
 
 _INDEX = struct.Struct("<32sBIII")
 

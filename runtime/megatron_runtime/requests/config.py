@@ -258,19 +258,8 @@ def _one_of(kind: Any) -> tuple[Predicate, str]:
     return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
 
 
-IGNORED_FIELDS = (
-    "pg_collection",
-    "mamba_inference_state_config",
-    "mamba_memory_ratio",
-    "prefix_caching_mamba_gb",
-    "metrics_writer",
-    "use_flashinfer_fused_rope",
-    "request_metadata_types",
-    "cuda_graph_sizing_distribution",
-    "cuda_graph_all_prefills",
-    "verbose",
-)
-"""Fields without meaning here."""
+IGNORED_FIELDS = tuple(item.name for item in fields(InferenceConfig) if item.type == "Any")
+"""Fields without meaning here: those of any type."""
 
 
 def _warn_of_ignored(*names: str) -> None:

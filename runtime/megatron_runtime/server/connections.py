@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES
 
 from megatron_runtime.process.http_framing import MAX_HEADER_BYTES, FramingError, HttpProtocol
 from megatron_runtime.protocol import strict_json as json
@@ -187,17 +186,8 @@ class HttpConnection(HttpProtocol):
 
     def _reject(self, error: ApiError) -> None:
         """Answer in place of the application, unless its answer has begun, and close the connection."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(error.body()).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-                *((name.encode(), value.encode()) for name, value in error.headers.items()),
-            ]
-            response = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+        body = json.dumps(error.body()).encode()
+        self.answer(error.status, body, {"content-type": "application/json", **error.headers})
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

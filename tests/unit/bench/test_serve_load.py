@@ -4,10 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
+from functools import partial
 
 import click
 import httpx
 import pytest
+from serve_versions import chat
 
 from megatron_runtime.cli.bench.serve import run
 
@@ -91,7 +93,7 @@ async def test_a_rejected_request_is_not_sent_again() -> None:
 async def test_with_tools_the_requests_are_chats_that_a_model_may_answer_with_a_call() -> None:
     requests: list[tuple[str, bytes]] = []
     async with server(requests=requests) as (url, _):
-        await figures_of(url, tools=3)
+        await figures_of(url, path="/v1/chat/completions", prompt=partial(chat, tools=3))
         assert {path for path, _ in requests} == {"/v1/chat/completions"}
         bodies = [json.loads(body) for _, body in requests]
         requests.clear()

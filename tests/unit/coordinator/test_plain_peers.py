@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import pytest
@@ -44,6 +45,17 @@ class PlainPeer:
     def say_frames(self, *frames: bytes) -> None:
         self.socket.send(list(frames))
 
+    def registered(self) -> Self:
+        """Register as an engine."""
+        self.say()
+        return self
+
+    async def connected(self) -> Self:
+        """Register as a client."""
+        self.say(Header.CONNECT)
+        assert await self.hear() == [Header.CONNECT_ACK]
+        return self
+
     async def hear(self) -> list:
         return await asyncio.wait_for(self.heard.get(), LONG_SECONDS)
 
@@ -65,10 +77,7 @@ def plain(stage):
 @pytest.fixture
 async def client(stage, plain) -> PlainPeer:
     stage.coordinator(single_port=True)
-    client = plain(Role.CLIENT)
-    client.say(Header.CONNECT)
-    assert await client.hear() == [Header.CONNECT_ACK]
-    return client
+    return await plain(Role.CLIENT).connected()
 
 
 def answer_as_engine(message: list, *, tokens: list[int]) -> list:
@@ -110,8 +119,7 @@ async def test_the_parameters_of_a_plain_client_reach_the_engine(stage, client) 
 
 async def test_the_reply_fields_of_a_plain_engine_reach_the_client(stage, plain, params) -> None:
     stage.coordinator(single_port=True)
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     client = await stage.client()
     future = client.add_request([1, 2], params(2))
     number = (await engine.hear())[1]
@@ -125,8 +133,7 @@ async def test_the_reply_fields_of_a_plain_engine_reach_the_client(stage, plain,
 
 async def test_nothing_is_lost_between_a_plain_client_and_a_plain_engine(stage, plain, client) -> None:
     """Parameters and fields of later releases included. Only the id changes, and the text is added if there is none."""
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     params = {**PARAMS, "of_a_later_release": {"deep": [1, {"a": b"\0"}]}, "stop_words": None, "top_p": 0.1}
     client.say(Header.SUBMIT_REQUEST, 7, [1, 2], params)
     header, number, prompt, received = await engine.hear()
@@ -171,8 +178,7 @@ REPLY_OF_0_20 = bytes.fromhex(OF_0_20["reply"])
 
 async def test_frames_of_0_20_pass_between_a_client_and_an_engine_of_that_release(stage, plain, client) -> None:
     """The engine registers first, and tells nothing."""
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     await stage.until(lambda: len(stage.coordinators[-1].core.engines) == 1)
     client.say_frames(*SUBMIT_OF_0_20)
     (header, number, params, media), prompt, media_frame = await engine.hear()
@@ -186,8 +192,7 @@ async def test_frames_of_0_20_pass_between_a_client_and_an_engine_of_that_releas
 
 
 async def test_a_batch_of_many_bodies_reaches_their_clients(stage, plain, client) -> None:
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     numbers = []
     metadata = unpack(SUBMIT_OF_0_20[0])
     for number in range(100):
@@ -201,14 +206,11 @@ async def test_a_batch_of_many_bodies_reaches_their_clients(stage, plain, client
 async def test_a_client_and_an_engine_may_have_different_releases(stage, plain, client_is_new) -> None:
     """The engine has registered, and been sent a request, before the client of the other release came."""
     stage.coordinator(single_port=True, plain_release="0.17" if client_is_new else "0.20")
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     native = (await stage.client()).add_request([1], SamplingParams(num_tokens_to_generate=2))
     message = await engine.hear()
     assert (len(message) == 3) is not client_is_new
-    client = plain(Role.CLIENT)
-    client.say(Header.CONNECT)
-    await client.hear()
+    client = await plain(Role.CLIENT).connected()
     if client_is_new:
         engine.say(*answer_as_engine(message, tokens=[5, 6]))
         client.say_frames(*SUBMIT_OF_0_20)
@@ -257,8 +259,7 @@ async def test_frames_of_0_20_that_are_none_fail_their_request(stage, client) ->
 
 async def test_what_can_be_read_of_a_reply_can_be_packed(stage, plain, client) -> None:
     """As deep as msgpack reads. A deeper one is malformed."""
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     client.say(Header.SUBMIT_REQUEST, 0, [1], PARAMS)
     number = (await engine.hear())[1]
     begin = b"\x92" + pack(Header.ENGINE_REPLY) + b"\x91\x82" + pack("request_id") + pack(number) + pack("deep")
@@ -280,8 +281,7 @@ async def test_a_plain_client_gets_routing_indices_as_a_tensor(stage, plain, cli
     assert (await client.hear())[2]["routing_indices"] == ["tensor", ROUTING]
     ours.send(Disconnect())
     await stage.until(lambda: not len(stage.coordinators[-1].core.engines))
-    theirs = plain(Role.ENGINE, identity=b"mp-coord-0")
-    theirs.say()
+    theirs = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     client.say(Header.SUBMIT_REQUEST, 1, [1, 2], PARAMS)
     message = await theirs.hear()
     header, (answer,) = answer_as_engine(message, tokens=[9])
@@ -320,8 +320,7 @@ async def test_a_plain_client_gets_partials_and_may_leave_the_last_field_out(sta
 
 async def test_a_client_of_ours_is_served_by_a_plain_engine(stage, plain, params, collect) -> None:
     stage.coordinator(single_port=True)
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     client = await stage.client()
     stream = client.add_request_streaming([1, 2], params(3))
     message = await engine.hear()
@@ -344,8 +343,7 @@ async def test_a_plain_engine_continues_a_request_as_a_longer_prompt(stage, plai
     first.step()
     for _ in range(2):
         await anext(stream)
-    second = plain(Role.ENGINE)
-    second.say()
+    second = plain(Role.ENGINE).registered()
     first.leave()
     message = await second.hear()
     expected = echo_answer([1], 5)
@@ -359,8 +357,7 @@ async def test_a_plain_engine_continues_a_request_as_a_longer_prompt(stage, plai
 
 @pytest.mark.parametrize("continues", ["plain", "ours"])
 async def test_a_plain_client_gets_all_log_probs_after_a_replay(stage, plain, client, continues) -> None:
-    first = plain(Role.ENGINE, identity=b"mp-coord-0")
-    first.say()
+    first = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     params = {**PARAMS, "num_tokens_to_generate": 5, "streaming": True, "return_log_probs": True}
     client.say(Header.SUBMIT_REQUEST, 7, [1], params)
     number = (await first.hear())[1]
@@ -372,8 +369,7 @@ async def test_a_plain_client_gets_all_log_probs_after_a_replay(stage, plain, cl
     first.say(Header.DISCONNECT)
     own = [-1.0, -2.0, -3.0]
     if continues == "plain":
-        second = plain(Role.ENGINE)
-        second.say()
+        second = plain(Role.ENGINE).registered()
         header, (answer,) = answer_as_engine(await second.hear(), tokens=expected[2:])
         second.say(header, [{**answer, "generated_log_probs": own, "of_a_later_release": [1]}])
     else:
@@ -396,8 +392,7 @@ async def test_the_final_of_a_plain_engine_that_is_lost_doubles_no_token(stage, 
     await first.until(lambda: first.jobs)
     first.step()
     tokens = (await anext(stream))["partial"]["new_tokens"]
-    second = plain(Role.ENGINE, identity=b"mp-coord-0")
-    second.say()
+    second = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     first.leave()
     message = await second.hear()
     expected = echo_answer([1], 5)
@@ -424,8 +419,7 @@ async def test_a_plain_client_aborts_by_its_own_number(stage, client) -> None:
 
 async def test_plain_control_reaches_plain_engines_and_waits_for_ours(stage, client, plain) -> None:
     ours = await stage.engine()
-    theirs = plain(Role.ENGINE, identity=b"mp-coord-0")
-    theirs.say()
+    theirs = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     coordinator = stage.coordinators[-1]
     await stage.until(lambda: len(coordinator.core.engines) == 2)
     client.say(Header.UNPAUSE)  # not legal now: reaches no engine
@@ -474,8 +468,7 @@ async def test_errors_reach_a_plain_client_as_failed_replies(stage, client) -> N
 
 async def test_a_plain_engine_that_leaves_and_comes_back(stage, plain, params) -> None:
     coordinator = stage.coordinator(single_port=True)
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     await stage.until(lambda: len(coordinator.core.engines) == 1)
     engine.say(Header.DISCONNECT)
     await stage.until(lambda: len(coordinator.core.engines) == 0)
@@ -488,8 +481,7 @@ async def test_a_plain_engine_that_leaves_and_comes_back(stage, plain, params) -
 
 async def test_malformed_output_of_a_plain_engine_changes_nothing(stage, plain, params) -> None:
     coordinator = stage.coordinator(single_port=True)
-    engine = plain(Role.ENGINE)
-    engine.say()
+    engine = plain(Role.ENGINE).registered()
     client = await stage.client()
     future = client.add_request([1], params(1))
     message = await engine.hear()
@@ -511,11 +503,9 @@ async def test_shutdown_ends_the_coordinator_of_one_port_and_no_other(stage, cli
 async def test_a_plain_engine_that_reconnects_continues_with_its_identity(stage, plain) -> None:
     """It registers only once. An engine of this runtime would register again, and is lost with its connection."""
     coordinator = stage.coordinator(single_port=True)
-    plain(Role.ENGINE, identity=b"mp-coord-0").say()
+    plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     await stage.until(lambda: len(coordinator.core.engines) == 1)
-    client = plain(Role.CLIENT)
-    client.say(Header.CONNECT)
-    await client.hear()
+    client = await plain(Role.CLIENT).connected()
     client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS, None)
     await stage.until(lambda: coordinator.core.engines.in_flight() == 1)
     stage.closers.pop(-2)()
@@ -544,11 +534,9 @@ async def test_the_request_of_a_plain_engine_that_vanished_is_replayed(stage, pl
     """No message is sent to it that could fail."""
     assert Timing().plain_reconnect < 10
     coordinator = stage.coordinator(single_port=True, timing=RECONNECTS_AT_ONCE)
-    plain(Role.ENGINE, identity=b"mp-coord-0").say()
+    plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     await stage.until(lambda: len(coordinator.core.engines) == 1)
-    client = plain(Role.CLIENT)
-    client.say(Header.CONNECT)
-    await client.hear()
+    client = await plain(Role.CLIENT).connected()
     client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS, None)
     await stage.until(lambda: coordinator.core.engines.in_flight() == 1)
     await stage.engine()
@@ -558,8 +546,7 @@ async def test_the_request_of_a_plain_engine_that_vanished_is_replayed(stage, pl
 
 async def test_a_text_prompt_is_forwarded_to_an_engine_that_tokenizes(stage, plain, client) -> None:
     client.say(Header.SUBMIT_REQUEST, 0, "some text", PARAMS)
-    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
-    engine.say()
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
     message = await engine.hear()
     assert message[2] == "some text"
     engine.say(*answer_as_engine(message, tokens=[9]))
@@ -586,9 +573,7 @@ async def test_a_lost_text_prompt_with_tokens_is_not_continued_by_a_plain_engine
 
 async def test_a_coordinator_with_a_tokenizer_tokenizes_what_a_plain_engine_cannot_continue(stage, plain) -> None:
     stage.coordinator(single_port=True, tokenizer=Tokenizer(detokenizes=True))
-    client = plain(Role.CLIENT)
-    client.say(Header.CONNECT)
-    await client.hear()
+    client = await plain(Role.CLIENT).connected()
     first, second = plain(Role.ENGINE, identity=b"mp-coord-0"), plain(Role.ENGINE, identity=b"mp-coord-1")
     first.say()
     client.say(Header.SUBMIT_REQUEST, 0, "some text", {**PARAMS, "streaming": True})
@@ -646,9 +631,7 @@ class Tokenizer:
 async def test_a_tokenizer_that_raises_answers_the_sender(stage, plain, detokenizes) -> None:
     stage.coordinator(single_port=True, tokenizer=Tokenizer(detokenizes))
     await stage.engine()
-    client = plain(Role.CLIENT)
-    client.say(Header.CONNECT)
-    await client.hear()
+    client = await plain(Role.CLIENT).connected()
     for number, text in enumerate(("raises", "wrong")):
         client.say(Header.SUBMIT_REQUEST, number, text, PARAMS)
         _, answered, reply = await client.hear()

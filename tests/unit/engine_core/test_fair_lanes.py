@@ -179,9 +179,10 @@ def test_threads_take_the_jobs_of_keys_in_turns() -> None:
 
 
 async def test_lanes_share_a_budget_and_no_threads() -> None:
-    clock, hold = Clock(), threading.Event()
+    clock, begun, hold = Clock(), threading.Event(), threading.Event()
     lanes = FairLanes({"one": 1, "two": 1}, what="Work", seconds_per_minute=1, clock=clock)
-    held = asyncio.create_task(lanes.run("one", "a", lambda: hold.wait(LONG_SECONDS)))
+    held = asyncio.create_task(lanes.run("one", "a", lambda: begun.set() or hold.wait(LONG_SECONDS)))
+    await asyncio.to_thread(begun.wait, LONG_SECONDS)
 
     def long() -> None:
         clock.now += 10

@@ -110,8 +110,9 @@ async def test_run_serves_a_model_answers_and_leaves_no_process(tmp_path: Path) 
     children = {str(child.pid): child for child in [server, *server.children()]}
     assert len(children) == 4
     arguments = server.cmdline()
-    assert arguments[arguments.index("--kv-cache-memory") + 1] == "16Mi"
-    assert arguments.count("--backend") == 1, "the command line has precedence over the file"
+    assert arguments[arguments.index("--kv-cache-memory") + 1] == str(16 << 20)
+    backend = arguments[arguments.index("--backend") + 1]
+    assert backend == "native", "the command line has precedence over the file"
     process.stdin.close()
     assert await process.wait() == 0
     await _gone(children)

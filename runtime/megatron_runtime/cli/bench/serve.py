@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from megatron_runtime.cli.api_client import (
 from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
 from megatron_runtime.cli.options import COUNT, COUNTS
 from megatron_runtime.process.environment import http_client
-from megatron_runtime.protocol import strict_json as json
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -63,7 +63,10 @@ def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
 
 
 def measure(clients: int, **options: Any) -> Answers:
-    """Measure `clients` clients at once. options: of `megatron bench serve`, and the API key.
+    """Measure `clients` clients at once.
+
+    options: of `megatron bench serve`, and the API key; of other routes, the `path`, and `prompt`, which returns the
+             members of a body that have a prompt.
 
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """
@@ -82,17 +85,17 @@ async def _measure(
     prompt_words: int,
     new_tokens: int,
     seed: int = 0,
-    tools: int | None = None,
+    path: str = "/v1/completions",
+    prompt: Callable[[str], dict[str, Any]] = lambda text: {"prompt": text},
 ) -> Answers:
     # Each request has its own connection, because servers differ in how long they keep an idle one.
     headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     rng = random.Random(f"{seed} {clients}")
-    path = "/v1/completions" if tools is None else "/v1/chat/completions"
     bodies = [
         {
             "model": model,
-            **_prompt(" ".join(rng.choices(WORDS, k=prompt_words)), tools),
+            **prompt(" ".join(rng.choices(WORDS, k=prompt_words))),
             "max_tokens": new_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -115,33 +118,6 @@ async def _measure(
         await asyncio.gather(*(client() for _ in range(clients)))
         answers.duration = time.perf_counter() - begun
     return answers
-
-
-def _prompt(text: str, tools: int | None) -> dict[str, Any]:
-    """Return the members of a body that have the prompt.
-
-    tools: number of tools, in a chat with an earlier call; 0: a chat without tools; None: no chat.
-    """
-    if tools is None:
-        return {"prompt": text}
-    if not tools:
-        return {"messages": [{"role": "user", "content": f"Find {text}."}]}
-    properties = {word: {"type": "string", "maxLength": 40} for word in WORDS}
-    schema = {"type": "object", "properties": properties, "required": list(WORDS[:3])}
-    names = [f"find_{number}" for number in range(tools)]
-    arguments = json.dumps(dict.fromkeys(WORDS[:3], "old"))
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": names[0], "arguments": arguments}}
-    return {
-        "messages": [
-            {"role": "user", "content": "Find something old."},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "user", "content": f"Find {text}."},
-        ],
-        "tools": [
-            {"type": "function", "function": {"name": name, "description": "Finds things.", "parameters": schema}}
-            for name in names
-        ],
-    }
 
 
 def _figures(clients: int, answers: Answers) -> list[Figure]:
@@ -193,11 +169,6 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 @click.option("--prompt-words", type=COUNT, default=64)
 @click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; no answer ends early.")
 @click.option("--seed", type=int, default=0, help="Of the prompts, which differ between seeds.")
-@click.option(
-    "--tools",
-    type=click.IntRange(0, 128),
-    help="Ask in a chat with this many tools, which a model may call. A call ends its answer. Absent: completions.",
-)
 @json_file
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
     """How a server answers clients that wait for each answer before the next request."""
