@@ -16,14 +16,12 @@ from typing import Any, ClassVar
 import pytest
 from threaded_server import serving
 
-from megatron_runtime.checkpoints.builtin import builtin_file
 from megatron_runtime.protocol.limits import MAX_MEDIA_BYTES
 from megatron_runtime.protocol.media import media_digest
 from megatron_runtime.server.formats.vllm_format import chat_format_of
 from megatron_runtime.server.openai import media
 from megatron_runtime.server.openai.media import MAX_PARTS
 from megatron_runtime.tokenization import load_tokenizer
-from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 FAKE = Path(__file__).parents[1] / "vllm/fake_formats"
 TOKEN = 26
@@ -50,13 +48,6 @@ def of_url(url: str) -> list[Mapping[str, Any]]:
 
 
 CAT, DOG = file_of(3, b"cat"), file_of(5, b"dog")
-
-
-@pytest.fixture(scope="module")
-def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    write_gguf_tokenizer(builtin_file("smollm2-135m"), directory)
-    return directory
 
 
 @pytest.fixture
