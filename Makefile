@@ -95,7 +95,7 @@ MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megat
 FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
 
 test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
-	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-unit: setup build/test-weights.stamp build/chat-templates.stamp
 	@$(BEGIN)

@@ -15,6 +15,7 @@ import httpx
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
 from fleet import Record
+from soak import size
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import RESOURCE
@@ -118,7 +119,7 @@ class HttpLoad(ClientLoad):
     """Clients of the servers, each of whose connections is to one of those that are ready. A client whose connection
     breaks sends the request again, as a user of the Service would."""
 
-    def __init__(self, node: FakeNode, name: str, clients: int = 6) -> None:
+    def __init__(self, node: FakeNode, name: str, clients: int = size(3, soak=6)) -> None:
         super().__init__(clients)
         self._node, self._name = node, name
         self.again = 0

@@ -286,7 +286,7 @@ class Resource:
                     status = await self.status()
                     if condition(status):
                         return status
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.2)
         except TimeoutError:
             raise AssertionError(f"not met within {seconds} s; status: {json.dumps(status, indent=1)}") from None
 
@@ -336,7 +336,7 @@ class Resource:
         async def gone() -> bool:
             return await self.get() is None and not await self.children()
 
-        await eventually(gone, seconds=seconds, what="resource and children are gone")
+        await eventually(gone, seconds=seconds, what="resource and children are gone", look_seconds=0.4)
 
 
 def percentile_ms(seconds: Sequence[float], share: float) -> int:

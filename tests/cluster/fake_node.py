@@ -13,6 +13,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,10 @@ ECHO_MODEL = "builtin:echo"
 """The model of the resources here. It does not exist: an echo engine reads no model."""
 SERVED_MODEL = "builtin:smollm2-135m"
 """The model of servers, which need a tokenizer."""
+PROBE_SECONDS = 0.6
+"""Interval of the probes of a container that is ready. One that is not is probed each time."""
+KEYS_SECONDS = 1.0
+"""Interval in which mounted Secrets are updated."""
 
 
 def _free_port() -> int:
@@ -65,6 +70,7 @@ class Container:
     health_port: int
     http_port: int = field(default_factory=_free_port)
     ready: bool | None = None
+    probed: float = 0.0
     command: list[str] = field(default_factory=list)
 
     @property
@@ -97,6 +103,7 @@ class FakeNode(FakeKubelet):
         self.server_program: tuple[str, ...] = ()
         """Runs `megatron`; empty: server pods have no process."""
         self._cut_off: list[Container] = []
+        self._keys_updated = 0.0
 
     async def stop(self) -> None:
         """End all processes."""
@@ -137,9 +144,10 @@ class FakeNode(FakeKubelet):
                 container = await self._start(pod)
                 if container is not None:
                     self.containers[uid] = container
-        for instance in {container.instance for container in self.containers.values()}:
-            # A kubelet updates mounted Secrets.
-            await self._keys(instance)
+        if time.monotonic() >= self._keys_updated + KEYS_SECONDS:
+            self._keys_updated = time.monotonic()
+            for instance in {container.instance for container in self.containers.values()}:
+                await self._keys(instance)
 
     async def state(self, pod: Mapping[str, Any]) -> PodState | None:
         container = self.containers.get(uid_of(pod))
@@ -224,6 +232,9 @@ class FakeNode(FakeKubelet):
             return True
         if container.process.poll() is not None:
             return False
+        if container.ready and time.monotonic() < container.probed + PROBE_SECONDS:
+            return True
+        container.probed = time.monotonic()
         try:
             async with asyncio.timeout(0.5):
                 reader, writer = await asyncio.open_connection("127.0.0.1", container.health_port)

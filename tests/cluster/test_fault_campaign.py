@@ -1,6 +1,6 @@
 """A campaign of faults on two nodes: no request fails while a server is left, and no status is wrong for long.
 
-Six clients of two servers compare each answer with that of an undisturbed engine. A status is wrong if it reports more
+Clients of two servers compare each answer with that of an undisturbed engine. A status is wrong if it reports more
 serving engines than processes that can answer, or that none serves although answers arrive. It may be wrong for
 STATUS_SECONDS; the time counts while an operator leads and the API server answers.
 

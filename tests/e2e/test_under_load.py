@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from machine import scaled
-from soak import SOAK, part
+from soak import SOAK, part, size
 
 from localcluster import installation
 from localcluster.cluster import LocalCluster
@@ -39,7 +39,7 @@ from .disturbances import (
 from .load_client import HEADING, LoadClient
 from .status_watch import StatusWatch, heading
 
-WORKERS, TOKENS = 3, 32
+WORKERS, TOKENS = size(2, soak=3), 32
 SPEC: dict[str, Any] = yaml.safe_load(SAMPLE.read_text())["spec"]
 SPREAD = {
     "maxSkew": 1,

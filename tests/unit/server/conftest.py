@@ -22,6 +22,7 @@ import pytest
 import tokenizers
 from eventually import LONG_SECONDS
 
+from megatron_runtime.checkpoints.builtin import builtin_file
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.formats.chat_format import ChatFormat, NativeChatFormat
@@ -29,6 +30,7 @@ from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.process import HttpServer, drain
 from megatron_runtime.server.settings import ServerSettings, listen
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
 
 from . import generator
@@ -39,6 +41,14 @@ MODEL = "smollm2"
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return load_tokenizer("builtin:smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the built-in model's tokenizer in the files of a model."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_gguf_tokenizer(builtin_file("smollm2-135m"), directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

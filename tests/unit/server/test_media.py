@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import shutil
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from megatron_runtime.protocol.media import media_digest
 from megatron_runtime.server.formats.vllm_format import chat_format_of
 from megatron_runtime.server.openai import media
 from megatron_runtime.server.openai.media import MAX_PARTS
-from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+from megatron_runtime.tokenization import load_tokenizer
 
 FAKE = Path(__file__).parents[1] / "vllm/fake_formats"
 TOKEN = 26
@@ -51,16 +52,11 @@ CAT, DOG = file_of(3, b"cat"), file_of(5, b"dog")
 
 @pytest.fixture
 async def start_with_media(
-    start: Any, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    start: Any, tmp_path: Path, tokenizer_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
     """Start a server whose model takes some of image, audio and video, and none in the results of some tools."""
-    from megatron_runtime.checkpoints.builtin import builtin_file
-    from megatron_runtime.tokenization.loader import write_gguf_tokenizer
-
     monkeypatch.syspath_prepend(str(FAKE))
-    directory = tmp_path / "model"
-    directory.mkdir()
-    write_gguf_tokenizer(builtin_file("smollm2-135m"), directory)
+    directory = shutil.copytree(tokenizer_files, tmp_path / "model")
     formats = []
 
     async def start_one(*takes: str, **settings: Any) -> Any:
@@ -195,32 +191,33 @@ async def test_what_the_model_does_not_take_is_rejected_or_a_placeholder(start_w
     assert b"\n[image]\n" in bytes(text_only.backend.requests[-1][0])
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "data:",
-        "data:image/png;base64,",
-        "data:image/png;base64,?",
-        "data:image/png;base64,AAA",
-        "data:image/png;base64," + "A" * 41,
-        "data:image/png,MEDIA",
-        "data:" + ";a=b" * 100 + ";base64,AAAA",
-        "data:image/png;base64,TUVESUE" + "\n" * 9,
-        "file:///etc/passwd",
-        "ftp://example.com/a.png",
-        "//example.com/a.png",
-        "http://user@example.com/a.png",
-        "http://[::1/a.png",
-        "http://example.com:99999/a.png",
-        "x" * 10_000,
-        url_of(b"no image"),
-    ],
+NO_MEDIA = (
+    "data:",
+    "data:image/png;base64,",
+    "data:image/png;base64,?",
+    "data:image/png;base64,AAA",
+    "data:image/png;base64," + "A" * 41,
+    "data:image/png,MEDIA",
+    "data:" + ";a=b" * 100 + ";base64,AAAA",
+    "data:image/png;base64,TUVESUE" + "\n" * 9,
+    "file:///etc/passwd",
+    "ftp://example.com/a.png",
+    "//example.com/a.png",
+    "http://user@example.com/a.png",
+    "http://[::1/a.png",
+    "http://example.com:99999/a.png",
+    "x" * 10_000,
+    url_of(b"no image"),
 )
-async def test_urls_that_are_no_media_are_rejected(running: Any, url: str) -> None:
-    answer = await ask(running, of_url(url))
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["code"] == "invalid_value"
-    assert not running.backend.requests
+
+
+async def test_urls_that_are_no_media_are_rejected(running: Any, subtests: pytest.Subtests) -> None:
+    for url in NO_MEDIA:
+        with subtests.test(url=url[:40]):
+            answer = await ask(running, of_url(url))
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["code"] == "invalid_value"
+            assert not running.backend.requests
 
 
 async def test_media_that_exhaust_a_renderer_fail_alone(running: Any) -> None:
@@ -242,10 +239,10 @@ async def test_number_and_bytes_of_media_are_bounded(start_with_media: Any) -> N
     assert running.service.bodies.total == 0
 
 
-@pytest.mark.parametrize("field", ["add_BOS", "prevent_retokenization", "truncate_prompt_tokens"])
-async def test_fields_that_change_the_prompt_are_rejected(running: Any, field: str) -> None:
-    answer = await ask(running, of_url(url_of(CAT)), **{field: 5 if field == "truncate_prompt_tokens" else True})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+async def test_fields_that_change_the_prompt_are_rejected(running: Any) -> None:
+    for field, value in {"add_BOS": True, "prevent_retokenization": True, "truncate_prompt_tokens": 5}.items():
+        answer = await ask(running, of_url(url_of(CAT)), **{field: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 # --- fetched files ----------------------------------------------------------------------------------------------------

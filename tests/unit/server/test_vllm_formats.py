@@ -21,7 +21,7 @@ from eventually import eventually
 from megatron_runtime.server.formats.chat_format import AnswerRequest, ChatFormat, NativeChatFormat
 from megatron_runtime.server.formats.vllm_format import VllmChatFormat, chat_format_of
 from megatron_runtime.server.formats.vllm_parsers import MODEL_TYPES, Parsers, parsers_of
-from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+from megatron_runtime.tokenization import load_tokenizer
 
 FAKE = Path(__file__).parents[1] / "vllm/fake_formats"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -36,14 +36,9 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+def model(tmp_path: Path, tokenizer_files: Path) -> Path:
     """A directory of files that vLLM could read, with the built-in model's tokenizer."""
-    from megatron_runtime.checkpoints.builtin import builtin_file
-    from megatron_runtime.tokenization.loader import write_gguf_tokenizer
-
-    directory = tmp_path / "model"
-    directory.mkdir()
-    write_gguf_tokenizer(builtin_file("smollm2-135m"), directory)
+    directory = shutil.copytree(tokenizer_files, tmp_path / "model")
     (directory / "config.json").write_text('{"model_type": "fake"}')
     return directory
 

@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from eventually import LONG_SECONDS
+from machine import scaled
 
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import PeerKeys
@@ -240,7 +241,7 @@ async def test_a_lost_connection_is_reported_and_a_cut_one_delivers_nothing_more
 @pytest.mark.slow
 async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_port, keys: Path) -> None:
     for options in ({}, {"keys": keys}):
-        port = make_port(check_seconds=1.5, **options)
+        port = make_port(check_seconds=scaled(1.5), **options)
         answers = port.dealer()
         await answers.send(b"hello")
         peer, _ = await port.next()
@@ -253,7 +254,7 @@ async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_po
             silent = await asyncio.wait_for(port.gone.get(), LONG_SECONDS)
             assert silent != peer
             assert port.ended_by_peer == {silent: False}
-        await asyncio.sleep(3.5)  # a check, and the time for its answer
+        await asyncio.sleep(scaled(3.5))  # a check, and the time for its answer
         assert list(port.connections) == [peer]
 
 
