@@ -162,6 +162,12 @@ class Dashboard:
             "restart": restart,
         }
 
+    @property
+    def session(self) -> Object:
+        """The first message to a page."""
+        settings = self.settings
+        return {"namespace": settings.namespace, "context": settings.context, "seconds": settings.verb_seconds}
+
     def application(self) -> Starlette:
         """Return the application."""
         files = resources.files(__package__).joinpath("static")
@@ -307,29 +313,30 @@ class PageConnection:
 
     async def serve(self) -> None:
         """Answer requests until the page closes the connection."""
-        settings = self._dashboard.settings
         await self._websocket.accept()
         beat = asyncio.create_task(self._beat())
+        code, reason = BAD_TOKEN, "the token is missing or wrong: open the URL that the command printed"
         try:
             async with asyncio.timeout(LOGIN_SECONDS):
-                token = str((await self._receive()).get("token"))
-            if not hmac.compare_digest(token.encode(), settings.token.encode()):
-                reason = "the token is missing or wrong: open the URL that the command printed"
-                await self._websocket.close(BAD_TOKEN, reason)
-                return
-            session = {"namespace": settings.namespace, "context": settings.context, "seconds": settings.verb_seconds}
-            await self._send({"session": session})
-            while True:
-                self._take(await self._receive())
+                token = (await self._receive()).get("token")
+            if isinstance(token, str) and hmac.compare_digest(token.encode(), self._dashboard.settings.token.encode()):
+                await self._send({"session": self._dashboard.session})
+                while True:
+                    self._take(await self._receive())
         except ValueError as error:
-            await self._websocket.close(BAD_MESSAGE, str(error)[:100])
-        except (WebSocketDisconnect, TimeoutError):
+            code, reason = BAD_MESSAGE, str(error)[:100]
+        except TimeoutError:
             pass
+        except WebSocketDisconnect:
+            code = 0
         finally:
             tasks = [beat, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if code:
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._websocket.close(code, reason)
 
     async def _receive(self) -> Object:
         """Return the next message. Raises ValueError if it is not a JSON object, and WebSocketDisconnect."""
