@@ -112,7 +112,10 @@ class DashboardSettings:
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}/#token={self.token}"
+        return self.url_with(self.token)
+
+    def url_with(self, token: str) -> str:
+        return f"http://{HOST}:{self.port}/#token={token}"
 
 
 class Guard:
@@ -149,6 +152,8 @@ class Dashboard:
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:
         self._api = api
         self.settings = settings
+        self.single_use_token = secrets.token_urlsafe(32)
+        """Of the browser that the command opens: other users of the machine see the arguments of that program."""
         self._observers = Observers(api, interval=settings.sample_seconds)
         self.reads: dict[str, Callable[[Request], AsyncGenerator[Any]]] = {
             "list": self.list_resources,
@@ -162,11 +167,16 @@ class Dashboard:
             "restart": restart,
         }
 
-    @property
-    def session(self) -> Object:
-        """The first message to a page."""
+    def session(self, token: Any) -> Object | None:
+        """Return the first message to a page, or None if its token is wrong."""
         settings = self.settings
-        return {"namespace": settings.namespace, "context": settings.context, "seconds": settings.verb_seconds}
+        given = token.encode() if isinstance(token, str) else b""
+        if hmac.compare_digest(given, self.single_use_token.encode()):
+            self.single_use_token = secrets.token_urlsafe(32)
+        elif not hmac.compare_digest(given, settings.token.encode()):
+            return None
+        shown = {"namespace": settings.namespace, "context": settings.context, "seconds": settings.verb_seconds}
+        return {**shown, "token": settings.token}
 
     def application(self) -> Starlette:
         """Return the application."""
@@ -318,9 +328,9 @@ class PageConnection:
         code, reason = BAD_TOKEN, "the token is missing or wrong: open the URL that the command printed"
         try:
             async with asyncio.timeout(LOGIN_SECONDS):
-                token = (await self._receive()).get("token")
-            if isinstance(token, str) and hmac.compare_digest(token.encode(), self._dashboard.settings.token.encode()):
-                await self._send({"session": self._dashboard.session})
+                session = self._dashboard.session((await self._receive()).get("token"))
+            if session is not None:
+                await self._send({"session": session})
                 while True:
                     self._take(await self._receive())
         except ValueError as error:
@@ -478,7 +488,8 @@ async def serve(
         settings = DashboardSettings(listener.getsockname()[1], namespace, shown_context)
         configuration = behind(proxy.socket)
         async with configuration.client_session_kwargs["connector"], KubeApi(configuration) as api:
-            server, loop, ended = DashboardServer(Dashboard(api, settings)), asyncio.get_running_loop(), asyncio.Event()
+            dashboard, loop, ended = Dashboard(api, settings), asyncio.get_running_loop(), asyncio.Event()
+            server = DashboardServer(dashboard)
 
             def end() -> None:
                 loop.remove_reader(proxy.output)
@@ -488,7 +499,7 @@ async def serve(
             loop.add_reader(proxy.output, end)
             say(f"dashboard of {shown_context}: {settings.url}")
             if opens_browser:
-                webbrowser.open(settings.url)
+                webbrowser.open(settings.url_with(dashboard.single_use_token))
             await server.serve(sockets=[listener])
             if ended.is_set():
                 raise ClusterError(f"kubectl proxy has ended: {proxy.errors()}; start the dashboard again")
