@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import re
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -71,18 +70,19 @@ async def chat() -> AsyncIterator[str]:
     """`megatron serve` with the built-in model; yields its URL."""
     (port,) = free_ports(1)
     program = Path(sys.executable).with_name("megatron")
-    process = subprocess.Popen([program, "serve", "builtin:smollm2-135m", "--port", str(port)], stdout=subprocess.DEVNULL)
+    arguments = ("serve", "builtin:smollm2-135m", "--port", str(port))
+    process = await asyncio.create_subprocess_exec(program, *arguments, stdout=asyncio.subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + WAIT_MS / 1000
         while not await asyncio.to_thread(_is_ready, url):
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.returncode is not None or time.monotonic() > deadline:
                 sys.exit("megatron serve is not ready")
             await asyncio.sleep(0.5)
         yield url
     finally:
         process.terminate()
-        process.wait()
+        await process.wait()
 
 
 async def picture(page: Page, name: str) -> None:

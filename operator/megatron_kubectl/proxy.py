@@ -134,7 +134,7 @@ class KubectlProxy:
 
     def errors(self) -> str:
         """Return the last lines that kubectl wrote to standard error, after its end."""
-        self._reading.join()
+        self._reading.join(timeout=1)  # a login plugin that still runs keeps standard error open
         return " ".join(self._last_errors).strip().removeprefix("error: ") or "it wrote no error"
 
     @property

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 import yaml
 from eventually import LONG_SECONDS, eventually
@@ -176,6 +177,23 @@ async def test_actions_permissions_and_expired_watches(
     assert (await resource.status())["state"] == "Stopped"
 
 
+@contextlib.asynccontextmanager
+async def started(variables: dict[str, str]) -> AsyncIterator[tuple[asyncio.subprocess.Process, int, str]]:
+    """`kubectl megatron dashboard` as a process; yields it with its port and token."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_kubectl.cli", "dashboard", "--no-browser"),
+        env=variables,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), LONG_SECONDS)).decode()
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)", line)
+    assert found is not None, line
+    yield process, int(found[1]), found[2]
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), LONG_SECONDS) == 0
+
+
 PLUGIN = """#!/bin/sh
 echo run >>{folder}/runs
 cat {folder}/credential
@@ -183,10 +201,10 @@ cat {folder}/credential
 """A login plugin of kubectl."""
 
 
-async def test_credentials_that_expire_are_renewed_by_kubectl(
+async def test_credentials_are_renewed_by_kubectl_and_a_stalled_kubectl_executes_nothing(
     resource: Any, operator: Any, node: Any, api: Any, namespace: str, control_plane: Any, tmp_path: Path
 ) -> None:
-    """The first token is revoked, as at the end of its life, before the page requests a verb."""
+    """The first token is revoked, as at the end of its life, before the page requests a verb. Then kubectl stalls."""
     await resource.create()
     meta = {"name": "editor", "namespace": namespace}
     await api.create(ACCOUNT, {"metadata": meta}, manager="test")
@@ -219,16 +237,11 @@ async def test_credentials_that_expire_are_renewed_by_kubectl(
     programs = f"{control_plane.program('kubectl').parent}{os.pathsep}{os.environ['PATH']}"
     # Nothing listens there: kubectl does not use it for the address of the API server.
     proxies = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.0/8"}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_kubectl.cli", "dashboard", "--no-browser"),
-        env={**os.environ, "KUBECONFIG": str(path), "PATH": programs, "PYTHONUNBUFFERED": "1", **proxies},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    line = (await asyncio.wait_for(process.stdout.readline(), LONG_SECONDS)).decode()
-    found = re.search(r"http://127\.0\.0\.1:(\d+)/#token=(\S+)", line)
-    assert found is not None, line
-    async with opened(int(found[1]), found[2], namespace) as browser:
+    variables = {**os.environ, "KUBECONFIG": str(path), "PATH": programs, "PYTHONUNBUFFERED": "1", **proxies}
+    async with (
+        started(variables) as (process, port, token),
+        opened(port, token, namespace) as browser,
+    ):
         await browser.reaches("Paused")
         await issue("second")
         await api.request("DELETE", SECRET.path(namespace, "first"))
@@ -243,6 +256,13 @@ async def test_credentials_that_expire_are_renewed_by_kubectl(
 
         await eventually(is_rejected, what="the API server rejects the first token")
         await browser.reaches("Running")
-    process.send_signal(signal.SIGINT)
-    assert await asyncio.wait_for(process.wait(), LONG_SECONDS) == 0
+        children = psutil.Process(process.pid).children(recursive=True)
+        kubectl = [child for child in children if child.name() == "kubectl"][-1]
+        kubectl.suspend()
+        answer = await browser.request("set-state", state="Stopped")
+        kubectl.resume()
+        assert answer["error"].startswith("the API server did not answer within 10 s"), answer
+        await browser.reaches("Suspended")
+        history = [entry["to"] for entry in browser.parts["resource"]["status"]["history"]]
+        assert "Stopped" not in history, "a request that timed out in kubectl is not executed later"
     assert (tmp_path / "runs").read_text() == "run\n" * 2

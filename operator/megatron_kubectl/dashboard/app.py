@@ -112,7 +112,10 @@ class DashboardSettings:
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}/#token={self.token}"
+        return self.url_with(self.token)
+
+    def url_with(self, token: str) -> str:
+        return f"http://{HOST}:{self.port}/#token={token}"
 
 
 class Guard:
@@ -149,6 +152,8 @@ class Dashboard:
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:
         self._api = api
         self.settings = settings
+        self.single_use_token = secrets.token_urlsafe(32)
+        """Of the browser that the command opens: other users of the machine see the arguments of that program."""
         self._observers = Observers(api, interval=settings.sample_seconds)
         self.reads: dict[str, Callable[[Request], AsyncGenerator[Any]]] = {
             "list": self.list_resources,
@@ -161,6 +166,17 @@ class Dashboard:
             "scale": scale,
             "restart": restart,
         }
+
+    def session(self, token: Any) -> Object | None:
+        """Return the first message to a page, or None if its token is wrong."""
+        settings = self.settings
+        given = token.encode() if isinstance(token, str) else b""
+        if hmac.compare_digest(given, self.single_use_token.encode()):
+            self.single_use_token = secrets.token_urlsafe(32)
+        elif not hmac.compare_digest(given, settings.token.encode()):
+            return None
+        shown = {"namespace": settings.namespace, "context": settings.context, "seconds": settings.verb_seconds}
+        return {**shown, "token": settings.token}
 
     def application(self) -> Starlette:
         """Return the application."""
@@ -308,29 +324,30 @@ class PageConnection:
 
     async def serve(self) -> None:
         """Answer requests until the page closes the connection."""
-        settings = self._dashboard.settings
         await self._websocket.accept()
         beat = asyncio.create_task(self._beat())
+        code, reason = BAD_TOKEN, "the token is missing or wrong: open the URL that the command printed"
         try:
             async with asyncio.timeout(LOGIN_SECONDS):
-                token = str((await self._receive()).get("token"))
-            if not hmac.compare_digest(token.encode(), settings.token.encode()):
-                reason = "the token is missing or wrong: open the URL that the command printed"
-                await self._websocket.close(BAD_TOKEN, reason)
-                return
-            session = {"namespace": settings.namespace, "context": settings.context, "seconds": settings.verb_seconds}
-            await self._send({"session": session})
-            while True:
-                self._take(await self._receive())
+                session = self._dashboard.session((await self._receive()).get("token"))
+            if session is not None:
+                await self._send({"session": session})
+                while True:
+                    self._take(await self._receive())
         except ValueError as error:
-            await self._websocket.close(BAD_MESSAGE, str(error)[:100])
-        except (WebSocketDisconnect, TimeoutError):
+            code, reason = BAD_MESSAGE, str(error)[:100]
+        except TimeoutError:
             pass
+        except WebSocketDisconnect:
+            code = 0
         finally:
             tasks = [beat, *self._tasks.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if code:
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._websocket.close(code, reason)
 
     async def _receive(self) -> Object:
         """Return the next message. Raises ValueError if it is not a JSON object, and WebSocketDisconnect."""
@@ -472,7 +489,8 @@ async def serve(
         settings = DashboardSettings(listener.getsockname()[1], namespace, shown_context)
         configuration = behind(proxy.socket)
         async with configuration.client_session_kwargs["connector"], KubeApi(configuration) as api:
-            server, loop, ended = DashboardServer(Dashboard(api, settings)), asyncio.get_running_loop(), asyncio.Event()
+            dashboard, loop, ended = Dashboard(api, settings), asyncio.get_running_loop(), asyncio.Event()
+            server = DashboardServer(dashboard)
 
             def end() -> None:
                 loop.remove_reader(proxy.output)
@@ -482,7 +500,7 @@ async def serve(
             loop.add_reader(proxy.output, end)
             say(f"dashboard of {shown_context}: {settings.url}")
             if opens_browser:
-                webbrowser.open(settings.url)
+                webbrowser.open(settings.url_with(dashboard.single_use_token))
             await server.serve(sockets=[listener])
             if ended.is_set():
                 raise ClusterError(f"kubectl proxy has ended: {proxy.errors()}; start the dashboard again")

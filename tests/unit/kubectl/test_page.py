@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from browser import check_layout
 from playwright.async_api import Page, expect
+from soak import size
 
 
 async def open_resource(page: Page, settings: Any, name: str = "demo") -> None:
@@ -242,7 +243,7 @@ async def test_a_page_without_the_token_shows_why(page: Page, settings: Any) -> 
     await expect(page.get_by_role("status").first).to_contain_text("open the URL that the command printed")
 
 
-TABS = 8
+TABS = size(8, soak=20)
 """Browsers open six connections of HTTP/1.1 to a server."""
 
 

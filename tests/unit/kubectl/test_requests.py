@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import fake_kubectl
@@ -22,7 +22,7 @@ from machine import scaled
 
 import megatron_kubectl.dashboard
 from megatron_kubectl import cli
-from megatron_kubectl.dashboard.app import BAD_MESSAGE, BAD_TOKEN, policy
+from megatron_kubectl.dashboard.app import BAD_MESSAGE, BAD_TOKEN, Dashboard, DashboardSettings, policy
 
 STATIC = Path(megatron_kubectl.dashboard.__file__).with_name("static")
 VENDORED = {
@@ -73,6 +73,17 @@ async def test_nothing_is_answered_without_the_token(settings: Any, fake: Any, t
         assert answer.type == aiohttp.WSMsgType.CLOSE
         assert answer.data in (BAD_TOKEN, BAD_MESSAGE)
     assert fake.authors == []
+
+
+def test_the_token_of_the_opened_browser_is_valid_once() -> None:
+    """It is an argument of the browser's program, which other users of the machine see."""
+    dashboard = Dashboard(cast(Any, None), DashboardSettings(1, "", ""))
+    token = dashboard.single_use_token
+    session = dashboard.session(token)
+    assert session is not None
+    assert session["token"] == dashboard.settings.token != token
+    assert dashboard.session(token) is None
+    assert dashboard.session(session["token"]) == session
 
 
 @pytest.mark.parametrize(
@@ -190,7 +201,7 @@ async def test_the_command_serves_until_it_is_interrupted(command: Any) -> None:
     base, _, token = command.url.partition("/#token=")
     settings = SimpleNamespace(port=int(base.rpartition(":")[2]), token=token)
     async with connected(settings, token) as socket:
-        session = {"namespace": "default", "context": "here", "seconds": 10.0}
+        session = {"namespace": "default", "context": "here", "seconds": 10.0, "token": token}
         assert await socket.receive_json(timeout=scaled(30)) == {"session": session}
         await socket.send_json({"id": 1, "do": "list", "namespace": "default"})
         names = {each["name"] for each in (await socket.receive_json(timeout=scaled(30)))["value"]["resources"]}

@@ -71,6 +71,7 @@ async def test_the_page_needs_no_key_and_its_data_do(page: Page, start: Any, tmp
     await expect(page.get_by_role("alert")).to_contain_text("API key")
     key = page.get_by_label("API key")
     await expect(key).to_be_focused()
+    await check_layout(page)
     await key.fill("secret")
     await key.press("Enter")
     facts = page.locator("dl")

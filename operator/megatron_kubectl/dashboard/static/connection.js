@@ -72,6 +72,7 @@ function receive(message) {
     ready = true;
     failures = 0;
     seconds = message.session.seconds;
+    localStorage.setItem("token", message.session.token);  // that of the URL may be valid once
     begun(message.session);
     showConnection("live", false);
     for (const [id, each] of requests) send({ id, ...each.body });
