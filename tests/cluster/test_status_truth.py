@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from eventually import eventually
 
-from megatron_operator.cluster.kinds import EVENT, POD
+from megatron_operator.cluster.kinds import EVENT, POD, SECRET
 
 pytestmark = pytest.mark.cluster
 
@@ -52,6 +52,9 @@ async def test_a_missing_secret_is_named_from_the_kubelets_event(
     resource: Any, operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
     node.start_engines = False
+    # The kubelet, not the operator, misses it.
+    secret = {"metadata": {"name": "hub", "namespace": namespace}, "data": {"token": "eA=="}}
+    await api.create(SECRET, secret, manager="test")
     await resource.create(
         model={"source": {"huggingFace": {"repo": "org/model", "tokenSecretRef": {"name": "hub", "key": "token"}}}}
     )

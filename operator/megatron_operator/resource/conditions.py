@@ -21,12 +21,17 @@ class Documented(StrEnum):
 class ConditionType(Documented):
     READY = (
         "Ready",
-        "An OpenAI server and at least one engine serve; or the resource is Paused, Suspended or Stopped as requested.",
+        "An OpenAI server and at least one engine serve; or the resource is Paused, Suspended or Stopped as requested, "
+        "with a server that is ready. Its reason is that of Degraded, if nothing else is waited for.",
     )
     COORDINATOR_READY = "CoordinatorReady", "The coordinator answers the operator on its admin port."
     ENGINES_READY = "EnginesReady", "All spec.replicas engines are registered with the coordinator."
     LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
-    PROGRESSING = "Progressing", "The operator or a pod is making progress towards the spec."
+    PROGRESSING = (
+        "Progressing",
+        "The operator or a pod is making progress towards the spec. False: every child is as the spec wants it, and "
+        "rolled out. Unknown: changes wait, for a paused rollout or until the resource runs.",
+    )
     DEGRADED = "Degraded", "An error that waiting alone may not resolve; the message names it."
     UPDATE_AVAILABLE = "UpdateAvailable", "The operator has another release than the resource."
     SINGLE_SERVER = (
@@ -117,7 +122,10 @@ class Reason(Documented):
     VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
     VOLUME_FAILED = "VolumeFailed", "A volume of a pod cannot be attached or mounted; the message is the kubelet's."
     QUOTA_EXCEEDED = "QuotaExceeded", "A ResourceQuota prevents a pod; the message names it."
-    CONTAINER_CONFIG_ERROR = "ContainerConfigError", "A container cannot be created, e.g. because of a missing Secret."
+    CONTAINER_CONFIG_ERROR = (
+        "ContainerConfigError",
+        "A Secret, ConfigMap or other object that a pod names is missing or lacks a key. Running pods serve on.",
+    )
     RESTART_BUDGET_EXHAUSTED = (
         "RestartBudgetExhausted",
         "An engine crashed too often and has no pods. It is started again after a backoff if the cause is in the "

@@ -5,7 +5,8 @@ Each `sh` block of `docs/get-started` and `docs/guides` has a marker in the line
     <!-- test: run -->                   a test runs it; a marked `python` block as well
     <!-- test: background until "X" -->  a test starts it and waits until it prints X
     <!-- test: soak -->                  run with MEGATRON_SOAK=1: it takes long, or much disk
-    <!-- test: cluster -->               needs a cluster of the reader's own
+    <!-- test: cluster -->               needs a cluster of the reader's own; `cluster/test_guides.py` runs those that
+                                         install, upgrade or change something, and compares their effects
     <!-- test: setup -->                 sets up the environment that the tests run in
     <!-- test: skip: REASON -->          does not run here, for that reason
 
@@ -23,52 +24,24 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from eventually import LONG_SECONDS
+from guide_blocks import KINDS, PAGES, ROOT, Block, blocks
 from soak import SOAK
 
 from megatron_operator.resource.names import KIND
 from megatron_operator.resource.spec import parse_spec
 from megatron_runtime.cli.processes import free_ports
 
-ROOT = Path(__file__).parents[3]
-PAGES = sorted(page for folder in ("get-started", "guides") for page in (ROOT / "docs" / folder).glob("*.md"))
-KINDS = re.compile(r'run|soak|cluster|setup|background until "(?P<text>[^"]+)"|skip: \S.*')
-BLOCK = re.compile(r"(?:^<!-- test: (?P<marker>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 UPGRADE = re.compile(r"helm upgrade [^\n`]+")
 """A command with arguments. In prose, `helm upgrade` has none."""
+WRITTEN = re.compile(r" > ([\w.-]+)$", re.M)
+"""Files that commands write."""
 LINKED = ("bench", "charts", "docs", "manifests")
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page. `marker` is empty where it has none."""
-
-    page: Path
-    language: str
-    code: str
-    marker: str
-
-    @property
-    def runs(self) -> bool:
-        return self.marker in ("run", "soak") or self.ready_text is not None
-
-    @property
-    def ready_text(self) -> str | None:
-        found = KINDS.fullmatch(self.marker)
-        return found["text"] if found is not None else None
-
-
-def blocks(page: Path) -> list[Block]:
-    return [
-        Block(page, found["language"], found["code"], found["marker"] or "")
-        for found in BLOCK.finditer(page.read_text())
-    ]
 
 
 def _named(pages: list[Path]) -> list[Any]:
@@ -173,6 +146,8 @@ def test_commands_run(page: Path, tmp_path: Path, background: _Background, monke
             with _ended_after(process, LONG_SECONDS):
                 printed, _ = process.communicate()
             assert process.returncode == 0, f"{block.code}\nexit code {process.returncode}:\n{printed}"
+            for name in WRITTEN.findall(block.code):
+                assert (tmp_path / name).read_text(), f"{block.code}\nwrote nothing to {name}:\n{printed}"
 
 
 PORT = "GUIDE_PORT"

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from in_memory_cluster import OWNER_UID, Cluster
 
+from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
 from megatron_operator.cluster.kinds import EVENT, ObjectKind
 from megatron_operator.cluster.projection import project_resource
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import ResourceTask
-from megatron_operator.decision.world import EVENT_SECONDS
+from megatron_operator.decision.world import ANY_KEY, EVENT_SECONDS, ChildRef
 from megatron_operator.resource.settings import Settings
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
@@ -157,6 +158,8 @@ async def test_events_of_a_waiting_pod_are_read_at_intervals_and_written_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = Cluster({**SPEC, "server": {"apiKeysSecretRef": {"name": "clients", "key": "list"}}}, security=False)
+    # The kubelet has not seen it yet.
+    cluster.objects[ChildRef("Secret", "clients")] = {"metadata": {"name": "clients"}, "data": {"list": "eA=="}}
     api = EventsApi(cluster)
     watch = Watch(api)
     clock = [1000.0]
@@ -221,3 +224,76 @@ async def test_events_of_a_statefulset_that_lacks_one_of_its_pods_are_read(monke
     await pause_of(task)
     assert api.asked == ["reason=FailedCreate,regarding.kind=StatefulSet,regarding.name=demo-engine-0"]
     assert cluster.condition("Degraded")["reason"] == "QuotaExceeded"
+
+
+# --- Objects that pods need -------------------------------------------------------------------------------------------
+
+
+class NamedObjects:
+    """Answers reads of objects by name, and counts them."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers = answers
+        self.reads: list[tuple[str, str | None, str]] = []
+
+    async def get(self, kind: ObjectKind, namespace: str | None, name: str) -> Any:
+        self.reads.append((kind.kind, namespace, name))
+        answer = self.answers.get(name)
+        if isinstance(answer, KubeApiError):
+            raise answer
+        return answer
+
+
+async def test_only_the_names_of_entries_are_kept_of_objects_that_pods_need() -> None:
+    api = NamedObjects(
+        {
+            "keys": {"data": {"a": "eA==", "empty": ""}},
+            "config": {"data": {"b": "x"}, "binaryData": {"c": "eA=="}},
+            "claim": {"spec": {}},
+            "denied": KubeApiError(403, "Forbidden", "secrets may not be read"),
+        }
+    )
+    refs = {
+        ChildRef("Secret", "keys"): frozenset({"a"}),
+        ChildRef("ConfigMap", "config"): frozenset({"b", "c"}),
+        ChildRef("PersistentVolumeClaim", "claim"): frozenset(),
+        ChildRef("PriorityClass", "high", "scheduling.k8s.io/v1"): None,
+        ChildRef("Secret", "denied"): frozenset({ANY_KEY}),
+        ChildRef("Secret", "absent"): None,
+    }
+    made: Any = ObserverSettings(
+        settings=Settings(runtime_image="r"),
+        admin=None,
+        resolve=lambda *_: None,
+        resync_seconds=1,
+        audits=asyncio.Semaphore(1),
+    )
+    observer = Observer(api, None, None, options=made)  # type: ignore[arg-type]
+    assert await observer.objects(refs, namespace="ns", seconds=60) == refs
+    assert ("PriorityClass", None, "high") in api.reads
+    assert ("Secret", "ns", "keys") in api.reads
+    assert await observer.objects(refs, namespace="ns", seconds=60) == refs
+    assert len(api.reads) == len(refs), "read again before it is due"
+    await observer.objects(refs, namespace="ns", seconds=0)
+    assert len(api.reads) == 2 * len(refs)
+
+
+async def test_a_change_is_checked_in_the_pass_that_sees_it() -> None:
+    api = InMemoryApi(Cluster(SPEC, security=False))
+    watch = Watch(api)
+    task = new_operator(api, watch, DirectLink(api.cluster), term=1)
+    for _ in range(8):
+        watch.show()
+        await task.run_once()
+        api.cluster.tick()
+    server, secret = ChildRef("Deployment", "demo-server", "apps/v1"), ChildRef("Secret", "keys")
+    before = copy.deepcopy(api.cluster.objects[server]["spec"])
+    for key, named in (("wrong", True), ("right", False)):
+        api.cluster.objects[secret] = {"metadata": {"name": "keys"}, "data": {"right": "eA=="}}
+        api.cluster.patch(server={"apiKeysSecretRef": {"name": "keys", "key": key}})
+        watch.show()
+        await task.run_once()
+        degraded = api.cluster.condition("Degraded")
+        assert ("Secret keys has no key wrong" in degraded["message"]) is named
+        assert (api.cluster.objects[server]["spec"] == before) is named
+        del api.cluster.objects[secret]

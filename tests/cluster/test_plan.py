@@ -1,0 +1,51 @@
+"""`megatron-operator plan --against cluster`: what the API server stores of a file is not a change of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SAMPLES = sorted((Path(__file__).parents[2] / "manifests/samples").glob("*.yaml"))
+
+
+async def test_an_unchanged_file_changes_nothing(
+    operator: Any, make_resource: Any, kubectl: Any, control_plane: Any, namespace: str, tmp_path: Path
+) -> None:
+    config = yaml.safe_load(control_plane.kubeconfig.read_text())
+    config["contexts"][0]["context"]["namespace"] = namespace
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(yaml.safe_dump(config))
+
+    async def planned(path: Path) -> str:
+        command = [sys.executable, "-m", "megatron_operator.cli", "plan", "-f", str(path), "--against", "cluster"]
+        done = await asyncio.to_thread(
+            subprocess.run,
+            command,
+            env={**os.environ, "KUBECONFIG": str(kubeconfig)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout + done.stderr
+
+    for sample in SAMPLES:
+        manifest = yaml.safe_load(sample.read_text())
+        applied = kubectl("apply", "-f", str(sample))
+        assert applied.returncode == 0, applied.stderr
+        resource = make_resource(manifest["metadata"]["name"])
+        await resource.until(lambda status: "release" in status)
+        assert await planned(sample) == "nothing changes\n", sample
+        changed = tmp_path / sample.name
+        changed.write_text(yaml.safe_dump({**manifest, "spec": {**manifest["spec"], "desiredState": "Stopped"}}))
+        assert (await planned(changed)).startswith("set     spec.desiredState: "), sample
+        await resource.delete()
+        await resource.until_gone()
