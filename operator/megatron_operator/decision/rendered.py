@@ -182,7 +182,7 @@ class Rendered:
             manifest = engine_statefulset(self.ctx, index, pods=count, avoided=self.avoided(index))
         except RenderError:
             manifest = None
-        if count == 0 and (manifest is None or self.refused(manifest) is not None):
+        if count == 0 and (manifest is None or self.rejected_by_server(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
         return manifest
 
@@ -212,9 +212,9 @@ class Rendered:
     def rejected(self, manifest: Manifest) -> Finding | None:
         """Return what the pods of a manifest lack, or the API server's last rejection of it."""
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
-        return (self.missing(manifest) if has_pods else None) or self.refused(manifest)
+        return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)
 
-    def refused(self, manifest: Manifest) -> Finding | None:
+    def rejected_by_server(self, manifest: Manifest) -> Finding | None:
         """Return the API server's last rejection of this manifest."""
         ref = ChildRef.of(manifest)
         rejection = self.world.rejections.get(ref)
@@ -235,7 +235,7 @@ class Rendered:
         ref = ChildRef.of(manifest)
         if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
             return False
-        return self.refused(manifest) is None or self.just_rejected(ref) is None
+        return self.rejected_by_server(manifest) is None or self.just_rejected(ref) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
         """Return the last rejection of a child, until it may be applied again."""

@@ -211,8 +211,15 @@ class MegatronInferenceStatus(ApiModel):
         "the resource alone while it is renewed.",
     )
     observed_generation: int | None = Field(default=None, description="Last processed generation of the spec.")
-    state: ResourceState | None = Field(default=None, description="State of the resource.")
-    ready: str | None = Field(default=None, description="Serving engines / desired engines, such as 2/2.")
+    state: ResourceState | None = Field(
+        default=None,
+        description="State of the resource. Pending: it is not ready, also if every rank has confirmed the desired "
+        "state (lifecycle.observed).",
+    )
+    ready: str | None = Field(
+        default=None,
+        description="Engines that serve and that clients reach through a server / desired engines, such as 2/2.",
+    )
     model: str | None = Field(default=None, description="Name in /v1/models.")
     revision: str | None = Field(default=None, description="Revision of the engines of the current spec.")
     verified_revisions: list[str] | None = Field(
@@ -220,7 +227,9 @@ class MegatronInferenceStatus(ApiModel):
         description="The last revisions whose check passed or of which an engine served, the latest last; at most "
         f"{VERIFIED_REVISIONS}. A rollout to one of them needs no check.",
     )
-    endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API inside the cluster.")
+    endpoint: str | None = Field(
+        default=None, description="Base URL of the OpenAI API inside the cluster, as the Service has it."
+    )
     epoch: int | None = Field(default=None, description="Generation epoch of the weights.")
     replicas: int | None = Field(default=None, description="Engines that exist.")
     ready_replicas: int | None = Field(default=None, description="Engines that are registered and serve or can serve.")
