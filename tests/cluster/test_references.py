@@ -127,8 +127,9 @@ async def test_a_misspelt_key_changes_nothing_and_is_named_at_once(
     message = condition(status, "Ready")["message"]
     assert "spec.server.apiKeysSecretRef: Secret keys has no key apikeys" in message
     assert "add key apikeys to secret keys, or correct spec.server.apiKeysSecretRef" in message
-    waited = kubectl("wait", "mi/demo", "--for=condition=Progressing=False", "--timeout=3s")
-    assert waited.returncode != 0
+    for kind in ("Progressing=False", "Ready"):
+        waited = kubectl("wait", "mi/demo", f"--for=condition={kind}", "--timeout=3s")
+        assert waited.returncode != 0, kind
     assert await servers_and_ports(api, namespace) == before
     await resource.patch(server={"apiKeysSecretRef": {"name": "keys", "key": "api-keys"}})
     await resource.until(lambda status: statuses(status)["Progressing"] == "False")

@@ -28,7 +28,10 @@ class Condition(ApiModel):
     status: str = Field(description="True, False or Unknown.")
     reason: str = Field(description="Reason in CamelCase, for programs.")
     message: str = Field(description="Message of one sentence.")
-    observed_generation: int = Field(description="Generation of the spec that the condition is about.")
+    observed_generation: int = Field(
+        description="Generation of the spec that the condition is about. That of Ready is the last one that was "
+        "carried out, so that kubectl wait waits for a change."
+    )
     last_transition_time: Time = Field(description="Time of the last change of the status.")
 
 
