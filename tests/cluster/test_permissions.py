@@ -14,6 +14,7 @@ from megatron_operator.cluster.kinds import CHILD_KINDS, OPTIONAL_KINDS, ObjectK
 from megatron_operator.install import HOME_RULES, NODE_RULES, RESOURCE_RULES, Rule
 
 from .audit_log import AuditLog, Request
+from .conftest import condition
 from .lost_node import replaced, terminate_on
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -56,6 +57,7 @@ async def live(resource: Any, api: Any) -> None:
     await resource.patch(keys={"generation": 2})
     rotated = {"generation": 2, "stage": "Settled"}
     await resource.until(lambda status: status["keys"].items() >= rotated.items(), seconds=120)
+    await name_what_is_missing(resource)
     await change_standby(resource)
     await change_front_door(resource, api)
     await lose_node(resource, api)
@@ -64,6 +66,18 @@ async def live(resource: Any, api: Any) -> None:
     await resource.until(lambda status: "exceeded quota" in str(status), seconds=90)
     await resource.patch(replicas=1)
     await resource.until(lambda status: status.get("ready") == "1/1" and "plan" not in status, seconds=90)
+
+
+async def name_what_is_missing(resource: Any) -> None:
+    """Let pods refer to objects that do not exist, of each kind that the operator looks up."""
+    template: dict[str, Any] = {
+        "spec": {"volumes": [{"name": "extra", "persistentVolumeClaim": {"claimName": "none"}}]}
+    }
+    template["spec"]["runtimeClassName"] = "none"
+    await resource.patch(server={"podTemplate": template}, coordinator={"priorityClassName": "none"})
+    await resource.until(lambda status: "PriorityClass none does not exist" in str(status), seconds=60)
+    await resource.patch(server={"podTemplate": None}, coordinator={"priorityClassName": None})
+    await resource.until(lambda status: condition(status, "Progressing")["status"] == "False", seconds=60)
 
 
 async def change_standby(resource: Any) -> None:

@@ -294,8 +294,7 @@ class Cluster:
     def world(self) -> World:
         views: dict[ChildRef, ChildView] = {}
         for ref, obj in self.objects.items():
-            seen = {"status": self._pod_counts(ref.name), **obj} if ref.kind == "StatefulSet" else obj
-            views[ref] = reduce_child(seen, owner_uid=OWNER_UID, verified=ref not in self.unverified)
+            views[ref] = reduce_child(self.seen(obj), owner_uid=OWNER_UID, verified=ref not in self.unverified)
         spec, unknown_fields = parse_stored_spec(self.spec)
         return World(
             resource=ResourceSnapshot(
@@ -326,9 +325,14 @@ class Cluster:
             objects=dict(self.named),
         )
 
-    def _pod_counts(self, statefulset: str) -> dict[str, int]:
-        pods = [reduce_pod(pod) for name, pod in self.pods.items() if name.rpartition("-")[0] == statefulset]
-        return {"replicas": len(pods), "readyReplicas": sum(pod.ready and not pod.deleting for pod in pods)}
+    def seen(self, obj: dict[str, Any]) -> dict[str, Any]:
+        """Return an object as the API server shows it: a StatefulSet with the counts of its pods."""
+        if obj["kind"] != "StatefulSet":
+            return obj
+        name = obj["metadata"]["name"]
+        pods = [reduce_pod(pod) for key, pod in self.pods.items() if key.rpartition("-")[0] == name]
+        ready = sum(pod.ready and not pod.deleting for pod in pods)
+        return {"status": {"replicas": len(pods), "readyReplicas": ready}, **obj}
 
     def _snapshot(self) -> CoordinatorSnapshot:
         found = self.coordinator

@@ -31,7 +31,6 @@ from megatron_operator.decision.world import (
     EmitEvent,
     OperationReport,
     PodView,
-    VetChild,
     World,
     has_optional_children,
 )
@@ -61,7 +60,7 @@ def decide(world: World) -> Decision:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
     operation = scene.desired.operation if verdict.operation is Recorded.UNCHANGED else verdict.operation
     actions: list[Action] = upkeep(scene) if verdict.upkeep else []
-    changing = next((_subject(action) for action in actions if _changes(action, world)), "")
+    changing = next((change for action in actions if (change := _change(action, world))), "")
     status = printable_data(compose(scene, verdict, operation, changing=changing), limit=MOST_TEXT)
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     losses = (
@@ -128,22 +127,16 @@ def _is_held(action: Action, world: World) -> bool:
     return world.contests[action.ref].holds(action.manifest, world.children.get(action.ref))
 
 
-def _changes(action: Action, world: World) -> bool:
-    """Return whether an action of the upkeep changes a child. An apply of what a child has only confirms it."""
-    if isinstance(action, VetChild) or _is_held(action, world):
-        return False
-    view = world.children.get(action.ref) if isinstance(action, ApplyChild) else None
-    if view is None or not isinstance(action, ApplyChild):
-        return True
-    replicas = action.manifest["spec"]["replicas"] if view.ref.kind == "StatefulSet" else view.replicas
-    return (view.hash, view.replicas) != (action.hash, replicas)
-
-
-def _subject(action: Action) -> str:
-    """Return what a change of the upkeep waits for."""
-    if isinstance(action, ApplyChild):
-        return f"{action.ref} to be applied"
-    return f"{action.ref} to be deleted" if isinstance(action, DeleteChild) else "keys or pods to be replaced"
+def _change(action: Action, world: World) -> str:
+    """Return which child an action of the upkeep changes; empty if it only confirms what the child has."""
+    if not isinstance(action, ApplyChild | DeleteChild) or _is_held(action, world):
+        return ""
+    view = world.children.get(action.ref)
+    if isinstance(action, ApplyChild) and view is not None:
+        replicas = action.manifest["spec"]["replicas"] if view.ref.kind == "StatefulSet" else view.replicas
+        if (view.hash, view.replicas) == (action.hash, replicas):
+            return ""
+    return f"{action.ref} to be {'applied' if isinstance(action, ApplyChild) else 'deleted'}"
 
 
 def _heals(action: Action, world: World) -> bool:

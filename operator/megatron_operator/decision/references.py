@@ -33,7 +33,7 @@ _NAMES = ("name", "secretName", "claimName")
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class PodReference:
     """key: an entry that the object must have; empty for any. optional: pods start without it."""
 
     ref: ChildRef
@@ -41,16 +41,16 @@ class Reference:
     optional: bool = False
 
 
-def pod_references(ctx: RenderContext, manifest: Manifest) -> list[Reference]:
+def pod_references(ctx: RenderContext, manifest: Manifest) -> list[PodReference]:
     """Return the references of the pods of a Deployment or StatefulSet."""
     pod = manifest["spec"]["template"]["spec"]
     named = ((kind, pod.get(field), version) for field, (kind, version) in _OF_PODS.items())
-    found = [Reference(ChildRef(*each)) for each in named if isinstance(each[1], str)] + [*_references(pod)]
+    found = [PodReference(ChildRef(*each)) for each in named if isinstance(each[1], str)] + [*_references(pod)]
     ours = {("Secret", ctx.keys_name), ("ConfigMap", config_name(ctx)), ("ServiceAccount", ctx.name)}
     return [each for each in dict.fromkeys(found) if (each.ref.kind, each.ref.name) not in ours]
 
 
-def _references(node: Any) -> Iterator[Reference]:
+def _references(node: Any) -> Iterator[PodReference]:
     """Walk a part of a pod, which a podTemplate may have made of any form."""
     if isinstance(node, list):
         for entry in node:
@@ -64,11 +64,11 @@ def _references(node: Any) -> Iterator[Reference]:
         yield from _references(value)
 
 
-def _named(kind: str, source: dict[str, Any]) -> Iterator[Reference]:
+def _named(kind: str, source: dict[str, Any]) -> Iterator[PodReference]:
     name = next((source[field] for field in _NAMES if isinstance(source.get(field), str)), "")
     items = source.get("items")
     entries = [source, *(items if isinstance(items, list) else [])]
     keys = [entry["key"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("key"), str)]
     for key in keys or [""]:
         if name:
-            yield Reference(ChildRef(kind, name), key, bool(source.get("optional")))
+            yield PodReference(ChildRef(kind, name), key, bool(source.get("optional")))

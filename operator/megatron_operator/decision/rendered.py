@@ -19,7 +19,7 @@ from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
 from megatron_operator.resource.conditions import Finding, Reason
-from megatron_operator.resource.names import LABEL_COMPONENT, SERVER
+from megatron_operator.resource.names import ENGINE, LABEL_COMPONENT, SERVER
 
 APPS = "apps/v1"
 REJECTION_RETRY_SECONDS = 15
@@ -71,8 +71,19 @@ class Rendered:
         return any(differs(offer) for offer in _offers(self.world))
 
     def missing(self, manifest: Manifest) -> Finding | None:
-        """Return the first object, or key of one, that the pods of a manifest need and that does not exist."""
-        component = manifest["metadata"]["labels"].get(LABEL_COMPONENT, "")
+        """Return the first object, or key of one, that the pods of a manifest need and that does not exist. All engines
+        need the same."""
+        component = manifest["metadata"]["labels"][LABEL_COMPONENT]
+        if component not in self._missing:
+            whole = self.engine_manifest(0) if component == ENGINE else manifest
+            self._missing[component] = None if whole is None else self._first_missing(whole, component)
+        return self._missing[component]
+
+    @cached_property
+    def _missing(self) -> dict[str, Finding | None]:
+        return {}
+
+    def _first_missing(self, manifest: Manifest, component: str) -> Finding | None:
         for reference in pod_references(self.ctx, manifest):
             ref, named = reference.ref, (reference.ref.kind.lower(), reference.ref.name)
             if (reference.optional and named not in self.references) or ref not in self.world.objects:
@@ -182,7 +193,7 @@ class Rendered:
             manifest = engine_statefulset(self.ctx, index, pods=count, avoided=self.avoided(index))
         except RenderError:
             manifest = None
-        if count == 0 and (manifest is None or self.refused(manifest) is not None):
+        if count == 0 and (manifest is None or self.rejected_by_server(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
         return manifest
 
@@ -212,9 +223,9 @@ class Rendered:
     def rejected(self, manifest: Manifest) -> Finding | None:
         """Return what the pods of a manifest lack, or the API server's last rejection of it."""
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
-        return (self.missing(manifest) if has_pods else None) or self.refused(manifest)
+        return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)
 
-    def refused(self, manifest: Manifest) -> Finding | None:
+    def rejected_by_server(self, manifest: Manifest) -> Finding | None:
         """Return the API server's last rejection of this manifest."""
         ref = ChildRef.of(manifest)
         rejection = self.world.rejections.get(ref)
@@ -235,7 +246,7 @@ class Rendered:
         ref = ChildRef.of(manifest)
         if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
             return False
-        return self.refused(manifest) is None or self.just_rejected(ref) is None
+        return self.rejected_by_server(manifest) is None or self.just_rejected(ref) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
         """Return the last rejection of a child, until it may be applied again."""

@@ -57,14 +57,13 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
     progress = _progress(scene, verdict, changing)
     conditions = _conditions(scene, verdict, state, progress)
     # A reader of the list of resources takes a reached state for a resource that is ready.
-    reached = state is REACHED[scene.desired.state] and scene.observed.state is state
-    shown = ResourceState.PENDING if reached and not _is_ready(scene, state) else state
+    shown = ResourceState.PENDING if _is_reached(scene, state) and not _is_ready(scene, state) else state
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.world.resource.status.get("epoch", 0)
     serving = [engine for engine in (*scene.engines.wanted, *scene.rollout.extras) if scene.engines.serves(engine)]
     status: dict[str, Any] = {
         "observedGeneration": world.resource.generation,
         "state": shown.value,
-        "ready": f"{_reachable(scene, len(serving))}/{ctx.spec.replicas}",
+        "ready": f"{0 if scene.blockers.server() else min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
         "model": ctx.model_name,
         "revision": _revision(scene),
         "endpoint": (scene.rendered.front_door_waits and world.resource.status.get("endpoint")) or ctx.endpoint,
@@ -96,11 +95,6 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
     }
     present = {name: value for name, value in optional.items() if value}
     return {**status, **present, **scene.update.status(complete=_has_release(scene))}
-
-
-def _reachable(scene: Scene, serving: int) -> int:
-    """Return how many of the serving engines clients reach: none without a server."""
-    return 0 if scene.blockers.server() is not None else min(serving, scene.ctx.spec.replicas)
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
@@ -157,16 +151,10 @@ def _revision(scene: Scene) -> str:
 
 def _has_release(scene: Scene) -> bool:
     """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
-    manifests, errors = scene.rendered.shared
-    for manifest in manifests:
-        view = scene.world.children.get(ChildRef.of(manifest))
-        if manifest["kind"] != "Deployment":
-            continue
-        if view is None or view.hash != manifest_hash(manifest) or not view.rolled_out:
-            return False
     engines = scene.engines
     due = [engine for engine in engines.wanted if engines.pods_for(engine) > 0 or engine.budget.exhausted is not None]
-    return not errors and all(_updated(engine) and engine.responsive for engine in due)
+    rolled_out = not scene.rendered.shared[1] and not _unfinished(scene)
+    return rolled_out and all(_updated(engine) and engine.responsive for engine in due)
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
@@ -336,11 +324,14 @@ def _conditions(
         T.UNKNOWN_FIELDS: _unknown_fields(scene),
     }
     before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
+    generation = scene.world.resource.generation
+    # kubectl wait must not take earlier pods that serve for the change of the spec.
+    ready_for = before.get(T.READY.value, {}).get("observedGeneration", generation) if progress else generation
     return [
         condition(
             kind,
             finding,
-            generation=scene.world.resource.generation,
+            generation=ready_for if kind is T.READY else generation,
             before=before.get(kind.value),
             now=stamp_seconds(scene.world.now),
         )
@@ -388,16 +379,19 @@ def _unknown_fields(scene: Scene) -> ConditionFinding:
     )
 
 
+def _is_reached(scene: Scene, state: ResourceState) -> bool:
+    return state is REACHED[scene.desired.state] and scene.observed.state is state
+
+
 def _is_ready(scene: Scene, state: ResourceState) -> bool:
     """Return whether the desired state is reached, a server is ready, and if it runs an engine; else no coordinator has
     an error.
 
     Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
     """
-    desired = scene.desired.state
-    if state is not REACHED[desired] or scene.observed.state is not state or scene.blockers.server() is not None:
+    if not _is_reached(scene, state) or scene.blockers.server() is not None:
         return False
-    if desired is DesiredState.RUNNING:
+    if scene.desired.state is DesiredState.RUNNING:
         return any(engine.responsive for engine in scene.engines.all)
     return scene.blockers.component(COORDINATOR) is None
 
@@ -442,7 +436,7 @@ def _engines_ready(scene: Scene) -> ConditionFinding:
 
 
 def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:
-    if state is REACHED[scene.desired.state] and scene.observed.state is state:
+    if _is_reached(scene, state):
         return "True", Reason.SETTLED, f"{state.value}, as requested"
     return "False", verdict.reason, f"{scene.desired.state.value} is requested, {state.value} is observed"
 

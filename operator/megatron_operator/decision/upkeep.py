@@ -100,7 +100,7 @@ def _try_again(scene: Scene) -> list[Action]:
     if scene.engines.old_model:
         waiting.append(rendered.server)
     for manifest in waiting:
-        if manifest is not None and rendered.refused(manifest) is not None and rendered.may_offer(manifest):
+        if manifest is not None and rendered.rejected_by_server(manifest) is not None and rendered.may_offer(manifest):
             return [VetChild(manifest)]
     return []
 

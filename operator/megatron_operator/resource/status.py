@@ -28,7 +28,10 @@ class Condition(ApiModel):
     status: str = Field(description="True, False or Unknown.")
     reason: str = Field(description="Reason in CamelCase, for programs.")
     message: str = Field(description="Message of one sentence.")
-    observed_generation: int = Field(description="Generation of the spec that the condition is about.")
+    observed_generation: int = Field(
+        description="Generation of the spec that the condition is about. That of Ready is the last one that was "
+        "carried out, so that kubectl wait waits for a change."
+    )
     last_transition_time: Time = Field(description="Time of the last change of the status.")
 
 
@@ -211,8 +214,15 @@ class MegatronInferenceStatus(ApiModel):
         "the resource alone while it is renewed.",
     )
     observed_generation: int | None = Field(default=None, description="Last processed generation of the spec.")
-    state: ResourceState | None = Field(default=None, description="State of the resource.")
-    ready: str | None = Field(default=None, description="Serving engines / desired engines, such as 2/2.")
+    state: ResourceState | None = Field(
+        default=None,
+        description="State of the resource. Pending: it is not ready, also if every rank has confirmed the desired "
+        "state (lifecycle.observed).",
+    )
+    ready: str | None = Field(
+        default=None,
+        description="Engines that serve and that clients reach through a server / desired engines, such as 2/2.",
+    )
     model: str | None = Field(default=None, description="Name in /v1/models.")
     revision: str | None = Field(default=None, description="Revision of the engines of the current spec.")
     verified_revisions: list[str] | None = Field(
@@ -220,7 +230,9 @@ class MegatronInferenceStatus(ApiModel):
         description="The last revisions whose check passed or of which an engine served, the latest last; at most "
         f"{VERIFIED_REVISIONS}. A rollout to one of them needs no check.",
     )
-    endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API inside the cluster.")
+    endpoint: str | None = Field(
+        default=None, description="Base URL of the OpenAI API inside the cluster, as the Service has it."
+    )
     epoch: int | None = Field(default=None, description="Generation epoch of the weights.")
     replicas: int | None = Field(default=None, description="Engines that exist.")
     ready_replicas: int | None = Field(default=None, description="Engines that are registered and serve or can serve.")

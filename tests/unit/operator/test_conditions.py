@@ -106,8 +106,11 @@ def promise_is_kept(cluster: Cluster) -> None:
     cluster.step()
     status = cluster.status
     ready, degraded, progressing = map(cluster.condition, ("Ready", "Degraded", "Progressing"))
+    assert progressing["observedGeneration"] == cluster.generation
     if progressing["status"] == "False":
         assert unfinished(cluster, seen) == []
+    elif progressing["status"] == "True" and cluster.generation > 1:
+        assert ready["observedGeneration"] < cluster.generation, "kubectl wait would take the change for done"
     spec = parse_spec(cluster.spec)
     desired = "Suspended" if spec.replicas == 0 and spec.desired_state == "Running" else spec.desired_state.value
     assert (ready["status"] == "True") == (status["state"] == desired), (ready, status["state"])

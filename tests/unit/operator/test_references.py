@@ -111,7 +111,7 @@ def test_what_a_field_names_may_be_deleted_and_created_again(field: str) -> None
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_new_resource_does_not_wait_for_what_a_field_names(field: str) -> None:
-    """Its pods wait: whoever creates the objects may do so in any order."""
+    """Its pods wait: a tool may create the objects in any order."""
     cluster, ref, lacking = _cluster(field)
     created = Cluster(cluster.spec)
     created.settings, created.named = cluster.settings, {ref: lacking}

@@ -198,7 +198,7 @@ class Watch:
     def show(self) -> None:
         cluster = self._api.cluster
         kinds = {kind.kind for kind in CHILD_KINDS}
-        objects = copy.deepcopy([obj for ref, obj in cluster.objects.items() if ref.kind in kinds])
+        objects = copy.deepcopy([cluster.seen(obj) for ref, obj in cluster.objects.items() if ref.kind in kinds])
         self.index.resources.show([project_resource(self._api.resource())])  # type: ignore[attr-defined]
         self.index.children.show([project_child(obj) for obj in objects])  # type: ignore[attr-defined]
         self.index.pods.show([reduce_pod(pod) for pod in cluster.pods.values()])  # type: ignore[attr-defined]
