@@ -297,7 +297,8 @@ def main(
         for kind in FIRST_TOKENS
     }
     cpu = {
-        clients: {name: cpu_us_per_token(measured[name][clients]) for name in (OURS, VLLM)} for clients in CONCURRENCY
+        load: {name: cpu_us_per_token(rounds_of[load]) for name, rounds_of in measured.items()}
+        for load in (*FIRST_TOKENS, *CONCURRENCY)
     }
     for clients, row in tokens.items():
         click.echo(
@@ -308,9 +309,9 @@ def main(
             row = figures[name]
             values = f"{row[OURS]} and {row[VLLM]} ms, {row['difference']:+} ms (goal {MOST_MS:+})"
             click.echo(f"first token of {kind}, {name}: {values}")
-    for clients, row in cpu.items():
+    for load, row in cpu.items():
         for name, processes in row.items():
-            click.echo(f"{clients} clients, {name}: CPU time per token, us: {processes}")
+            click.echo(f"{load}, {name}: CPU time per token, us: {processes}")
     click.echo(f"CPU time while idle, percent of one CPU: {idle}")
     if json_file is not None:
         document = {
@@ -331,7 +332,7 @@ def main(
             },
             "tokens_per_second": {str(clients): row for clients, row in tokens.items()},
             "first_token_ms": first,
-            "cpu_us_per_token": {str(clients): row for clients, row in cpu.items()},
+            "cpu_us_per_token": {str(load): row for load, row in cpu.items()},
             "idle_cpu_percent": idle,
             "retries": {
                 name: sum(one.answers.retries for runs in found.values() for one in runs)

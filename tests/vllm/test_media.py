@@ -90,6 +90,7 @@ def text_config(tokenizer: Any) -> dict[str, Any]:
 def write_audio_model(model: Path, directory: Path) -> None:
     """Write a Qwen2-Audio with two layers and random weights. model: SmolLM2."""
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
     tokenizer = write_tokenizer(model, directory)
@@ -109,6 +110,9 @@ def write_audio_model(model: Path, directory: Path) -> None:
         architectures=["Qwen2AudioForConditionalGeneration"],
     )
     Qwen2AudioForConditionalGeneration(config).float().save_pretrained(directory)
+    weights = load_file(directory / "model.safetensors")
+    published = {name.replace(".model.model.", ".model."): value for name, value in weights.items()}
+    save_file(published, directory / "model.safetensors")  # transformers 5.19 writes ".model" twice
     extractor = {"feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "Qwen2AudioProcessor"}
     extractor |= {"feature_size": 128, "sampling_rate": 16000, "return_attention_mask": True}
     (directory / "preprocessor_config.json").write_text(json.dumps(extractor))
