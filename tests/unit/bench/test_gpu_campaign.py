@@ -20,10 +20,11 @@ from bench.gpu.report import DRY_SIZES, Campaign, Sizes, read_results
 ROOT = Path(__file__).parents[3]
 RESULTS = {
     "facts": ("versions", "rates"),
-    "engine": ("load", "decode b1", "decode b3", "prefill 48", "first token 16", "arrivals"),
-    "race": ("staging during captures",),
+    "engine": ("load", "decode b1", "decode b3", "prefill 48", "first token 16", "first request"),
+    "race": ("staging during captures", "update"),
     "profile": ("host b1", "kernels b1", "host b3", "kernels b3"),
     "products": ("product qkv 1 rows", "product head 3 rows"),
+    "attention": ("attention b1 of 40", "attention b3 of 40"),
     "sampling": (
         "sample flat greedy 1 rows",
         "sample steep top_p 0.95 3 rows",
