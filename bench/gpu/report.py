@@ -137,11 +137,9 @@ class Campaign:
 
     def emit(self, name: str, **figures: Any) -> None:
         """Add a line to the results. It is on disk when this returns, because the machine may be taken away."""
-        line = json.dumps({"step": self.step, "name": name, "time": round(time.time(), 1), **figures})
-        with (self.folder / RESULTS).open("a") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = append_line(
+            self.folder / RESULTS, {"step": self.step, "name": name, "time": round(time.time(), 1), **figures}
+        )
         print(line[:600], flush=True)
 
     @contextlib.contextmanager
@@ -169,6 +167,16 @@ class Campaign:
             "ecc.errors.uncorrected.volatile.total"
         )
         return "" if self.dry else _nvidia_smi(f"--query-gpu={fields}")
+
+
+def append_line(path: Path, value: Any) -> str:
+    """Add a line of JSON to a file, which is on disk when this returns. Return the line."""
+    line = json.dumps(value)
+    with path.open("a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return line
 
 
 def _nvidia_smi(query: str, *, units: bool = True) -> str:
