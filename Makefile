@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv installs into .venv, also if the caller has activated another environment.
 unexport VIRTUAL_ENV
 
-.PHONY: plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-models test-pages screenshots test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
+.PHONY: gpu-campaign gpu-carry plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-models test-pages screenshots test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -174,10 +174,24 @@ bench: setup ## the coordinator and an engine on this machine; figures in build/
 test-gpu: ## numerics on a CUDA device, with the Python that is there
 	@PYTHONPATH=runtime:kernels:. $(GPU_PY) -m pytest tests/gpu
 
-bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound, beside transformers; figures in build/
+bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound; figures in build/
 	@mkdir -p build
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_kernels.py --json build/gpu-kernels.json
-	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.json
+	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.jsonl
+
+gpu-campaign: ## everything that only a GPU can show, in a bounded time (ARGUMENTS="--seconds 300"); results in build/gpu-campaign
+	@PYTHONPATH=runtime:kernels:operator:.:tests/support $(GPU_PY) -m bench.gpu.campaign --out build/gpu-campaign $(ARGUMENTS)
+
+# The Python of the machine with the GPU, as `pip download` names it.
+GPU_PYTHON_VERSION ?= 3.12
+
+gpu-carry: setup ## pack the campaign for a machine without a network, in bundles of SIZE MiB, in build/gpu-carry
+	@[[ -n '$(SIZE)' ]] || { echo "SIZE=... is needed: MiB of a bundle" >&2; exit 2; }
+	rm -rf build/gpu-carry
+	mkdir -p build/gpu-carry/wheels
+	$(UV) tool run -q --from pip pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+		-d build/gpu-carry/wheels $$(PYTHONPATH=. $(PY) -m bench.gpu.carry packages)
+	PYTHONPATH=. $(PY) -m bench.gpu.carry pack --size '$(SIZE)' --wheels build/gpu-carry/wheels build/gpu-carry
 
 tested: setup ## add the records of test runs in build/test-records to docs/measurements/test-runs.md
 	@$(PY) docs/tested.py build/test-records/*.json

@@ -1,16 +1,17 @@
 """The engine on a CUDA device next to vLLM and transformers: an 8B Llama shape, random weights, one process.
 
-    python bench/gpu_engine.py --json gpu.json
+    python bench/gpu_engine.py --json gpu.jsonl --seconds 120
+    python bench/gpu_engine.py --with vllm --with transformers
 
-A peer takes part if its package is installed. All have the same shape, type and prompts, generate all tokens greedily,
-and take turns in each cell. The decode time is the time of a run of many new tokens minus that of a run of one new
-token. The bound of a decode step is its weights, keys and values divided by the bandwidth of a large copy. The bound of
-a prompt is its operations divided by the rate of a large matrix product. Both rates are measured.
+Each cell is a line of the file as soon as it is measured; the first line describes the run. All engines have the same
+shape, type and prompts, generate all tokens greedily, and take turns in each cell. The decode time is the time of a run
+of many new tokens minus that of a run of one new token. The bound of a decode step is its weights, keys and values
+divided by the bandwidth of a large copy. The bound of a prompt is its operations divided by the rate of a large matrix
+product. Both rates are measured.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import statistics
 import sys
@@ -27,6 +28,7 @@ import click
 import numpy as np
 import torch
 
+from bench.gpu.report import append_line
 from bench.gpu_kernels import Ceilings, measure_ceilings
 from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
@@ -36,7 +38,6 @@ from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import num_parameters
-from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -196,13 +197,22 @@ def _transformers_config(options: Options) -> Any:
 
 
 PEERS: dict[str, Callable[[Options], Generate]] = {"vllm": vllm_engine, "transformers": transformers_engine}
-"""Engines to compare with, by the name of their package."""
+"""Engines to compare with on request, by the name of their package."""
 
 
 def measure(
-    engines: dict[str, Generate], options: Options, *, clock: Callable[[], float] = time.perf_counter
+    engines: dict[str, Generate],
+    options: Options,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    until: float | None = None,
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield each cell with the tokens per second of each turn, by engine."""
+    """Yield each cell with the tokens per second of each turn, by engine. until: the monotonic time from which no cell
+    begins; None has no limit.
+    """
+
+    def is_over() -> bool:
+        return until is not None and time.monotonic() >= until
 
     def seconds(generate: Generate, prompts: list[list[int]], new_tokens: int) -> float:
         begun = clock()
@@ -217,6 +227,8 @@ def measure(
         return found
 
     for batch in options.batch:
+        if is_over():
+            return
         prompts = _prompts(options, batch, options.prompt_tokens)
         for generate in engines.values():
             generate(prompts, 4)  # warm-up
@@ -226,6 +238,8 @@ def measure(
             return len(prompts) * (options.new_tokens - 1) / (whole - first)
 
         yield f"decode b{batch}", in_turns(decode)
+    if is_over():
+        return
     prompts = _prompts(options, 1, options.prefill_tokens)
     for generate in engines.values():
         generate(prompts, 1)
@@ -273,21 +287,23 @@ def _no_tokenizer() -> Any:
 
 
 @click.command(help=__doc__)
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Add a line per cell here.")
+@click.option("--seconds", type=float, help="Begin no cell later than this after the start.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16", show_default=True)
 @click.option("--batch", default="1,8,64", show_default=True, help="Requests at once, each size a run.")
 @click.option("--prompt-tokens", default=1024, show_default=True, help="Of each request of the decode cells.")
 @click.option("--new-tokens", default=128, show_default=True)
 @click.option("--prefill-tokens", default=8192, show_default=True, help="Of the prompt of the prefill cell.")
-@click.option("--without", type=click.Choice(list(PEERS)), multiple=True, help="Leave out this peer; may be repeated.")
+@click.option("--with", "peers", type=click.Choice(list(PEERS)), multiple=True, help="A peer; may be repeated.")
 def main(
     path: Path | None,
+    seconds: float | None,
     dtype: str,
     batch: str,
     prompt_tokens: int,
     new_tokens: int,
     prefill_tokens: int,
-    without: tuple[str, ...],
+    peers: tuple[str, ...],
 ) -> None:
     if not torch.cuda.is_available():
         click.echo("no CUDA device: use `make bench` to measure engines on a CPU", err=True)
@@ -300,36 +316,29 @@ def main(
         dtype=getattr(torch, dtype),
         device=torch.device("cuda"),
     )
+    begun = time.monotonic()
     ceilings = measure_ceilings(options.device, options.dtype)
     device = torch.cuda.get_device_name(options.device)
     gigabytes, teraflops = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e12
     click.echo(f"{device}: copy {gigabytes:.0f} GB/s, product {teraflops:.0f} TFLOP/s")
-    engines = {OURS: our_engine(options)}
-    versions = {"torch": torch.__version__}
-    for name, peer in PEERS.items():
-        if name in without or importlib.util.find_spec(name) is None:
-            click.echo(f"without {name}")
-            continue
-        engines[name] = peer(options)
-        versions[name] = version(name)
+    engines = {OURS: our_engine(options), **{name: PEERS[name](options) for name in peers}}
+    run = {
+        "device": device,
+        "versions": {"torch": torch.__version__, **{name: version(name) for name in ("triton", *peers)}},
+        "dtype": dtype,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "ceilings": asdict(ceilings),
+    }
+    if path is not None:
+        append_line(path, run)
     most = bounds(options, ceilings)
-    rows = []
-    for cell, turns in measure(engines, options):
+    for cell, turns in measure(engines, options, until=None if seconds is None else begun + seconds):
         row = row_of(cell, turns, most[cell])
-        rows.append(row)
+        if path is not None:
+            append_line(path, asdict(row))
         beside = "".join(f"  {name} {rate.median:.1f} ({row.ratios[name]:.2f})" for name, rate in row.peers.items())
         click.echo(f"{cell:16} {row.ours.median:10.1f} tok/s  {row.percent_of_bound:5.1f} % of the bound{beside}")
-    if path is not None:
-        report = {
-            "device": device,
-            "versions": versions,
-            "dtype": dtype,
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "ceilings": asdict(ceilings),
-            "rows": [asdict(row) for row in rows],
-        }
-        path.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

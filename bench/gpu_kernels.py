@@ -27,11 +27,12 @@ from megatron_kernels import (
     moe_routing,
     paged_decode,
     paged_prefill,
+    product,
     qk_norm_rope_append,
     sampling,
     swiglu,
 )
-from megatron_kernels.registry import Backend, KernelConfig, KernelError, select_kernels
+from megatron_kernels.registry import Backend, KernelConfig, select_kernels
 from megatron_kernels.tuning import expert_places
 from megatron_runtime.protocol import strict_json as json
 
@@ -59,6 +60,17 @@ class ModelShape:
     top_k: int = 8
     page_size: int = 16
 
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of the products of a layer and of the head: they read nearly all bytes of a step."""
+        attention = self.heads * self.head_dim
+        return {
+            "qkv": (attention + 2 * self.kv_heads * self.head_dim, self.hidden),
+            "output": (self.hidden, attention),
+            "gate_up": (2 * self.feed_forward, self.hidden),
+            "down": (self.hidden, self.feed_forward),
+            "head": (self.vocabulary, self.hidden),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -78,7 +90,6 @@ class Result:
 
     operation: str
     case: str
-    backend: str
     microseconds: float
     percent_of_bound: float
     bound: str
@@ -95,15 +106,28 @@ def cases(
         return torch.randn(*shape, device=device).to(dtype)
 
     for count in tokens:
+        yield from _product_cases(model, count, random)
         yield _norm_case(model, count, random)
         yield _swiglu_case(model, count, random)
         yield _routing_case(model, count, random)
         yield _experts_case(model, count, random)
         yield _append_case(model, count, random)
-        yield _decode_case(model, count, context, random)
+        yield decode_case(model, count, context, random)
         yield _sampling_case(model, count, random)
     yield _prefill_case(model, [context], [context], random)
     yield _prefill_case(model, [context // 2] * 2, [context] * 2, random)
+
+
+def _product_cases(model: ModelShape, count: int, random: Random) -> Iterator[Case]:
+    for name, (outputs, inputs) in model.products().items():
+        yield Case(
+            operation="product",
+            name=f"{name}, {count} tokens",
+            make=lambda outputs=outputs, inputs=inputs: (random(count, inputs), random(outputs, inputs)),
+            run=lambda function, inputs: (function(*inputs),),
+            bytes_moved=product.bytes_moved(count, outputs, inputs, element_size=random(1).element_size()),
+            flops=product.flops(count, outputs, inputs),
+        )
 
 
 def _norm_case(model: ModelShape, count: int, random: Random) -> Case:
@@ -200,7 +224,7 @@ def _cached(model: ModelShape, lengths: Sequence[int], random: Random) -> tuple[
     return cache, table, torch.tensor(lengths, dtype=torch.int32, device=cache.device)
 
 
-def _decode_case(model: ModelShape, batch: int, context: int, random: Random) -> Case:
+def decode_case(model: ModelShape, batch: int, context: int, random: Random) -> Case:
     lengths = [context] * batch
     moved = paged_decode.bytes_moved(
         lengths,
@@ -351,16 +375,15 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, *, elements: int 
     return Ceilings(2 * source.nbytes / copy_ms * 1e3, 2 * side**3 / product_ms * 1e3)
 
 
-def measure(case: Case, backend: Backend, ceilings: Ceilings, device: torch.device) -> Result:
+def measure(case: Case, ceilings: Ceilings, device: torch.device) -> Result:
     reference = getattr(select_kernels(_only(Backend.TORCH, case.operation), device), case.operation)
-    function = getattr(select_kernels(_only(backend, case.operation), device), case.operation)
+    function = getattr(select_kernels(_only(Backend.TRITON, case.operation), device), case.operation)
     error = difference(case, function, reference)
     microseconds = time_captured(case, function, device)
     kind, least = ceilings.bound(case)
     return Result(
         operation=case.operation,
         case=case.name,
-        backend=backend,
         microseconds=round(microseconds, 2),
         percent_of_bound=round(100 * least / microseconds, 1),
         bound=kind,
@@ -383,12 +406,11 @@ def _only(backend: Backend, operation: str) -> KernelConfig:
 
 @click.command(help=__doc__)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
-@click.option("--backend", type=click.Choice([b for b in Backend if b is not Backend.TORCH]), default=Backend.TRITON)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
 @click.option("--tokens", default="1,8,64,256", show_default=True, help="Sizes of a step.")
 @click.option("--context", default=2048, show_default=True, help="Cached tokens of a sequence.")
 @click.option("--operation", multiple=True, help="Only these; may be repeated.")
-def main(path: Path | None, backend: str, dtype: str, tokens: str, context: int, operation: tuple[str, ...]) -> None:
+def main(path: Path | None, dtype: str, tokens: str, context: int, operation: tuple[str, ...]) -> None:
     if not torch.cuda.is_available():
         click.echo(
             "no CUDA device: these timings mean nothing elsewhere; `make test-models` checks the arithmetic", err=True
@@ -399,19 +421,13 @@ def main(path: Path | None, backend: str, dtype: str, tokens: str, context: int,
     name = torch.cuda.get_device_name(device)
     gigabytes, teraflops = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e12
     click.echo(f"{name}: copy {gigabytes:.0f} GB/s, product {teraflops:.0f} TFLOP/s")
-    results, rejected = [], []
+    results = []
     for case in cases(ModelShape(), device, kind, tokens=[int(t) for t in tokens.split(",")], context=context):
         if operation and case.operation not in operation:
             continue
-        try:
-            result = measure(case, Backend(backend), ceilings, device)
-        except KernelError as error:
-            rejected.append(str(error))
-            continue
+        result = measure(case, ceilings, device)
         results.append(result)
         click.echo(_line(result))
-    for message in sorted(set(rejected)):
-        click.echo(f"left out: {message}", err=True)
     if path is not None:
         report = {
             "device": name,

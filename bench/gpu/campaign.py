@@ -1,6 +1,6 @@
 """A bounded run of everything that only a GPU can show, in order of value: bench/gpu/README.md.
 
-    python -m bench.gpu.campaign --out FOLDER --seconds 330
+    python -m bench.gpu.campaign --out FOLDER
     python -m bench.gpu.campaign --out FOLDER --dry
 
 Each step is a process with a time limit. FOLDER/results.jsonl has a line per result as soon as it exists: step, name,
@@ -29,6 +29,7 @@ BOXES = {
     "race": 40.0,
     "profile": 40.0,
     "products": 25.0,
+    "attention": 25.0,
     "sampling": 40.0,
     "memory": 40.0,
     "tests": 70.0,
@@ -125,7 +126,9 @@ def _steps(text: str) -> list[str]:
 
 @click.command(help=__doc__)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the results.")
-@click.option("--seconds", type=float, default=330.0, show_default=True, help="Time limit of all steps together.")
+@click.option(
+    "--seconds", type=float, default=sum(BOXES.values()), show_default=True, help="Time limit of all steps together."
+)
 @click.option("--steps", default=",".join(BOXES), show_default=True, help="Steps to run, in this order.")
 @click.option("--box", multiple=True, metavar="STEP=SECONDS", help="Time limit of a step; may be repeated.")
 @click.option(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity
 
-from bench.gpu.gemv import gemv
 from bench.gpu.report import ROOT, Campaign
-from bench.gpu_kernels import Ceilings, measure_ceilings, milliseconds, time_in_graph
+from bench.gpu_kernels import Ceilings, ModelShape, decode_case, measure_ceilings, milliseconds, time_in_graph
 from bench.random_model import LLAMA_8B, RandomCheckpoint
+from megatron_kernels.paged_decode_triton import paged_decode
+from megatron_kernels.product_triton import device_name, one_row_product
 from megatron_kernels.registry import KernelConfig, select_kernels
+from megatron_kernels.tuning import decode_tuning
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.text import ModelText
@@ -70,7 +73,6 @@ PACKAGES = (
     "fastapi",
     "uvicorn",
     "vllm",
-    "flash_attn_3",
 )
 MODULES = (
     "fastapi",
@@ -223,10 +225,16 @@ def facts(campaign: Campaign) -> None:
 
 
 def engine(campaign: Campaign) -> None:
-    """Measure decode steps by batch, a long prompt, short prompts, and steps while graphs are captured."""
+    """Measure the first request, decode steps by batch, a long prompt, and short prompts."""
     sizes, ceilings, begun = campaign.sizes, _ceilings(campaign), time.monotonic()
     engine = Engine.start(campaign, _shape(campaign))
-    campaign.emit("load", seconds=round(time.monotonic() - begun, 1), used_mib=campaign.used_mib())
+    graphs = engine.executor.captured_sizes
+    campaign.emit("load", seconds=round(time.monotonic() - begun, 1), graphs=len(graphs), used_mib=campaign.used_mib())
+    with campaign.part("first request"):
+        first, second = (_seconds_of_request(engine) for _ in range(2))
+        campaign.emit(
+            "first request", ms=[round(1e3 * first, 1), round(1e3 * second, 1)], ratio=round(first / second, 2)
+        )
     # A token reads one row of the embedding.
     weights = num_parameters(engine.config) - engine.config.vocab_size * engine.config.hidden_size
     for batch in sizes.batches:
@@ -239,16 +247,21 @@ def engine(campaign: Campaign) -> None:
             engine.seconds_of_prompt(length)  # warm-up
             times = [round(1e3 * engine.seconds_of_prompt(length, seed=turn), 2) for turn in range(sizes.turns)]
             campaign.emit(f"first token {length}", ms=statistics.median(times), all=times)
-    with campaign.part("arrivals"):
-        _arrivals(campaign, engine)
+
+
+def _seconds_of_request(engine: Engine) -> float:
+    """Return the seconds of a short request, from its arrival to its end."""
+    engine.add(1, _SHORT_PROMPT, 8)
+    engine.synchronise()
+    begun = time.perf_counter()
+    engine.drain()
+    return time.perf_counter() - begun
 
 
 def _decode_cell(campaign: Campaign, engine: Engine, batch: int, weights: int, ceilings: Ceilings) -> None:
     sizes, core, config = campaign.sizes, engine.core, engine.config
-    begun = time.monotonic()
     engine.add(batch, sizes.prompt_tokens, _WARM_UP_STEPS)
     engine.drain()
-    cold = time.monotonic() - begun  # compiles kernels and captures a graph
     rates, step_times = [], []
     for turn in range(sizes.turns):
         engine.add(batch, sizes.prompt_tokens, sizes.new_tokens, seed=turn)
@@ -269,7 +282,6 @@ def _decode_cell(campaign: Campaign, engine: Engine, batch: int, weights: int, c
         step_ms=round(step_ms, 3),
         bound_ms=round(bound_ms, 3),
         percent=round(100 * bound_ms / step_ms, 1),
-        cold_seconds=round(cold, 2),
     )
 
 
@@ -288,28 +300,16 @@ def _prefill_cell(campaign: Campaign, engine: Engine, weights: int, ceilings: Ce
     )
 
 
-def _arrivals(campaign: Campaign, engine: Engine) -> None:
-    """Measure two steps after each arrival of a request. No graph is captured before."""
-    engine.executor.release_kv(None)  # drops the graphs
-    engine.executor.load()
-    times = []
-    for number in range(campaign.sizes.growing_requests):
-        engine.add(1, _SHORT_PROMPT, 5 * campaign.sizes.growing_requests, first=number)
-        times.append(round(2 * engine.step_ms(2), 1))
-    engine.core.reset()
-    campaign.emit("arrivals", ms_of_two_steps=times, graphs=len(engine.executor.captured_sizes))
-
-
 def race(campaign: Campaign) -> None:
-    """Stage weights in another thread while graphs of new sizes are captured."""
-    engine = Engine.start(campaign, _shape(campaign))
-    core, executor, sizes = engine.core, engine.executor, campaign.sizes
+    """Stage weights in another thread during steps, while graphs are captured again, and use them."""
+    engine = Engine.start(campaign, _shape(campaign), kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE)
+    core, executor = engine.core, engine.executor
     errors: list[str] = []
     done = threading.Event()
 
     def stage() -> None:
         try:
-            for _ in range(sizes.stagings):
+            for _ in range(campaign.sizes.stagings):
                 executor.stage_weights(IN_MEMORY)
         except Exception as error:
             errors.append(f"staging: {type(error).__name__}: {error}")
@@ -317,33 +317,34 @@ def race(campaign: Campaign) -> None:
             done.set()
 
     executor.use_memory(engine.model)
+    used = {"loaded": campaign.used_mib()}
     thread = threading.Thread(target=stage)
     thread.start()
-    slowest_ms = 0.0
+    captures = steps = 0
+    engine.add(campaign.sizes.max_rows, _SHORT_PROMPT, campaign.sizes.new_tokens)
     try:
-        for number in range(sizes.max_rows):
-            if done.is_set():
-                break
-            engine.add(1, _SHORT_PROMPT, 8 * sizes.growing_requests, first=number)
-            slowest_ms = max(slowest_ms, 3 * engine.step_ms(3))
-        while not done.is_set():
-            if core.has_work:
+        while not done.is_set() or not captures:
+            core.suspend({"kv_cache"})  # drops the graphs
+            core.resume()
+            captures += 1
+            while core.has_work and steps < captures * campaign.sizes.steps:
                 core.step()
-            else:
-                done.wait()
-        core.swap_weights(5)
-        for _ in range(3):
-            core.step()
+                steps += 1
+            used["staging"] = campaign.used_mib()
+        thread.join()
+        sizes = executor.captured_sizes
+        update = _seconds(engine, lambda: core.swap_weights(5))
+        if executor.captured_sizes != sizes:
+            errors.append("the update of the weights dropped the graphs")
+        used["updated"] = campaign.used_mib()
+        core.reset()
+        engine.add(1, _SHORT_PROMPT, 4)
+        engine.drain()
+        campaign.emit("update", seconds=update, graphs=len(sizes), mib=used)
     except Exception as error:
         errors.append(f"step: {type(error).__name__}: {error}")
     thread.join()
-    campaign.emit(
-        "staging during captures",
-        failed=errors,
-        graphs=len(executor.captured_sizes),
-        three_steps_ms=round(slowest_ms, 1),
-        used_mib=campaign.used_mib(),
-    )
+    campaign.emit("staging during captures", failed=errors, captures=captures, steps=steps)
 
 
 def profile(campaign: Campaign) -> None:
@@ -415,16 +416,15 @@ def products(campaign: Campaign) -> None:
     """Measure the matrix products of a layer and of the head, which read nearly all bytes of a step."""
     config, device, ceilings = _shape(campaign), torch.device(campaign.device), _ceilings(campaign)
     dtype = torch.float32 if campaign.dry else torch.bfloat16
-    hidden, width = config.hidden_size, config.intermediate_size
-    attention = config.num_heads * config.head_dim
-    shapes = {
-        "qkv": (attention + 2 * config.num_kv_heads * config.head_dim, hidden),
-        "output": (hidden, attention),
-        "gate_up": (2 * width, hidden),
-        "down": (hidden, width),
-        "head": (config.vocab_size, hidden),
-    }
-    for name, (n, k) in shapes.items():
+    shape = ModelShape(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        feed_forward=config.intermediate_size,
+        vocabulary=config.vocab_size,
+    )
+    for name, (n, k) in shape.products().items():
         count = 1 if campaign.dry else min(8, 1 + _WORKING_SET // (n * k * dtype.itemsize))
         weights = [torch.randn(n, k, device=device).to(dtype) for _ in range(count)]
         for rows in campaign.sizes.batches:
@@ -433,14 +433,48 @@ def products(campaign: Campaign) -> None:
                 figures = {"linear_us": time_in_graph(lambda w, x=x: F.linear(x, w), weights, device)}
                 if rows == 1:
                     expected = F.linear(x.float(), weights[0].float())
-                    figures["gemv_error"] = float((gemv(x, weights[0]).float() - expected).norm() / expected.norm())
-                    figures["gemv_us"] = time_in_graph(lambda w, x=x: gemv(x, w), weights, device)
+                    error = (one_row_product(x, weights[0]).float() - expected).norm() / expected.norm()
+                    figures["triton_error"] = float(error)
+                    figures["triton_us"] = time_in_graph(lambda w, x=x: one_row_product(x, w), weights, device)
                 bound_us = 1e6 * (n * k + rows * (n + k)) * dtype.itemsize / ceilings.bytes_per_second
                 campaign.emit(
                     f"product {name} {rows} rows",
                     bound_us=round(bound_us, 1),
                     percent=round(100 * bound_us / figures["linear_us"], 1),
+                    entry=[device_name(device), n, k],
                     **{figure: round(value, 5) for figure, value in figures.items()},
+                )
+
+
+def attention(campaign: Campaign) -> None:
+    """Measure decode attention by the fewest tokens of a program: SPLIT_TOKENS of megatron_kernels.tuning."""
+    config, device, sizes = _shape(campaign), torch.device(campaign.device), campaign.sizes
+    dtype = torch.float32 if campaign.dry else torch.bfloat16
+    shape = ModelShape(heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    for batch in sizes.batches:
+        for context in sizes.contexts:
+            with campaign.part(f"attention b{batch} of {context}"):
+                case = decode_case(shape, batch, context, random)
+                inputs, times = case.make(), dict[str, float]()
+                for split_tokens in sizes.split_tokens:
+                    tuning = decode_tuning(
+                        batch=batch,
+                        num_kv_heads=config.num_kv_heads,
+                        head_dim=config.head_dim,
+                        max_tokens=sizes.max_sequence_length,
+                        num_sms=num_sms,
+                        split_tokens=split_tokens,
+                    )
+                    call = partial(paged_decode, num_kv_heads=config.num_kv_heads, tuning=tuning)
+                    times[split_tokens] = round(time_in_graph(lambda x, call=call: call(*x), [inputs], device), 1)
+                least = min(times, key=lambda split_tokens: times[split_tokens])
+                campaign.emit(
+                    f"attention b{batch} of {context}", fastest=least, us={str(k): v for k, v in times.items()}
                 )
 
 

@@ -32,7 +32,7 @@ class Sizes:
     short_prompts:        tokens of the prompts whose time to the first token is measured.
     turns:                repetitions of a cell.
     steps:                measured steps of a cell.
-    growing_requests:     requests that arrive one after another while graphs are captured.
+    contexts, split_tokens: cached tokens of a sequence, and fewest tokens of a program, of decode attention.
     stagings:             how often weights are staged during captures.
     copy_elements, product_side: sizes of the copy and the matrix product that measure the device's rates.
     server_kv_cache_mib:  memory of the KV cache of an engine behind the server.
@@ -52,7 +52,8 @@ class Sizes:
     short_prompts: tuple[int, ...] = (16, 128, 512)
     turns: int = 3
     steps: int = 20
-    growing_requests: int = 40
+    contexts: tuple[int, ...] = (1024, 8192)
+    split_tokens: tuple[int, ...] = (128, 256, 512, 1024)
     stagings: int = 3
     copy_elements: int = 2**28
     product_side: int = 8192
@@ -96,7 +97,8 @@ DRY_SIZES = Sizes(
     short_prompts=(16,),
     turns=2,
     steps=2,
-    growing_requests=3,
+    contexts=(40,),
+    split_tokens=(64, 128),
     stagings=1,
     copy_elements=1 << 12,
     product_side=32,
@@ -135,11 +137,9 @@ class Campaign:
 
     def emit(self, name: str, **figures: Any) -> None:
         """Add a line to the results. It is on disk when this returns, because the machine may be taken away."""
-        line = json.dumps({"step": self.step, "name": name, "time": round(time.time(), 1), **figures})
-        with (self.folder / RESULTS).open("a") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = append_line(
+            self.folder / RESULTS, {"step": self.step, "name": name, "time": round(time.time(), 1), **figures}
+        )
         print(line[:600], flush=True)
 
     @contextlib.contextmanager
@@ -167,6 +167,16 @@ class Campaign:
             "ecc.errors.uncorrected.volatile.total"
         )
         return "" if self.dry else _nvidia_smi(f"--query-gpu={fields}")
+
+
+def append_line(path: Path, value: Any) -> str:
+    """Add a line of JSON to a file, which is on disk when this returns. Return the line."""
+    line = json.dumps(value)
+    with path.open("a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return line
 
 
 def _nvidia_smi(query: str, *, units: bool = True) -> str:

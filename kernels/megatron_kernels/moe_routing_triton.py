@@ -1,5 +1,7 @@
-"""Expert routing in Triton: see `moe_routing`. Three launches whose sizes follow from the shapes, without atomic
-operations and without reads from the device, so that the order is deterministic and the launches can be captured.
+"""Expert routing in Triton: see `moe_routing`. Launches whose sizes follow from the shapes, without atomic operations
+and without reads from the device, so that the order is deterministic and the launches can be captured.
+
+Up to 64 tokens, one launch of one program. Else three:
 
 1. One program per block of tokens: probabilities, chosen experts, and the number of choices of each expert.
 2. One program: sums over blocks and experts give the start of each expert's part, and the start of each block in it.
@@ -14,7 +16,113 @@ import triton
 import triton.language as tl
 
 from megatron_kernels.moe_routing import Routing, order_size
-from megatron_kernels.tuning import next_power_of_2, routing_block
+from megatron_kernels.tuning import next_power_of_2, routing_block, routing_rows
+
+
+@triton.jit
+def _choose_experts(
+    logits,
+    weights,
+    experts,
+    rows,
+    tokens,
+    num_experts,
+    stride_logits,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    """Write the weights and experts of `rows`. Return the experts [ROWS, CHOICES], and 1 for each (row, expert) that is
+    chosen, [ROWS, EXPERTS]."""
+    columns, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    row_inside = rows < tokens
+    inside = row_inside[:, None] & (columns < num_experts)[None, :]
+    source = logits + rows.to(tl.int64)[:, None] * stride_logits + columns[None, :]
+    scores = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
+    # A row outside has no finite score: its maximum is replaced to avoid NaN.
+    largest = tl.where(row_inside, tl.max(scores, axis=1), 0.0)
+    exponentials = tl.exp(scores - largest[:, None])
+    remaining = tl.where(inside, exponentials, -1.0)
+    chosen_weights = tl.zeros((ROWS, CHOICES), tl.float32)
+    chosen_experts = tl.zeros((ROWS, CHOICES), tl.int32)
+    has_chosen = tl.zeros((ROWS, EXPERTS), tl.int32)
+    for choice in tl.static_range(TOP_K):
+        expert = tl.argmax(remaining, axis=1).to(tl.int32)
+        is_expert = columns[None, :] == expert[:, None]
+        weight = tl.sum(tl.where(is_expert, exponentials, 0.0), axis=1)
+        is_choice = choices[None, :] == choice
+        chosen_weights = tl.where(is_choice, weight[:, None], chosen_weights)
+        chosen_experts = tl.where(is_choice, expert[:, None], chosen_experts)
+        has_chosen += (is_expert & row_inside[:, None]).to(tl.int32)
+        remaining = tl.where(is_expert, -1.0, remaining)
+    divisor = tl.sum(chosen_weights, axis=1) if NORMALIZE else tl.sum(exponentials, axis=1)
+    chosen_weights = chosen_weights / tl.where(row_inside, divisor, 1.0)[:, None]
+    pairs = rows[:, None] * TOP_K + choices[None, :]
+    pairs_inside = row_inside[:, None] & (choices < TOP_K)[None, :]
+    tl.store(weights + pairs, chosen_weights, mask=pairs_inside)
+    tl.store(experts + pairs, chosen_experts, mask=pairs_inside)
+    return chosen_experts, has_chosen
+
+
+@triton.jit(do_not_specialize=["tokens", "size"])
+def _route(
+    logits,
+    weights,
+    experts,
+    counts,
+    starts,
+    order,
+    places,
+    tokens,
+    num_experts,
+    alignment,
+    size,
+    stride_logits,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All of the routing, for tokens that one program holds."""
+    for first in range(0, size, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        tl.store(order + index, tl.full((BLOCK,), -1, tl.int32), mask=index < size)
+    # Other threads of the program write places over these.
+    tl.debug_barrier()
+    rows = tl.arange(0, ROWS)
+    chosen_experts, has_chosen = _choose_experts(
+        logits,
+        weights,
+        experts,
+        rows,
+        tokens,
+        num_experts,
+        stride_logits,
+        TOP_K,
+        NORMALIZE,
+        ROWS,
+        EXPERTS,
+        CHOICES,
+    )
+    columns, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    inside = columns < num_experts
+    total = tl.sum(has_chosen, axis=0)
+    aligned = (total + alignment - 1) // alignment * alignment
+    ends = tl.cumsum(aligned, axis=0)
+    tl.store(counts + columns, total, mask=inside)
+    tl.store(starts + columns + 1, ends, mask=inside)
+    tl.store(starts, 0)
+    place_of = (ends - aligned)[None, :] + tl.cumsum(has_chosen, axis=0) - has_chosen
+    for choice in tl.static_range(TOP_K):
+        expert = tl.sum(tl.where(choices[None, :] == choice, chosen_experts, 0), axis=1)
+        place = tl.sum(tl.where(columns[None, :] == expert[:, None], place_of, 0), axis=1)
+        pairs = rows * TOP_K + choice
+        tl.store(places + pairs, place, mask=rows < tokens)
+        tl.store(order + place, pairs, mask=rows < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -33,34 +141,22 @@ def _choose(
     CHOICES: tl.constexpr,
 ):
     block = tl.program_id(0)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    columns, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
-    row_inside = rows < tokens
-    inside = row_inside[:, None] & (columns < num_experts)[None, :]
-    source = logits + rows.to(tl.int64)[:, None] * stride_logits + columns[None, :]
-    scores = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
-    # A row outside has no finite score: its maximum is replaced to avoid NaN.
-    largest = tl.where(row_inside, tl.max(scores, axis=1), 0.0)
-    exponentials = tl.exp(scores - largest[:, None])
-    remaining = tl.where(inside, exponentials, -1.0)
-    chosen_weights = tl.zeros((ROWS, CHOICES), tl.float32)
-    chosen_experts = tl.zeros((ROWS, CHOICES), tl.int32)
-    counts = tl.zeros((EXPERTS,), tl.int32)
-    for choice in tl.static_range(TOP_K):
-        expert = tl.argmax(remaining, axis=1).to(tl.int32)
-        is_expert = columns[None, :] == expert[:, None]
-        weight = tl.sum(tl.where(is_expert, exponentials, 0.0), axis=1)
-        is_choice = choices[None, :] == choice
-        chosen_weights = tl.where(is_choice, weight[:, None], chosen_weights)
-        chosen_experts = tl.where(is_choice, expert[:, None], chosen_experts)
-        counts += tl.sum((is_expert & row_inside[:, None]).to(tl.int32), axis=0)
-        remaining = tl.where(is_expert, -1.0, remaining)
-    divisor = tl.sum(chosen_weights, axis=1) if NORMALIZE else tl.sum(exponentials, axis=1)
-    chosen_weights = chosen_weights / tl.where(row_inside, divisor, 1.0)[:, None]
-    pairs = rows[:, None] * TOP_K + choices[None, :]
-    pairs_inside = row_inside[:, None] & (choices < TOP_K)[None, :]
-    tl.store(weights + pairs, chosen_weights, mask=pairs_inside)
-    tl.store(experts + pairs, chosen_experts, mask=pairs_inside)
+    _experts, has_chosen = _choose_experts(
+        logits,
+        weights,
+        experts,
+        block * ROWS + tl.arange(0, ROWS),
+        tokens,
+        num_experts,
+        stride_logits,
+        TOP_K,
+        NORMALIZE,
+        ROWS,
+        EXPERTS,
+        CHOICES,
+    )
+    columns = tl.arange(0, EXPERTS)
+    counts = tl.sum(has_chosen, axis=0)
     tl.store(block_counts + block * num_experts + columns, counts, mask=columns < num_experts)
 
 
@@ -124,32 +220,53 @@ def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, 
     tokens, num_experts = logits_TN.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k}: must be from 1 to the {num_experts} experts")
-    rows = routing_block(num_experts)
-    blocks = triton.cdiv(tokens, rows)
     size = order_size(tokens, num_experts=num_experts, top_k=top_k, alignment=alignment)
     weights_TJ = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TN.device)
     experts_TJ = torch.empty_like(weights_TJ, dtype=torch.int32)
     places_TJ = torch.empty_like(experts_TJ)
-    block_counts = experts_TJ.new_empty(blocks, num_experts)
     counts_N, starts_M = experts_TJ.new_empty(num_experts), experts_TJ.new_empty(num_experts + 1)
-    order_R = experts_TJ.new_empty(size) if alignment == 1 else experts_TJ.new_full((size,), -1)
+    order_R = experts_TJ.new_empty(size)
+    routing = Routing(weights_TJ, experts_TJ, counts_N, starts_M, order_R, places_TJ)
     padded = next_power_of_2(num_experts)
-    if tokens:
-        _choose[(blocks,)](
+    options = {"TOP_K": top_k, "NORMALIZE": normalize, "EXPERTS": padded, "CHOICES": next_power_of_2(top_k)}
+    rows = routing_rows(tokens)
+    if rows is not None:
+        _route[(1,)](
             logits_TN,
             weights_TJ,
             experts_TJ,
-            block_counts,
+            counts_N,
+            starts_M,
+            order_R,
+            places_TJ,
             tokens,
             num_experts,
+            alignment,
+            size,
             logits_TN.stride(0),
-            TOP_K=top_k,
-            NORMALIZE=normalize,
             ROWS=rows,
-            EXPERTS=padded,
-            CHOICES=next_power_of_2(top_k),
-            num_warps=4,
+            BLOCK=1024,
+            num_warps=rows // 4,
+            **options,
         )
+        return routing
+    if alignment > 1:
+        order_R.fill_(-1)
+    rows = routing_block(num_experts)
+    blocks = triton.cdiv(tokens, rows)
+    block_counts = experts_TJ.new_empty(blocks, num_experts)
+    _choose[(blocks,)](
+        logits_TN,
+        weights_TJ,
+        experts_TJ,
+        block_counts,
+        tokens,
+        num_experts,
+        logits_TN.stride(0),
+        ROWS=rows,
+        num_warps=4,
+        **options,
+    )
     _sum_blocks[(1,)](
         block_counts,
         counts_N,
@@ -160,17 +277,16 @@ def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, 
         EXPERTS=padded,
         num_warps=max(1, padded // 128),
     )
-    if tokens:
-        _place[(blocks,)](
-            experts_TJ,
-            block_counts,
-            order_R,
-            places_TJ,
-            tokens,
-            num_experts,
-            TOP_K=top_k,
-            ROWS=rows,
-            EXPERTS=padded,
-            num_warps=4,
-        )
-    return Routing(weights_TJ, experts_TJ, counts_N, starts_M, order_R, places_TJ)
+    _place[(blocks,)](
+        experts_TJ,
+        block_counts,
+        order_R,
+        places_TJ,
+        tokens,
+        num_experts,
+        TOP_K=top_k,
+        ROWS=rows,
+        EXPERTS=padded,
+        num_warps=4,
+    )
+    return routing

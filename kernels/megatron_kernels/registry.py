@@ -1,7 +1,7 @@
-"""Selects the implementation of each operation: torch, Triton or FlashAttention-3.
+"""Selects the implementation of each operation: torch or Triton.
 
 Each operation has its own switch, so that a benchmark or a debugging session can isolate it. The default is Triton on a
-CUDA device and torch on a CPU; FlashAttention-3 is used only if a switch names it.
+CUDA device and torch on a CPU.
 Implementations are imported when they are selected.
 """
 
@@ -25,6 +25,7 @@ from megatron_kernels.operations import (
     MoeRouting,
     PagedDecode,
     PagedPrefill,
+    Product,
     QkNormRopeAppend,
     Sample,
     SwiGlu,
@@ -34,17 +35,7 @@ from megatron_kernels.operations import (
 class Backend(StrEnum):
     TORCH = "torch"
     TRITON = "triton"
-    FLASH_ATTENTION_3 = "flash-attention-3"
 
-
-_PACKAGES = {Backend.TRITON: "triton", Backend.FLASH_ATTENTION_3: "flash_attn_interface"}
-"""The package that a backend needs in addition to torch."""
-
-_OTHER_MODULES = {
-    ("paged_decode", Backend.FLASH_ATTENTION_3): "flash_attention_3",
-    ("paged_prefill", Backend.FLASH_ATTENTION_3): "flash_attention_3",
-}
-"""Modules of this package for backends other than torch (NAME) and Triton (NAME_triton), which all operations have."""
 
 _MODULES = {"sample": "sampling"}
 """Operations whose file is not named like the function."""
@@ -73,6 +64,7 @@ class KernelConfig:
 
     add_rms_norm: Backend | None = None
     swiglu: Backend | None = None
+    product: Backend | None = None
     qk_norm_rope_append: Backend | None = None
     paged_decode: Backend | None = None
     paged_prefill: Backend | None = None
@@ -82,7 +74,7 @@ class KernelConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> KernelConfig:
-        """Read MEGATRON_KERNELS, for all operations with that backend, and its override MEGATRON_KERNEL_<OPERATION>.
+        """Read MEGATRON_KERNELS, for all operations, and its override MEGATRON_KERNEL_<OPERATION>.
 
         Raises:
             KernelError: a value is not a backend, or a variable does not name an operation.
@@ -93,12 +85,9 @@ class KernelConfig:
         if unknown:
             raise KernelError(f"{unknown[0]} names no operation: choose among {', '.join(sorted(known))}")
         general = _backend("MEGATRON_KERNELS", environment.get("MEGATRON_KERNELS"))
-        chosen = {name: general if general in _backends(name) else None for name in operations}
-        for name in operations:
-            own = _backend(_variable(name), environment.get(_variable(name)))
-            if own is not None:
-                chosen[name] = own
-        return cls(**chosen)
+        return cls(
+            **{name: _backend(_variable(name), environment.get(_variable(name))) or general for name in operations}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +96,7 @@ class Kernels:
 
     add_rms_norm: AddRmsNorm
     swiglu: SwiGlu
+    product: Product
     qk_norm_rope_append: QkNormRopeAppend
     paged_decode: PagedDecode
     paged_prefill: PagedPrefill
@@ -120,7 +110,7 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
     """Return the operations for tensors on `device`.
 
     Raises:
-        KernelError: a backend does not implement the operation, is not installed, or does not run on the device.
+        KernelError: a backend is not installed, or does not run on the device.
         KernelsMissingError: Triton, the default of a CUDA device, cannot run. The references, which are many times
             slower, are used only if a switch names them.
     """
@@ -140,15 +130,9 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
     return Kernels(**functions, backends=chosen)
 
 
-def is_installed(backend: Backend) -> bool:
-    """Return whether the backend's package is installed, without importing it."""
-    package = _PACKAGES.get(backend)
-    return package is None or importlib.util.find_spec(package) is not None
-
-
 def missing_for_triton() -> str | None:
     """Return what Triton needs to compile a kernel and its launcher and this machine lacks; None if it has all."""
-    if not is_installed(Backend.TRITON):
+    if importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "clang")):
         return "a C compiler, and there is neither gcc nor clang"
@@ -162,28 +146,17 @@ def _default(device: torch.device) -> Backend:
 
 
 def _check(name: str, backend: Backend, device: torch.device) -> None:
-    if backend not in _backends(name):
-        raise KernelError(f"{name}={backend}: choose among {', '.join(_backends(name))}")
-    if not is_installed(backend):
-        raise KernelError(
-            f"{name}={backend}: the package {_PACKAGES[backend]} is not installed: install it, or use torch"
-        )
-    if backend is not Backend.TORCH and device.type != "cuda" and not _is_interpreted(backend):
+    if backend is Backend.TORCH:
+        return
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError(f"{name}={backend}: the package triton is not installed: install it, or use torch")
+    if device.type != "cuda" and not importlib.import_module("triton").knobs.runtime.interpret:
         raise KernelError(f"{name}={backend}: runs on a CUDA device, not on {device.type}: use torch")
-
-
-def _is_interpreted(backend: Backend) -> bool:
-    return backend is Backend.TRITON and importlib.import_module("triton").knobs.runtime.interpret
-
-
-def _backends(name: str) -> list[Backend]:
-    others = [backend for operation, backend in _OTHER_MODULES if operation == name]
-    return [Backend.TORCH, Backend.TRITON, *others]
 
 
 def _module(name: str, backend: Backend) -> str:
     own = _MODULES.get(name, name)
-    return {Backend.TORCH: own, Backend.TRITON: f"{own}_triton"}.get(backend) or _OTHER_MODULES[name, backend]
+    return own if backend is Backend.TORCH else f"{own}_triton"
 
 
 def _variable(name: str) -> str:

@@ -13,6 +13,13 @@ MIN_DOT_ROWS = 16
 """Fewest rows of a tensor-core product; fewer rows are padded."""
 
 
+SPLIT_TOKENS = 256
+"""Fewest cached tokens of a program of decode attention. The step `attention` of the GPU campaign compares others."""
+ONE_ROW_PRODUCTS: frozenset[tuple[str, int, int]] = frozenset()
+"""(name of the GPU, outputs, inputs) of the products of one row that Triton computes faster than cuBLAS, as measured by
+the step `products` of the GPU campaign. Its report names the entries to add."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """block: elements of a program. num_warps: warps of a program."""
@@ -76,14 +83,15 @@ def decode_tuning(
     head_dim: int,
     max_tokens: int,
     num_sms: int,
+    split_tokens: int = SPLIT_TOKENS,
 ) -> DecodeTuning:
     """Return the split of a decode step over its cached tokens.
 
-    There are enough splits for two programs per multiprocessor, of at least 256 tokens each, at most 64.
+    There are enough splits for two programs per multiprocessor, of at least `split_tokens` each, at most 64.
 
     max_tokens: the longest context that the launch supports (the limit of a graph, not the longest of the batch).
     """
-    block_tokens, split_tokens = 64 if head_dim <= 128 else 32, 256
+    block_tokens = 64 if head_dim <= 128 else 32
     wanted = -(-2 * num_sms // max(1, batch * num_kv_heads))
     splits = max(1, min(wanted, -(-max_tokens // split_tokens), 64))
     return DecodeTuning(block_tokens, splits, split_tokens, num_warps=4, num_stages=3 if head_dim <= 128 else 2)
@@ -102,6 +110,11 @@ def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
     device, else at most 4 heads."""
     most = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
     return min(most, next_power_of_2(num_heads))
+
+
+def routing_rows(tokens: int) -> int | None:
+    """Return the rows of the only program of expert routing; None if the tokens are too many for one."""
+    return next((rows for rows in (16, 64) if tokens <= rows), None)
 
 
 def routing_block(num_experts: int) -> int:

@@ -67,7 +67,8 @@ class VerifiedCheckpoint(Checkpoint):
     read(), blocks() and panels() raise UnusableWeightsError at the first tensor with a value that is not finite.
     Several threads may read different tensors.
 
-    uses_kernels: blocks are validated by the CPU kernels.
+    uses_kernels:  blocks are validated by the CPU kernels.
+    checks_values: False leaves the check of tensors that are not quantized to the caller.
 
     Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
     """
@@ -75,8 +76,16 @@ class VerifiedCheckpoint(Checkpoint):
     on_read: Callable[[int], None] | None = None
     """Called with the number of values of each read."""
 
-    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None, uses_kernels: bool = False) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        expected: Kinds | None = None,
+        uses_kernels: bool = False,
+        checks_values: bool = True,
+    ) -> None:
         self._checkpoint = checkpoint
+        self._checks_values = checks_values
         self._uses_kernels = uses_kernels
         # The sum of the 8-byte words of each tensor, computed at memory bandwidth, and the bytes after them. A tensor
         # that is read in parts has the same sum if the size of every part but the last is a multiple of 8 bytes.
@@ -100,8 +109,7 @@ class VerifiedCheckpoint(Checkpoint):
         if stored is not None:
             return stored.dequantize()
         tensor = self._checkpoint.read(name, part)
-        # A sum is finite only if all its terms are. If the sum itself overflows, each value is checked.
-        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+        if self._checks_values and not is_finite(tensor):
             raise _not_finite(name)
         self._add(name, tensor, values=tensor.numel())
         return tensor
@@ -137,6 +145,12 @@ class VerifiedCheckpoint(Checkpoint):
         self._sums[name] = ((before + words) % (1 << 64), rest + bytes(data[end:].tolist()))
         if self.on_read is not None:
             self.on_read(values)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all values are finite, computed where the tensor is."""
+    # A sum is finite only if all its terms are. If the sum itself overflows, each value is checked.
+    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,19 @@ import pytest
 from click.testing import CliRunner
 from warm_python import WarmProcess
 
-from bench.gpu import server_steps
+from bench.gpu import carry, page, server_steps
 from bench.gpu.campaign import BOXES, MODEL, SERVER_STEPS, main, run_step, summary
 from bench.gpu.report import DRY_SIZES, Campaign, Sizes, read_results
+from megatron_runtime.checkpoints.source import StoredModel
 
 ROOT = Path(__file__).parents[3]
 RESULTS = {
     "facts": ("versions", "rates"),
-    "engine": ("load", "decode b1", "decode b3", "prefill 48", "first token 16", "arrivals"),
-    "race": ("staging during captures",),
+    "engine": ("load", "decode b1", "decode b3", "prefill 48", "first token 16", "first request"),
+    "race": ("staging during captures", "update"),
     "profile": ("host b1", "kernels b1", "host b3", "kernels b3"),
     "products": ("product qkv 1 rows", "product head 3 rows"),
+    "attention": ("attention b1 of 40", "attention b3 of 40"),
     "sampling": (
         "sample flat greedy 1 rows",
         "sample steep top_p 0.95 3 rows",
@@ -69,34 +72,128 @@ def test_every_step_runs_dry(step: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert not [row for row in rows if "equal" in row and row["equal"] is not True and not all(row["equal"])]
 
 
-def test_the_script_carries_the_model_and_runs_steps_within_their_time_limits(tmp_path: Path) -> None:
+def test_bundles_carry_the_campaign_whose_steps_have_time_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One step runs, one is ended at its time limit, and one does not fit in the time that is left."""
-    out, state, model = tmp_path / "out", tmp_path / "state", tmp_path / "model.gguf"
-    model.write_bytes(bytes(range(256)) * 10)
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "a.whl").touch()
-    (state / "site").mkdir(parents=True)  # the wheels are installed
-    environment = {"BUNDLES": str(tmp_path / "bundles"), "STATE": str(state), "OUT": str(out), "PYTHON": sys.executable}
-
-    def campaign(*arguments: str) -> str:
-        command = ["bash", str(ROOT / "bench" / "gpu" / "campaign.sh"), *arguments]
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "limit 64 MiB" in campaign("prepare", str(tmp_path / "wheels"), str(model))
+    wheels, bundles, there, out = (tmp_path / name for name in ("wheels", "bundles", "there", "out"))
+    for folder in (wheels, there):
+        folder.mkdir()
+    (wheels / "a.whl").write_bytes(b"wheel")
+    model = tmp_path / "model.gguf"
+    model.write_bytes(os.urandom(1 << 20))
+    # A file of the checkout that is not needed here takes time to compress.
+    needed = [path for path in carry.checkout() if path.parts[0] in ("bench", "runtime", "kernels", "operator")]
+    monkeypatch.setattr(carry, "checkout", lambda: iter(needed))
+    monkeypatch.setattr(carry, "resolve", lambda _reference: StoredModel("GGUF", model))
+    result = CliRunner().invoke(carry.main, ["pack", str(bundles), "--size", "1", "--wheels", str(wheels)])
+    assert result.exit_code == 0, result.output
+    paths = sorted(bundles.iterdir())
+    assert len(paths) > 1
+    assert all(path.stat().st_size <= 1 << 20 for path in paths)
+    data = b"".join(path.read_bytes() for path in paths)
+    subprocess.run(["tar", "-xJ", "-C", str(there)], input=data, check=True)
+    assert (there / "model.gguf").read_bytes() == model.read_bytes()
+    assert (there / "wheels" / "a.whl").read_bytes() == b"wheel"
+    (there / "site").mkdir()  # the wheels are installed
     boxes = ["--box", "facts=300", "--box", "engine=0", "--box", "moe=100000"]
     sizes = ["--size", "copy_elements=64", "--size", "turns=1000000000"]  # no machine ends the engine's step in time
-    printed = campaign("1", "--dry", "--steps", "facts,engine,moe", "--seconds", "400", *boxes, *sizes)
+    steps = ["--dry", "--steps", "facts,engine,moe", "--seconds", "400"]
+    done = subprocess.run(
+        ["bash", str(there / "bench" / "gpu" / "carried.sh"), *steps, *boxes, *sizes],
+        env={**os.environ, "OUT": str(out), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     rows = {(row["step"], row["name"], row.get("of")): row for row in read_results(out)}
-    assert rows["driver", "end", "facts"]["status"] == 0, (state / "phase-1" / "facts.log").read_text()
+    assert rows["driver", "end", "facts"]["status"] == 0, (there / "results" / "facts.log").read_text()
     assert ("facts", "rates", None) in rows
     assert rows["driver", "end", "engine"]["status"] == "time limit"
     assert ("driver", "skipped", "moe") in rows
-    assert "rates:" in printed
-    campaign("2", "--dry", "--seconds", "0")
-    assert (state / "model.gguf").read_bytes() == model.read_bytes()
-    assert {path.name for path in out.iterdir()} == {"results.jsonl", "logs-phase-1.tar.gz", "logs-phase-2.tar.gz"}
+    assert "rates:" in done.stdout
+    assert {path.name for path in out.iterdir()} == {"results.jsonl", "logs.tar.gz"}
+
+
+IMPORTED = (
+    *("bench.gpu.campaign", "bench.gpu.model_steps", "bench.gpu.server_steps", "bench.gpu.page"),
+    *("bench.gpu_engine", "bench.gpu_kernels", "bench.host_step"),
+    *(
+        "megatron_runtime.cli.__main__",
+        "megatron_runtime.cli.containers",
+        "megatron_runtime.cli.serve",
+        "megatron_runtime.backends.native.build",
+        "megatron_runtime.server.app",
+    ),
+    *("small_engine", "tests.gpu.test_engine_on_a_device", "tests.gpu.test_kernels_on_a_device"),
+)
+"""What runs on a machine with a GPU."""
+PROGRAM = """
+import importlib, importlib.metadata, re, sys
+
+owners = importlib.metadata.packages_distributions()
+present, modules = set(sys.argv[1].split(",")), sys.argv[2].split(",")
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        found = {re.sub("[-_.]+", "-", owner).lower() for owner in owners.get(name.partition(".")[0], ())}
+        if found and not found & present and not name.startswith(("megatron_", "bench", "tests")):
+            raise ModuleNotFoundError(f"{name} is not on this machine", name=name)
+
+sys.meta_path.insert(0, Absent())
+for module in modules:
+    importlib.import_module(module)
+"""
+"""Imports modules where only the packages of the first argument are installed."""
+
+
+def test_everything_imports_without_the_projects_environment() -> None:
+    """Without the packages that `make setup` installs in addition to those of the machine and of the bundles."""
+    folders = [ROOT / name for name in ("runtime", "kernels", "operator", ".", "tests/support")]
+    site = [path for path in sys.path if path.endswith("site-packages")]
+    present = carry.closure(*carry.EXPECTED).union(carry.carried())
+    done = subprocess.run(
+        # -S: no .pth file of site-packages installs the project.
+        [sys.executable, "-S", "-P", "-c", PROGRAM, ",".join(present), ",".join(IMPORTED)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), *site])},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_page_shows_every_result_and_failures_first(tmp_path: Path) -> None:
+    campaign = Campaign(folder=tmp_path, step="driver", dry=True, sizes=DRY_SIZES, model=MODEL, box=1)
+    campaign.emit("begin", seconds=1, steps=[], dry=True)
+    campaign.emit("end", of="moe", status="time limit")
+    for step, name, figures in (
+        ("facts", "versions", {"python": "3.12.3", "torch": "2.15.0", "triton": "3.9.0", "cpus": 16}),
+        ("facts", "device", {"text": "NVIDIA H200, 580.1"}),
+        ("facts", "rates", {"copy_terabytes_per_s": 4.1, "read_terabytes_per_s": 4.2, "teraflops": 790}),
+        ("engine", "decode b1", {"tokens_per_s": 178.3, "percent": 66.2}),
+        ("race", "staging during captures", {"failed": ["step: RuntimeError"]}),
+        (
+            "products",
+            "product qkv 1 rows",
+            {"entry": ["NVIDIA H200", 6144, 4096], "linear_us": 20.0, "triton_us": 15.0},
+        ),
+        ("products", "product down 1 rows", {"entry": ["NVIDIA H200", 4096, 9], "linear_us": 20.0, "triton_us": 21.0}),
+        ("attention", "attention b1 of 1024", {"us": {"128": 9.0, "256": 8.0}}),
+    ):
+        replace(campaign, step=step).emit(name, **figures)
+    result = CliRunner().invoke(page.main, [str(tmp_path), "--commit", "1234abcd"])
+    assert result.exit_code == 0, result.output
+    text = result.output
+    assert text.startswith("# GPU campaign on NVIDIA H200, 20")
+    assert "torch 2.15.0, triton 3.9.0" in " ".join(text.split())
+    assert "- race, staging during captures: ['step: RuntimeError']\n- The step `moe` did not end" in text
+    assert "| decode b1 | tokens_per_s 178.3, percent 66.2 |" in text
+    assert "| attention b1 of 1024 | us 128: 9.0 256: 8.0 |" in text
+    assert "    ('NVIDIA H200', 6144, 4096),\n" in text
+    assert "('NVIDIA H200', 4096, 9)" not in text
 
 
 def test_errors_come_first_in_the_summary() -> None:

@@ -3,6 +3,7 @@ the "device", suspend and resume. And small cases of the benchmark."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -73,6 +74,7 @@ def test_the_benchmark_measures_the_engine():
     assert {cell: turns[OURS] for cell, turns in cells.items()} == {
         cell: pytest.approx([tokens] * RUNS) for cell, tokens in expected.items()
     }
+    assert not list(measure({OURS: generate}, options, until=time.monotonic()))
     most = bounds(options, Ceilings(1e9, 1e9))
     for cell, turns in cells.items():
         row = row_of(cell, turns, most[cell])

@@ -19,6 +19,7 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda import device as cuda_device
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.memory import KVPool, MemoryShortError, require_memory
+from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory
 from megatron_runtime.models.tensors import Part
@@ -131,18 +132,58 @@ def test_a_capture_that_fails_leaves_nothing_loaded() -> None:
     assert executor.captured_sizes == SIZES
 
 
-def test_weights_that_are_not_finite_are_neither_loaded_nor_staged() -> None:
-    class Damaged(OtherCheckpoint):
-        def read(self, name: str, part: Part = ()) -> torch.Tensor:
-            tensor = RandomCheckpoint.read(self, name, part)
-            return tensor.fill_(float("nan")) if name == "model.layers.1.self_attn.k_proj.weight" else tensor
+DAMAGED = "model.layers.1.self_attn.k_proj.weight"
 
+
+@dataclass(frozen=True, slots=True)
+class EditedCheckpoint(RandomCheckpoint):
+    """value: of one number of the tensor DAMAGED."""
+
+    value: float = 0.0
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        tensor = RandomCheckpoint.read(self, name, part)
+        if name == DAMAGED:
+            tensor[0, 0] = self.value
+        return tensor
+
+
+def edited_weights(value: float) -> ModelInMemory:
+    return ModelInMemory(EditedCheckpoint(SMALL, torch.float32, CPU, value), name="edited weights")
+
+
+def test_weights_that_are_not_finite_are_not_staged() -> None:
     engine = engine_on(executors(FakeCuda()), PERSIST)
-    executor, damaged = engine.executor, ModelInMemory(Damaged(SMALL, torch.float32, CPU), name="damaged")
-    executor.use_memory(damaged)
-    with pytest.raises(UnusableWeightsError, match=r"layers\.1\.self_attn\.k_proj"):
-        executor.stage_weights(IN_MEMORY)
+    engine.executor.use_memory(edited_weights(float("nan")))
+    with pytest.raises(UnusableWeightsError, match=DAMAGED):
+        engine.executor.stage_weights(IN_MEMORY)
     assert answers(engine)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (float("nan"), "float32", f"{DAMAGED}.* not finite"),
+        (float("inf"), "float16", f"{DAMAGED}.* not finite"),
+        (1e6, "float16", "the weights have values beyond the range of float16: use another dtype"),
+        (1e6, "float32", None),
+    ],
+)
+def test_weights_are_checked_where_they_were_copied_to(value: float, dtype: str, message: str | None) -> None:
+    executor = executors(FakeCuda())(
+        edited_weights(value), ModelText(_no_tokenizer), dtype=dtype, kv_cache_memory=1 << 20, max_sequence_length=96
+    )
+    if message is None:
+        executor.load()
+        assert executor.captured_sizes == SIZES
+        return
+    with pytest.raises(UnusableWeightsError, match=message):
+        executor.load()
+    assert not executor.has_weights
+
+
+def _no_tokenizer() -> Any:
+    raise AssertionError("these tests use token ids only")
 
 
 def test_the_locked_memory_of_staged_weights_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from .conftest import few
 
 
 @given(
-    tokens=st.sampled_from([0, 1, 5, 64, 150]),
+    tokens=st.sampled_from([0, 1, 5, 16, 17, 64, 65, 150]),
     shape=st.sampled_from([(1, 1), (5, 2), (8, 8), (64, 4), (60, 3)]),
     normalize=st.booleans(),
     alignment=st.sampled_from([1, 16]),

@@ -112,3 +112,11 @@ def test_engines_on_a_gpu_find_triton_a_compiler_and_the_driver_in_their_images(
     assert re.search(r"^ENV LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64$", compilers, re.MULTILINE)
     built_on_it = {stage.split()[3] for stage in stages if stage.startswith("FROM compilers AS ")}
     assert built_on_it == {"runtime", "runtime-vllm"}
+
+
+def test_the_guide_names_the_pinned_versions_that_have_not_run_on_a_gpu() -> None:
+    versions = {
+        found.name: str(found.specifier).removeprefix("==") for found, _ in pins(FILES["runtime.txt"].read_text())
+    }
+    guide = " ".join((ROOT / "docs/guides/gpus-and-multi-node.md").read_text().split())
+    assert f"pinned versions of the image, torch {versions['torch']} and Triton {versions['triton']}, have not" in guide

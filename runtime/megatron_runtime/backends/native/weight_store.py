@@ -13,6 +13,7 @@ from megatron_runtime.checkpoints.checkpoint import (
     Signature,
     UnusableWeightsError,
     VerifiedCheckpoint,
+    is_finite,
     open_checkpoint,
     require_same_model,
     with_progress,
@@ -142,7 +143,9 @@ class WeightStore:
         require_same_model(opened.config, wanted=self.config)
         uses_kernels = isinstance(linears, PackedLinears)
         expected = like.kinds if like is not None else None
-        checkpoint = VerifiedCheckpoint(opened, expected=expected, uses_kernels=uses_kernels)
+        checkpoint = VerifiedCheckpoint(
+            opened, expected=expected, uses_kernels=uses_kernels, checks_values=linears.checks_values
+        )
         if not _is_mapped(opened, linears):
             require_memory(self.num_bytes, what=what)
         threads = torch.get_num_threads() if uses_kernels else 1
@@ -150,7 +153,22 @@ class WeightStore:
             weights = load_weights(shown, self._dtype, shard=self._shard, linears=linears, threads=threads)
         if isinstance(linears, PackedLinears):
             linears.settle()
+        if not linears.checks_values and not all(map(is_finite, weights.tensors())):
+            raise self._not_finite(opened)
         return weights, checkpoint.signature()
+
+    def _not_finite(self, opened: Checkpoint) -> UnusableWeightsError:
+        """Return the error for weights that are not finite after they were converted and copied."""
+        checkpoint = VerifiedCheckpoint(opened)
+        try:
+            for name in checkpoint.kinds:
+                checkpoint.read(name)
+        except UnusableWeightsError as error:
+            return error
+        kind = str(self._dtype).removeprefix("torch.")
+        return UnusableWeightsError(
+            f"the weights have values beyond the range of {kind}: use another dtype, such as bfloat16"
+        )
 
 
 def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:

@@ -44,6 +44,8 @@ class LinearFactory:
     quantized_kinds: GGML types that the factory accepts as they are stored; it gets dense weights of all other types.
     dense_dtypes:    types of dense weights that it accepts as they are stored; it gets others in the type of the model.
     panel_formats:   formats of packed weights that it accepts.
+    checks_values:   dense weights are checked for values that are not finite as they are read. A factory on a GPU has
+                     its matrices checked there, after all are loaded.
 
     The factory copies weights of these types. Quantized ones may be a view of their file, whose rows need not be
     contiguous. Dense ones are overwritten after the call. Packed ones may be a view of their file, and are kept.
@@ -52,6 +54,7 @@ class LinearFactory:
     quantized_kinds: frozenset[int] = frozenset()
     dense_dtypes: frozenset[torch.dtype] = frozenset()
     panel_formats: frozenset[int] = frozenset()
+    checks_values: bool = True
 
     def value_bytes(self, dtype: torch.dtype) -> float:
         """Return the approximate memory of one value of a model of type `dtype`."""

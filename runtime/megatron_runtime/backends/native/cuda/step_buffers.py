@@ -1,4 +1,4 @@
-"""A step plan on the device: two copies per step, to addresses that do not change, so that graphs can be replayed.
+"""A step plan on the device: one copy per step, to addresses that do not change, so that graphs can be replayed.
 
 T tokens, B sequences (rows), M pages of a block table.
 """
@@ -79,14 +79,14 @@ class StepBuffers:
     """
 
     def __init__(self, *, max_tokens: int, max_rows: int, max_pages: int, device: torch.device) -> None:
-        counts = dict.fromkeys(_BY_TOKEN, max_tokens) | dict.fromkeys(_BY_ROW, max_rows) | {"starts": max_rows + 1}
-        kinds = _BY_TOKEN | _BY_ROW | {"starts": torch.int32}
+        counts = dict.fromkeys(_BY_TOKEN, max_tokens) | dict.fromkeys(_BY_ROW, max_rows)
+        counts |= {"starts": max_rows + 1, "tables": max_rows * max_pages}
+        kinds = _BY_TOKEN | _BY_ROW | {"starts": torch.int32, "tables": torch.int32}
         sizes = {name: count * kinds[name].itemsize for name, count in counts.items()}
         pinned = device.type == "cuda"
         self._host = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros_like(self._host, device=device)
-        self._host_tables = torch.zeros(max_rows, max_pages, dtype=torch.int32, pin_memory=pinned)
-        self._tables_BM = torch.zeros_like(self._host_tables, device=device)
+        self._tables_BM = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
         self._numbers: dict[str, npt.NDArray[np.generic]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         start = 0
@@ -138,13 +138,16 @@ class StepBuffers:
         numbers["temperature_B"][later] = 0
         numbers["starts"][0] = 0
         numbers["starts"][1 : size - decodes + 1] = ends[decodes:] - decodes
-        tables = self._host_tables.numpy()
-        tables[:size, : plan.block_tables.shape[1]] = plan.block_tables[rows]
+        # The tables are the last part of the buffer, at the width in use: from there a kernel distributes their rows.
+        width = plan.block_tables.shape[1]
+        numbers["tables"][: size * width] = plan.block_tables[rows].ravel()
+        end = len(self._host) - 4 * (len(numbers["tables"]) - size * width)
+        tables_BM, own_BM = self._tables_BM[:size, :width], self._tensors["tables"][: size * width].view(size, width)
         if decode_size is not None:
             self._pad(size, decode_size)
             size = tokens = decodes = decode_size
-        self._device.copy_(self._host, non_blocking=True)
-        self._tables_BM[:size].copy_(self._host_tables[:size], non_blocking=True)
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        tables_BM.copy_(own_BM)
         if self._sent is not None:
             self._sent.record()
         return StagedStep(self.step(size, tokens=tokens, decodes=decodes), rows, ends, later)
