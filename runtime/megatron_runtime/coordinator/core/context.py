@@ -35,6 +35,9 @@ class ClientRegistry:
         self._by_name: dict[tuple[Role, str], Client] = {}
         self._by_peer: dict[PeerId, Client] = {}
         self._by_route: dict[int, Client] = {}
+        # Each token asks, so these are the methods of the maps.
+        self.at: Callable[[PeerId], Client | None] = self._by_peer.get
+        self.routed: Callable[[int], Client | None] = self._by_route.get
         self.routes = count(1)
         """The route numbers of the clients to come."""
 
@@ -46,12 +49,6 @@ class ClientRegistry:
 
     def named(self, role: Role, name: str) -> Client | None:
         return self._by_name.get((role, name))
-
-    def at(self, peer: PeerId) -> Client | None:
-        return self._by_peer.get(peer)
-
-    def routed(self, route: int) -> Client | None:
-        return self._by_route.get(route)
 
     def add(self, client: Client) -> None:
         self._by_name[client.role, client.name] = self._by_peer[client.peer] = self._by_route[client.route] = client
@@ -126,6 +123,7 @@ class EngineRegistry:
     def __init__(self, load: Callable[[int, int], float]) -> None:
         self._by_name: dict[str, Engine] = {}
         self._by_peer: dict[PeerId, Engine] = {}
+        self.at: Callable[[PeerId], Engine | None] = self._by_peer.get
         self._by_load = EnginesByLoad(load)
         self._changed: dict[int, Engine] = {}
         """By index: engines that are not in their place in _by_load. The answers of one message change one engine."""
@@ -148,9 +146,6 @@ class EngineRegistry:
 
     def named(self, name: str) -> Engine | None:
         return self._by_name.get(name)
-
-    def at(self, peer: PeerId) -> Engine | None:
-        return self._by_peer.get(peer)
 
     def is_registered(self, engine: Engine) -> bool:
         return self._by_name.get(engine.name) is engine
