@@ -211,6 +211,7 @@ class TestTextLanes:
         tasks = [asyncio.create_task(lanes.run("long", lease(n[0]), lambda n=n: done.append(n))) for n in names]
         await asyncio.sleep(0)
         tasks[1].cancel()
+        await asyncio.wait([tasks[1]])
         release.set()
         await asyncio.gather(held, *tasks, return_exceptions=True)
         assert done == ["b1", "a1", "b2", "a3"]
