@@ -15,7 +15,9 @@ _MEASUREMENTS = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", metavar="GROUP", help="write the record of this run as that of a group (run_record.py)")
+    parser.addoption(
+        "--record", metavar="GROUP", help="write the record of this run as that of a group (run_record.py)"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
