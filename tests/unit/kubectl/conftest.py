@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from browser import page as page  # the fixture
+from browser import chromium as chromium  # fixtures
+from browser import page as page
 from in_memory_cluster import Cluster
 from kubernetes.aio.client import Configuration
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import chromium as chromium  # a fixture
 from browser import page, screenshot
 from playwright.async_api import Page, expect
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import page
+from browser import chromium as chromium  # fixtures
+from browser import page as page
 from playwright.async_api import Page, expect
 
 pytestmark = pytest.mark.timeout(300)
