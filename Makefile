@@ -89,10 +89,10 @@ test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.s
 
 # Folders of unit tests that import torch, Triton or Megatron-Core. Each process of pytest-xdist imports and collects all
 # of its tests, so they are a group of their own.
-MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megatron megatron_core models parallel preflight sampling
+MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megatron megatron_core models parallel preflight requests sampling
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
-FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
+FAST := operator operator_io wire client coordinator engine_core sampling localcluster
 
 test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
 	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder

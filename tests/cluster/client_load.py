@@ -41,8 +41,8 @@ class ClientLoad(ABC):
     failed:  the errors of all other requests.
     """
 
-    def __init__(self, clients: int) -> None:
-        self._clients = clients
+    def __init__(self) -> None:
+        self._clients = size(3, soak=6)
         self._ending = False
         self.answers = 0
         self.failed: list[str] = []
@@ -90,8 +90,8 @@ class ClientLoad(ABC):
 class CoordinatorLoad(ClientLoad):
     """Clients of the coordinator."""
 
-    def __init__(self, node: FakeNode, name: str, clients: int = 6) -> None:
-        super().__init__(clients)
+    def __init__(self, node: FakeNode, name: str) -> None:
+        super().__init__()
         self._address = f"tcp://{node.coordinator_host}:{node.ports.client}"
         self._keys = PeerKeys.load(node.keys_folder(name), Role.CLIENT)
 
@@ -119,8 +119,8 @@ class HttpLoad(ClientLoad):
     """Clients of the servers, each of whose connections is to one of those that are ready. A client whose connection
     breaks sends the request again, as a user of the Service would."""
 
-    def __init__(self, node: FakeNode, name: str, clients: int = size(3, soak=6)) -> None:
-        super().__init__(clients)
+    def __init__(self, node: FakeNode, name: str) -> None:
+        super().__init__()
         self._node, self._name = node, name
         self.again = 0
         """Requests that were sent again."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import yaml
-from browser import page as page  # the fixture
+from browser import chromium as chromium  # fixtures
+from browser import page as page
 from machine import scaled
 from playwright.async_api import Page, expect
 from tcp_relay import TcpRelay

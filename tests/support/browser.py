@@ -1,13 +1,16 @@
 """Headless Chromium for tests of web pages: the distribution's program, driven by Playwright.
 
-A conftest.py imports the fixture: `from browser import page`. A test fails if its page raises an error that no script
-handles, or breaks its Content-Security-Policy.
+A conftest.py imports the fixtures: `from browser import chromium, page`. A test fails if its page raises an error that
+no script handles, or breaks its Content-Security-Policy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from typing import Literal
 
 import pytest
@@ -15,6 +18,8 @@ from axe import axe_source
 from machine import scaled
 from playwright.async_api import ConsoleMessage, Page, async_playwright, expect
 from run_record import used
+
+from megatron_runtime.cli.processes import free_ports
 
 WIDTH, HEIGHT = 1280, 800
 
@@ -26,9 +31,41 @@ def executable() -> str:
     return found
 
 
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[str]:
+    """The URL of a browser for all tests. It runs on a thread, because each test has an event loop of its own."""
+    (port,) = free_ports(1)
+    running: Future[asyncio.AbstractEventLoop] = Future()
+    end = asyncio.Event()
+
+    async def run() -> None:
+        async with async_playwright() as driver:
+            browser = await driver.chromium.launch(
+                executable_path=executable(), args=[f"--remote-debugging-port={port}"]
+            )
+            running.set_result(asyncio.get_running_loop())
+            await end.wait()
+            await browser.close()
+
+    def run_or_fail() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            if not running.done():
+                running.set_exception(error)
+            raise
+
+    thread = threading.Thread(target=run_or_fail, name="chromium", daemon=True)
+    thread.start()
+    loop = running.result()
+    yield f"http://127.0.0.1:{port}"
+    loop.call_soon_threadsafe(end.set)
+    thread.join()
+
+
 @pytest.fixture
-async def page() -> AsyncIterator[Page]:
-    """An empty page of a new browser with a profile of its own. Its timeouts are scaled to this machine."""
+async def page(chromium: str) -> AsyncIterator[Page]:
+    """An empty page with a profile of its own. Its timeouts are scaled to this machine."""
     errors: list[str] = []
     expect.set_options(timeout=1000 * scaled(30))
 
@@ -37,7 +74,7 @@ async def page() -> AsyncIterator[Page]:
             errors.append(message.text)
 
     async with async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=executable())
+        browser = await driver.chromium.connect_over_cdp(chromium)
         used("Chromium", browser.version)
         context = await browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
         context.set_default_timeout(1000 * scaled(30))
@@ -45,6 +82,7 @@ async def page() -> AsyncIterator[Page]:
         made.on("pageerror", lambda error: errors.append(str(error)))
         made.on("console", on_console)
         yield made
+        await context.close()
         await browser.close()
     assert not errors, "\n".join(errors)
 

@@ -18,7 +18,8 @@ from typing import Any
 import fake_kubectl
 import pytest
 import yaml
-from browser import page as page  # the fixture
+from browser import chromium as chromium  # fixtures
+from browser import page as page
 from in_memory_cluster import Cluster
 from kubernetes.aio.client import Configuration
 from machine import scaled

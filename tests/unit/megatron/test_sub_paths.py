@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import fields
 
 import pytest
 
@@ -73,3 +74,15 @@ def test_every_module_of_the_package_is_at_a_sub_path_of_megatron_core() -> None
     }
     packages = {path.rpartition(".")[0] for path in found} - {""}
     assert found - packages <= DOCUMENTED.keys()
+
+
+def test_the_fields_of_sampling_params_by_position_are_those_of_megatron() -> None:
+    from megatron.core.inference.sampling_params import SamplingParams as Reference
+
+    from megatron_runtime.megatron_core.sampling_params import SamplingParams
+
+    order = [item.name for item in fields(Reference)]
+    assert [item.name for item in fields(SamplingParams)][: len(order)] == order
+    theirs = Reference(0.5, 3, 0.9, True, True, False, 7)
+    ours = SamplingParams(0.5, 3, 0.9, True, True, False, 7)
+    assert {name: getattr(ours, name) for name in order} == {name: getattr(theirs, name) for name in order}

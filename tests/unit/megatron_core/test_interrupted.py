@@ -22,7 +22,6 @@ import httpx
 import psutil
 import pytest
 from eventually import LONG_SECONDS
-from machine import scaled
 from own_children import own_children
 from soak import repeated, size
 
@@ -43,8 +42,6 @@ SHORT = SamplingParams(temperature=0.0, num_tokens_to_generate=2)
 PROMPT = "The capital of France is"
 MANY = [[number + 1, 2] for number in range(200)]
 """With long answers, several seconds of work."""
-SECONDS = scaled(30)
-"""In which a next call answers. A hang takes for ever."""
 
 
 class OnPurposeError(Exception):
@@ -63,7 +60,7 @@ class Things:
 
     def assert_no_more(self, before: "Things") -> None:
         for thread in self.threads - before.threads:
-            thread.join(SECONDS)  # it may be at its last instruction
+            thread.join(LONG_SECONDS)  # it may be at its last instruction
             assert not thread.is_alive(), thread
         assert self.children <= before.children
         assert self.descriptors <= before.descriptors
@@ -81,7 +78,7 @@ def in_time(call: Callable[[], Any]) -> Any:
     """Return the result of a call that must not hang."""
     thread = ThreadPoolExecutor(1)
     try:
-        return thread.submit(call).result(SECONDS)
+        return thread.submit(call).result(LONG_SECONDS)
     finally:
         thread.shutdown(wait=False)
 
@@ -395,7 +392,7 @@ def failures_of(calls: dict[str, Callable[[], Any]], then: Callable[[], object])
     with ThreadPoolExecutor(len(calls)) as threads:
         running = {name: threads.submit(call) for name, call in calls.items()}
         then()
-        return {name: future.exception(SECONDS) for name, future in running.items()}
+        return {name: future.exception(LONG_SECONDS) for name, future in running.items()}
 
 
 def every_call(llm: Any) -> dict[str, Callable[[], Any]]:
@@ -453,13 +450,13 @@ def test_a_killed_coordinator_fails_requests_over_http(build: Any) -> None:
     body = {"model": "model", "prompt": PROMPT, "max_tokens": 4}
 
     def ask() -> int:
-        return httpx.post(f"{llm.url}/v1/completions", json=body, timeout=SECONDS).status_code
+        return httpx.post(f"{llm.url}/v1/completions", json=body, timeout=LONG_SECONDS).status_code
 
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(ask)
         wait_until(lambda: bool(llm._front_end._client._open), "the request is open")
         llm.engine.coordinator.process.kill()
-        assert asked.result(SECONDS) == 503
+        assert asked.result(LONG_SECONDS) == 503
     with contextlib.suppress(httpx.TransportError):  # the server ends, too
         assert ask() >= 500
     with pytest.raises(CoordinatorFailedError):
@@ -482,12 +479,12 @@ def test_killed_replicas_and_renderers_fail_no_later_request(build: Any) -> None
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
     def ask() -> int:
-        return httpx.post(f"{llm.url}/v1/chat/completions", json=body, timeout=SECONDS).status_code
+        return httpx.post(f"{llm.url}/v1/chat/completions", json=body, timeout=LONG_SECONDS).status_code
 
     assert ask() == 200
     killed = Things().children - before - {llm.engine.coordinator.pid}
     assert len(killed) >= 2, "a replica and a renderer"
-    psutil.wait_procs(kill_all(killed), timeout=SECONDS)
+    psutil.wait_procs(kill_all(killed), timeout=LONG_SECONDS)
     assert [ask() for _ in range(4)] == [200] * 4
     assert llm.generate(PROMPT, SHORT).generated_length == 2
 
@@ -505,7 +502,7 @@ def test_an_interrupted_shutdown_leaves_nothing(build: Any, monkeypatch: pytest.
 def test_the_last_lines_of_a_coordinator_are_in_the_error(build: Any, capfd: pytest.CaptureFixture[str]) -> None:
     llm = build(use_coordinator=True)
     os.kill(llm.engine.coordinator.pid, signal.SIGABRT)  # of faulthandler or not, it ends
-    how = llm.engine.coordinator.ended.result(SECONDS)
+    how = llm.engine.coordinator.ended.result(LONG_SECONDS)
     assert "signal SIGABRT" in how
     with pytest.raises(CoordinatorFailedError, match="signal SIGABRT"):
         in_time(lambda: llm.generate(PROMPT))
@@ -665,7 +662,7 @@ def test_a_full_queue_of_others_is_an_error(build: Any, monkeypatch: pytest.Monk
         waiting = other.add_request([1, 2], LONG)
         await other.status()
         with pytest.raises(QueueFullError):
-            await asyncio.wait_for(MegatronAsyncLLM.generate(llm, [[1], [2]], LONG), SECONDS)
+            await asyncio.wait_for(MegatronAsyncLLM.generate(llm, [[1], [2]], LONG), LONG_SECONDS)
         waiting.cancel()
         other.stop()
 

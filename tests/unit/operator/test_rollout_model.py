@@ -36,7 +36,7 @@ from megatron_operator.decision.rollout import (
 
 LIMIT = size(15_000, soak=1_000_000)
 """States of a search for a known mistake, which ends where it is found."""
-REACH = size(5_000, soak=1_000_000)
+REACH = size(2_500, soak=1_000_000)
 """States of a search that finds no mistake."""
 Planner = Callable[..., Step]
 NONE, PENDING, PASSED, FAILED = 0, 1, 2, 3

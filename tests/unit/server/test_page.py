@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from browser import check_layout, page
+from browser import chromium as chromium  # a fixture
 from playwright.async_api import Page, expect
 
 from megatron_runtime.server.app import PAGE_FILES

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from browser import check_layout, page
+from browser import chromium as chromium  # a fixture
 from playwright.async_api import Page, expect
 
 pytestmark = pytest.mark.timeout(300)

@@ -8,16 +8,6 @@ import pytest
 from megatron_runtime.requests.sampling_params import PARAMETERS, InvalidSamplingParamsError, SamplingParams
 
 
-def test_the_fields_by_position_are_those_of_megatron() -> None:
-    from megatron.core.inference import sampling_params as reference
-
-    order = [item.name for item in fields(reference.SamplingParams)]
-    assert [item.name for item in fields(SamplingParams)][: len(order)] == order
-    theirs = reference.SamplingParams(0.5, 3, 0.9, True, True, False, 7)
-    ours = SamplingParams(0.5, 3, 0.9, True, True, False, 7)
-    assert {name: getattr(ours, name) for name in order} == {name: getattr(theirs, name) for name in order}
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
