@@ -186,9 +186,9 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
 
 def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
     """Return the decision for a spec that this version cannot parse: report it, change nothing."""
-    values = {ConditionType.READY: "False", ConditionType.PROGRESSING: "False", ConditionType.DEGRADED: "True"}
+    values = {ConditionType.READY: "False", ConditionType.PROGRESSING: "Unknown", ConditionType.DEGRADED: "True"}
     return _unchanged(
-        {"state": "Pending", **status, "observedGeneration": generation},
+        {**status, "state": "Pending", "observedGeneration": generation},
         values,
         (Reason.INVALID_SPEC, error),
         step=("reading the spec", f"a corrected spec: {error}"),

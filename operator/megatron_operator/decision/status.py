@@ -473,6 +473,8 @@ def _unfinished(scene: Scene) -> str:
         found = engine.statefulset
         if engine.stale:
             continue
+        if engine.budget.exhausted is not None:
+            return f"engine {engine.name} to be started again"
         if found is None or found.replicas != scene.engines.pods_for(engine):
             return f"StatefulSet {engine.name} to be applied"
         if not found.rolled_out or engine.stale_pods:

@@ -1244,6 +1244,9 @@ def test_a_spec_that_cannot_be_parsed_is_rejected_in_the_status(make_cluster: An
     decision = reject_spec(status=cluster.status, generation=2, error="spec.next: unknown", now=cluster.now)
     ready = next(entry for entry in decision.status["conditions"] if entry["type"] == "Ready")
     assert (ready["status"], ready["reason"], ready["message"]) == ("False", "InvalidSpec", "spec.next: unknown")
+    conditions = {entry["type"]: entry["status"] for entry in decision.status["conditions"]}
+    columns = (conditions["Ready"], conditions["Progressing"], decision.status["state"])
+    assert columns == ("False", "Unknown", "Pending"), "the change is not carried out"
     again = reject_spec(status=decision.status, generation=2, error="spec.next: unknown", now=cluster.now)
     assert again.status == decision.status
 
