@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU campaign from the bundles of `make gpu-carry`, on a machine without a network:
 #
-#   cat bundle-* | tar -xJ -C FOLDER && OUT=RESULTS bash FOLDER/bench/gpu/carried.sh [OPTION...]
+#   cat bundle-* | tar -xz -C FOLDER && OUT=RESULTS bash FOLDER/bench/gpu/carried.sh [OPTION...]
 #
 # Options are those of `python -m bench.gpu.campaign`. $OUT gets the results as they arrive, and at the end the logs.
 # PYTHON: the interpreter, which has torch and Triton.

@@ -110,7 +110,7 @@ def pack(folder: Path, size: int, wheels: Path, model: str) -> None:
     for path in folder.glob("bundle-*"):
         path.unlink()
     bundles = Bundles(folder, size << 20)
-    with tarfile.open(fileobj=cast(IO[bytes], bundles), mode="w|xz") as archive:
+    with tarfile.open(fileobj=cast(IO[bytes], bundles), mode="w|gz") as archive:
         for name in checkout():
             archive.add(ROOT / name, arcname=str(name))
         for wheel in sorted(wheels.glob("*.whl")):
@@ -119,7 +119,7 @@ def pack(folder: Path, size: int, wheels: Path, model: str) -> None:
     bundles.close()
     sizes = ", ".join(f"{path.stat().st_size / (1 << 20):.0f}" for path in bundles.paths)
     click.echo(f"{len(bundles.paths)} bundles of {sizes} MiB in {folder}")
-    click.echo("there: cat bundle-* | tar -xJ -C FOLDER && OUT=RESULTS bash FOLDER/bench/gpu/carried.sh")
+    click.echo("there: cat bundle-* | tar -xz -C FOLDER && OUT=RESULTS bash FOLDER/bench/gpu/carried.sh")
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ class KVPool:
         kept = self._kept
         if self._device.type == "cuda":
             size = math.prod(self._shape_LPXE) * self._dtype.itemsize
+            torch.cuda.empty_cache()  # what torch keeps for later is not free
             lower = "lower kv_cache_memory, or end other processes that use this GPU"
             require_memory(size, what="allocating the KV cache", device=self._device, remedy=lower)
         elif kept is not None:
