@@ -35,7 +35,7 @@ MEMORY_LIMIT = "4Gi"
 VLLM_MEMORY_LIMIT = "8Gi"
 """vLLM's renderer and parsers take 1 GiB, and their workers up to as much each while they handle a request."""
 OVERLAP_SECONDS = 2
-"""Time for which an old server still runs when a new one is ready, in which the Service gets the port of the new one."""
+"""Time for which an old server still runs when a new one is ready. The Service gets the port of the new one in it."""
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
 _BACKEND = {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"}
