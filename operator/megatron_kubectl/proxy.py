@@ -12,7 +12,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -22,8 +21,8 @@ from types import TracebackType
 from typing import IO, Any, Self
 from urllib.parse import quote, urlencode
 
+from megatron_operator.terminal import say
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.protocol.text import printable
 
 REQUEST_SECONDS = 15.0
 MERGE_PATCH = "application/merge-patch+json"
@@ -130,7 +129,7 @@ class KubectlProxy:
             text = line.decode(errors="replace").rstrip("\n")
             self._last_errors.append(text)
             if self._serves and not _LOG_LINE.match(text):
-                print(printable(text), file=sys.stderr, flush=True)
+                say(text, err=True)
 
     def errors(self) -> str:
         """Return the last lines that kubectl wrote to standard error, after its end."""
