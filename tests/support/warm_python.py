@@ -31,7 +31,6 @@ TORCH = (
     "echo_engine",
     "megatron_runtime.backends.native.build",
     "megatron_runtime.server.app",
-    "megatron_runtime.checkpoints.remote.download",
     "hypothesis",
     "rank_program",
     "warm_python",

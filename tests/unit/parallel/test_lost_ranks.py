@@ -23,8 +23,8 @@ from megatron_runtime.distributed.watch import HEARTBEAT_SECONDS
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
 PROMPTS = [[1, 5, 9, 3], [7] * 20]
-FIRST_STEP = 7
-"""Number of the first step of a request. The orders before it: sizes, load, digest, and three warm-up steps."""
+FIRST_STEP = 8
+"""Number of the first step of a request. The orders before it: sizes, load, digest, three warm-up steps, and the captures."""
 STEP_TIMEOUT_SECONDS = 3.0
 
 
