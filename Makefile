@@ -23,6 +23,7 @@ DOCKER ?= docker
 GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 # Tests often wait, so there is one worker more than CPUs. Each loads the models of its tests: at most four.
 WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4)))
+MODEL_WORKERS ?= $(WORKERS)
 # The output of `make test` shows the start time of each part.
 BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
@@ -82,10 +83,10 @@ cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build
 cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 	@$(PY) -m localcluster down
 
-# Most groups wait for timers and processes: four in parallel use two cores well. The longest begin first. Each group
-# prints its output when it is done.
+# Most groups wait for timers and processes: four in parallel use two cores well. The longest begin first. Tests of models
+# compute, so one process runs them. Each group prints its output when it is done.
 test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -k -j 4 WORKERS=$$(($(WORKERS) > 3 ? 2 : 0)) test-models test-unit test-cluster test-e2e test-survival test-pages lint
+	@$(MAKE) --no-print-directory --output-sync=target -k -j 4 MODEL_WORKERS=$$(($(WORKERS) > 3 ? 2 : 0)) test-models test-unit test-cluster test-e2e test-survival test-pages lint
 
 # Folders of unit tests that import torch, Triton or Megatron-Core. Each process of pytest-xdist imports and collects all
 # of its tests, so they are a group of their own.
@@ -103,7 +104,7 @@ test-unit: setup build/test-weights.stamp build/chat-templates.stamp
 
 test-models: setup build/test-weights.stamp
 	@$(BEGIN)
-	$(PYTEST) --record=models $(addprefix tests/unit/,$(MODELS)) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) --record=models $(addprefix tests/unit/,$(MODELS)) -n $(MODEL_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`.
 test-pages: setup build/chromium.stamp
