@@ -34,8 +34,6 @@ MEMORY_LIMIT = "4Gi"
 """A tokenizer uses up to some hundred MB; the rest is for held requests and slowly read streams."""
 VLLM_MEMORY_LIMIT = "8Gi"
 """vLLM's renderer and parsers take 1 GiB, and their workers up to as much each while they handle a request."""
-OVERLAP_SECONDS = 2
-"""Time for which an old server still runs when a new one is ready. The Service gets the port of the new one in it."""
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
 _BACKEND = {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"}
@@ -127,7 +125,6 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     spec = {
         **({} if server.replicas is None else {"replicas": server.replicas}),
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
-        "minReadySeconds": OVERLAP_SECONDS,
         "selector": {"matchLabels": selector(ctx, SERVER)},
         "template": template,
         "revisionHistoryLimit": 2,
