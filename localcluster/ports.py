@@ -9,31 +9,13 @@ from collections.abc import Iterable
 from localcluster.errors import ClusterError
 from localcluster.settings import PORT_NAMES, PREFERRED_PORTS, Options
 from localcluster.shell import run
-from megatron_runtime.cli.processes import free_ports
+from megatron_runtime.cli.processes import free_ports, reserve_port
 from megatron_runtime.protocol import strict_json as json
-
-_reservations: dict[int, socket.socket] = {}
-"""UDP sockets on the preferred ports that this process has allocated. Their servers may not listen yet when another
-cluster allocates ports."""
 
 
 def take(port: int) -> bool:
     """Reserve a port until this process ends. Return False if a server listens on it or another process reserved it."""
-    return _can_listen(port) and _reserve(port)
-
-
-def _reserve(port: int) -> bool:
-    """Reserve a port. Return False if another process has reserved it."""
-    if port in _reservations:
-        return True
-    reservation = socket.socket(type=socket.SOCK_DGRAM)
-    try:
-        reservation.bind(("127.0.0.1", port))
-    except OSError:
-        reservation.close()
-        return False
-    _reservations[port] = reservation
-    return True
+    return _can_listen(port) and reserve_port(port)
 
 
 def _can_listen(port: int) -> bool:

@@ -38,9 +38,23 @@ _PORTS = range(20_000, 29_500)
 """Below the ports that Linux gives to outgoing connections. One of those could take a port before its process binds."""
 
 
-_reservations: list[socket.socket] = []
-"""UDP sockets on the returned ports. A process that chooses a port skips those that another one has reserved, because
-their servers may not listen yet."""
+_reservations: dict[int, socket.socket] = {}
+"""UDP sockets on the ports that this process has reserved. A process that chooses a port skips those that another one
+has reserved, because their servers may not listen yet."""
+
+
+def reserve_port(port: int) -> bool:
+    """Reserve a port of the loopback interface until this process ends. False if another process has reserved it."""
+    if port in _reservations:
+        return True
+    reservation = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        reservation.bind(("127.0.0.1", port))
+    except OSError:
+        reservation.close()
+        return False
+    _reservations[port] = reservation
+    return True
 
 
 def free_ports(count: int) -> list[int]:
@@ -53,16 +67,13 @@ def free_ports(count: int) -> list[int]:
     """
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
-        reservation = socket.socket(type=socket.SOCK_DGRAM)
-        try:
-            reservation.bind(("127.0.0.1", port))
-            with socket.socket() as probe:
+        with socket.socket() as probe:
+            try:
                 probe.bind(("127.0.0.1", port))
-        except OSError:
-            reservation.close()
-            continue
-        _reservations.append(reservation)
-        found.append(port)
+            except OSError:
+                continue
+        if port not in _reservations and reserve_port(port):
+            found.append(port)
         if len(found) == count:
             return found
     raise OSError(f"fewer than {count} of the ports {_PORTS.start} to {_PORTS.stop - 1} are free")

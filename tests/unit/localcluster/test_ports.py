@@ -65,3 +65,7 @@ print(ports.allocate(Options())["apiserver"])
 def test_no_outgoing_connection_takes_a_port_before_its_server_listens() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not [port for port in ports.allocate(Options()).values() if first <= port <= last]
+
+
+def test_a_cluster_keeps_its_ports_when_the_process_that_chose_them_starts_it_again() -> None:
+    assert all(map(ports.take, ports.allocate(Options()).values()))
