@@ -340,6 +340,7 @@ async def test_hundreds_of_unread_streams_delay_no_other_and_cost_no_engine(stag
     streamed: dict[bytes, list[int]] = {}
 
     async def everything() -> bool:
+        unread.send(Heartbeat(incarnation=1))
         unread.read(streamed)
         return sum(map(len, streamed.values())) == UNREAD_STREAMS * steps * each
 
