@@ -5,7 +5,7 @@
 
 Each cell is a line of the file as soon as it is measured; the first line describes the run. All engines have the same
 shape, type and prompts, generate all tokens greedily, and take turns in each cell. The decode time is the time of a run
-of many new tokens minus that of a run of one new token. The bound of a decode step is its weights, keys and values
+of many new tokens minus the time of a run of one new token. The bound of a decode step is its weights, keys and values
 divided by the bandwidth of a large copy. The bound of a prompt is its operations divided by the rate of a large matrix
 product. Both rates are measured.
 """

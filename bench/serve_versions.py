@@ -118,7 +118,7 @@ def idle_rates(server: Server, folder: Path) -> dict[str, float]:
 def counted_run(
     server: Server, folder: Path, idle: dict[str, float], clients: int, tokens: int, *, requests: int, seed: int
 ) -> dict[str, float]:
-    """Return the instructions of each component for each request, without those of its timers."""
+    """Return the instructions of each component for each request. Instructions of timers are subtracted."""
     processes = {name: component(server, name) for name in COMPONENTS}
     for process in processes.values():
         instructions(process, folder)

@@ -16,7 +16,7 @@ _MEASUREMENTS = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--record", metavar="GROUP", help="write the record of this run as that of a group (run_record.py)"
+        "--record", metavar="GROUP", help="name of the test group in the record of this run (run_record.py)"
     )
 
 

@@ -1,7 +1,7 @@
 """Takes the screenshots of the documentation: `make screenshots` writes docs/assets/*.png.
 
 The dashboard shows resources of the tests' fake API server, whose states come from the operator's own decisions. The
-chat page is that of `megatron serve` with the built-in model.
+chat page is served by `megatron serve` with the built-in model.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 #
 #   cat bundle-* | tar -xz -C FOLDER && OUT=RESULTS bash FOLDER/bench/gpu/carried.sh [OPTION...]
 #
-# Options are those of `python -m bench.gpu.campaign`. $OUT gets the results as they arrive, and at the end the logs.
+# It takes the options of `python -m bench.gpu.campaign`. $OUT gets the results as they arrive, and at the end the logs.
 # PYTHON: the interpreter, which has torch and Triton.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -447,7 +447,7 @@ def products(campaign: Campaign) -> None:
 
 
 def attention(campaign: Campaign) -> None:
-    """Measure decode attention by the fewest tokens of a program: SPLIT_TOKENS of megatron_kernels.tuning."""
+    """Measure decode attention for several values of SPLIT_TOKENS of megatron_kernels.tuning."""
     config, device, sizes = _shape(campaign), torch.device(campaign.device), campaign.sizes
     dtype = torch.float32 if campaign.dry else torch.bfloat16
     shape = ModelShape(heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim)

@@ -20,7 +20,7 @@ _SECTIONS = {
     "engine": "Engine on an 8B shape",
     "race": "Weights staged during captures",
     "products": "Matrix products",
-    "attention": "Decode attention by the fewest tokens of a program",
+    "attention": "Decode attention by the minimum number of tokens per program",
     "sampling": "Sampling",
     "memory": "Memory after a suspend",
     "tests": "Tests",

@@ -32,7 +32,7 @@ class Sizes:
     short_prompts:        tokens of the prompts whose time to the first token is measured.
     turns:                repetitions of a cell.
     steps:                measured steps of a cell.
-    contexts, split_tokens: cached tokens of a sequence, and fewest tokens of a program, of decode attention.
+    contexts, split_tokens: of decode attention: cached tokens per sequence, and minimum number of tokens per program.
     stagings:             how often weights are staged during captures.
     copy_elements, product_side: sizes of the copy and the matrix product that measure the device's rates.
     server_kv_cache_mib:  memory of the KV cache of an engine behind the server.

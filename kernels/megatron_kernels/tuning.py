@@ -14,7 +14,8 @@ MIN_DOT_ROWS = 16
 
 
 SPLIT_TOKENS = 256
-"""Fewest cached tokens of a program of decode attention. The step `attention` of the GPU campaign compares others."""
+"""Minimum number of cached tokens per program of decode attention. The step `attention` of the GPU campaign
+compares other values."""
 ONE_ROW_PRODUCTS: frozenset[tuple[str, int, int]] = frozenset()
 """(name of the GPU, outputs, inputs) of the products of one row that Triton computes faster than cuBLAS, as measured by
 the step `products` of the GPU campaign. Its report names the entries to add."""

@@ -332,8 +332,10 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 
 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
-    """Return the effect of a file. A resource keeps the images of its release, except those that the command line
-    names. Where the options do not allow the current resource, they are not those of its operator."""
+    """Return the effect of a file. A resource keeps the images of its release, unless the command line names others.
+
+    If the options reject the current resource, its operator runs with other ones, and the pod policy is not previewed.
+    """
     if old is None:
         return preview(None, new.context(fixed))
     new, open_to_all = new.applied_to(old), replace(fixed, pod_policy=None)

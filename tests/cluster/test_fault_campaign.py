@@ -1,7 +1,7 @@
 """A campaign of faults on two nodes: no request fails while a server is left, and no status is wrong for long.
 
-Clients of two servers compare each answer with that of an undisturbed engine. A status is wrong if it reports more
-serving engines than processes that can answer, or that none serves although answers arrive. It may be wrong for
+Clients of two servers compare each answer with the answer of an undisturbed engine. A status is wrong if it reports
+more serving engines than processes that can answer, or that none serves although answers arrive. It may be wrong for
 STATUS_SECONDS; the time counts while an operator leads and the API server answers.
 
 `make soak` holds each fault for longer, and runs all of them several times in an order of the seed.

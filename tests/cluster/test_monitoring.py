@@ -44,7 +44,7 @@ def status(state: str, kind: str, reason: str) -> dict[str, Any]:
 
 
 class Process:
-    """The metrics of a process with every trouble. They grow, as those of a real one."""
+    """The metrics of a process with every fault. The counters grow, as in a real process."""
 
     def __init__(self) -> None:
         self.operator = Metrics()

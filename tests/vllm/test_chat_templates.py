@@ -144,7 +144,7 @@ def tokenizer_of(texts: Sequence[str]) -> Any:
 
 
 def read(name: str, answer: str, *, streams: bool, parser_name: str | None = None) -> list[tuple[str, Any]]:
-    """Return the calls that a parser finds in an answer. parser_name: None: that of the table."""
+    """Return the calls that a parser finds in an answer. parser_name: None uses the parser of the table."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
 

@@ -38,7 +38,7 @@ SPECIAL = {
     "<issue_start>": "<|audio_bos|>",
     "<issue_comment>": "<|audio_eos|>",
 }
-"""Tokens of SmolLM2 that become those of media."""
+"""Tokens of SmolLM2 that the test uses as placeholders of media."""
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for c in m.content %}{% if c.type == 'image' %}"

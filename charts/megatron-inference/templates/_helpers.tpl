@@ -27,7 +27,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 {{- end }}
 
-{{- /* The chart's own labels, which selectors match, and then those of a value. */}}
+{{- /* The chart's own labels, which selectors match, then the labels of a value. */}}
 {{- define "megatron.labelsWith" -}}
 {{ merge (include "megatron.labels" .root | fromYaml) (.more | default dict) | toYaml }}
 {{- end }}

@@ -27,7 +27,8 @@ def _default_namespace(context: str | None) -> str:
 async def find_resource(name: str, *, namespace: str | None, context: str | None) -> Object | None:
     """Return a resource, or None if it does not exist.
 
-    namespace, context: None means that of the context, and the current one of the kubeconfig.
+    namespace: None means the namespace of the context.
+    context:   None means the current context of the kubeconfig.
 
     Raises:
         LoginError, KubeApiError

@@ -58,8 +58,10 @@ class Rendered:
 
     @cached_property
     def front_door_waits(self) -> bool:
-        """Whether servers offer something else to clients than the spec, and none that does as the spec is ready. Until
-        then the objects by which clients reach the servers stay as they are."""
+        """Whether existing servers differ from the spec in scheme or model name, and no server that matches is ready.
+
+        Until then, the operator does not change the objects by which clients reach the servers.
+        """
         wanted = (self.ctx.scheme, self.ctx.model_name)
 
         def differs(offer: tuple[str, str]) -> bool:
@@ -263,7 +265,7 @@ class Rendered:
 
 
 def former_scheme(world: World) -> str:
-    """Return the scheme of servers of an earlier spec that still exist, if it differs from that of the spec."""
+    """Return the scheme of servers of an earlier spec that still exist, if the spec has another scheme."""
     wanted = "http" if world.resource.spec.server.tls is None else "https"
     return next((scheme for scheme, _ in sorted(_offers(world)) if scheme not in ("", wanted)), "")
 
@@ -275,7 +277,7 @@ def former_downloads(world: World) -> bool:
 
 
 def _offers(world: World) -> set[tuple[str, str]]:
-    """Return what servers offer to clients: those that exist, and those of the current Deployment."""
+    """Return the schemes and model names of the existing servers and of the current Deployment."""
     views = (view for ref, view in world.children.items() if ref.kind == "Deployment" and view.owned)
     return {view.offer for view in views} | {pod.offer for pod in world.component_pods(SERVER)}
 

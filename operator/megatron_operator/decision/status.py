@@ -456,9 +456,11 @@ def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, st
 
 
 def _unfinished(scene: Scene) -> str:
-    """Return which child is not as the spec wants it, or has pods that are to be replaced or not ready; empty if none
-    is. Children that wait for an update of the resource, or for engines with another model, are as they should be, and
-    engines of another revision wait for their rollout."""
+    """Return which child differs from the spec or has pods that are outdated or not ready; empty if none does.
+
+    Children that wait for an update of the resource, or for engines with another model, do not count. Nor do engines of
+    another revision, which wait for their rollout.
+    """
     rendered = scene.rendered
     for manifest in (*rendered.shared[0], *rendered.engine_policies):
         ref = ChildRef.of(manifest)
@@ -483,8 +485,8 @@ def _unfinished(scene: Scene) -> str:
 
 
 def _progressing(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] | None) -> ConditionFinding:
-    """Return Progressing. It is False only if every child is as the spec wants it, and Unknown, as that of a paused
-    Deployment, while changes of the spec wait."""
+    """Return Progressing. It is False only if every child matches the spec, and Unknown while changes of the spec wait,
+    like the condition of a paused Deployment."""
     if progress is not None:
         reason, step, on = progress
         return "True", reason, f"{step}: waiting for {on}"

@@ -116,19 +116,23 @@ def _record_revision(scene: Scene) -> list[Action]:
     return [ApplyChild(manifest)] if missing and scene.rendered.may_offer(manifest) else []
 
 
+def _waits_for_servers(scene: Scene, ref: ChildRef) -> bool:
+    return scene.rendered.front_door_waits and ref.name == scene.ctx.name and ref.kind in FRONT_DOOR
+
+
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child may be applied.
 
     A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
     another model waits until no engine has or gets the old one, and until the check of the new one has passed. Of a
-    pair of coordinators one is replaced at a time: the first one waits until the second one is ready. What leads
-    clients to the servers waits for a server that is as the spec.
+    pair of coordinators one is replaced at a time: the first one waits until the second one is ready. The
+    objects by which clients reach the servers wait for a ready server that matches the spec.
     """
     ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
     if scene.update.holds(manifest, view):
         return False
-    if scene.rendered.front_door_waits and ref.name == scene.ctx.name and ref.kind in FRONT_DOOR:
+    if _waits_for_servers(scene, ref):
         return view is None and ref.kind == "Service"
     if view is not None and standby is not None and ref == ChildRef("Deployment", scene.ctx.coordinator_name, APPS):
         second = scene.world.children.get(ChildRef.of(standby))
@@ -230,11 +234,10 @@ def _leftover_objects(scene: Scene) -> list[Action]:
         (server.http_route, "spec.server.httpRoute is absent", ChildRef(HTTP_ROUTE, ctx.name, GATEWAY)),
         (server.inference_pool, "spec.server.inferencePool is absent", ChildRef(INFERENCE_POOL, ctx.name, INFERENCE)),
     )
-    waits = FRONT_DOOR if scene.rendered.front_door_waits else ()
     leftover = (
         (scene.world.children.get(ref), reason)
         for wanted, reason, ref in objects
-        if not wanted and ref.kind not in waits[1:]
+        if not wanted and not _waits_for_servers(scene, ref)
     )
     return [action for view, reason in leftover for action in _deletions([view], reason)]
 

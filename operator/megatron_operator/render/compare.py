@@ -1,4 +1,4 @@
-"""Differences of two specs and their renderings: the changed fields, those of each child, and engines that restart."""
+"""Compares two specs and their renderings: changed fields of the spec and of each child, and engines that restart."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ class ConditionType(Documented):
     READY = (
         "Ready",
         "An OpenAI server and at least one engine serve; or the resource is Paused, Suspended or Stopped as requested, "
-        "with a server that is ready. Its reason is that of Degraded, if nothing else is waited for.",
+        "with a server that is ready. Its reason is the reason of Degraded if the resource waits for nothing else.",
     )
     COORDINATOR_READY = "CoordinatorReady", "The coordinator answers the operator on its admin port."
     ENGINES_READY = "EnginesReady", "All spec.replicas engines are registered with the coordinator."
     LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
     PROGRESSING = (
         "Progressing",
-        "The operator or a pod is making progress towards the spec. False: every child is as the spec wants it, and "
+        "The operator or a pod is making progress towards the spec. False: every child matches the spec and is "
         "rolled out. Unknown: changes wait, for a paused rollout or until the resource runs.",
     )
     DEGRADED = "Degraded", "An error that waiting alone may not resolve; the message names it."

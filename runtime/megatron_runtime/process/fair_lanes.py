@@ -1,8 +1,8 @@
 """Work that waits for a few threads, shared fairly between keys: round robin, with a budget of seconds per minute.
 
-`FairQueue` and `Budget` are the discipline, without clock and threads. `FairThreads` runs jobs in the order of a queue,
-and `FairLanes` those of an event loop, in named lanes of threads with one budget. A key is the tenant that the work is
-for.
+`FairQueue` and `Budget` are the discipline, without clock and threads. `FairThreads` runs jobs in the order of a queue.
+`FairLanes` runs jobs of an event loop in named lanes of threads with one budget. A key is the tenant that submits the
+work.
 """
 
 from __future__ import annotations

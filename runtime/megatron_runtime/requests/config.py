@@ -259,7 +259,7 @@ def _one_of(kind: Any) -> tuple[Predicate, str]:
 
 
 IGNORED_FIELDS = tuple(item.name for item in fields(InferenceConfig) if item.type == "Any")
-"""Fields without meaning here: those of any type."""
+"""Fields of any type, which have no meaning here."""
 
 
 def _warn_of_ignored(*names: str) -> None:

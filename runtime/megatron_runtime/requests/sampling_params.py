@@ -238,7 +238,7 @@ class SamplingParams:
     )
     skip_prompt_log_probs: bool = parameter(
         False,
-        "Return no log-probabilities of prompt tokens. Those of a prompt need all its logits, so the prefix cache "
+        "Return no log-probabilities of prompt tokens. They need all logits of the prompt, so the prefix cache "
         "is not used for it.",
     )
     return_segments: bool = parameter(

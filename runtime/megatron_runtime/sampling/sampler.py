@@ -126,7 +126,7 @@ def sample_step(
     reports_raw: as in StepLogits.sample().
 
     Returns int32 tokens by row, NO_TOKEN for a row that needs none, a RowFailure for one that fails; log-probabilities
-    by row that requests them; those of prompt tokens by row; and float32 hidden states [D] by row.
+    by row that requests them; log-probabilities of prompt tokens by row; and float32 hidden states [D] by row.
     """
     tokens = np.full(len(batch.temperature), NO_TOKEN, dtype=np.int32)
     reported: dict[int, LogProbs] = {}

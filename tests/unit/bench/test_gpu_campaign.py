@@ -149,7 +149,7 @@ for module in modules:
 
 
 def test_everything_imports_without_the_projects_environment() -> None:
-    """Without the packages that `make setup` installs in addition to those of the machine and of the bundles."""
+    """Without the packages that `make setup` installs in addition to the packages of the machine and of the bundles."""
     folders = [ROOT / name for name in ("runtime", "kernels", "operator", ".", "tests/support")]
     site = [path for path in sys.path if path.endswith("site-packages")]
     present = carry.closure(*carry.EXPECTED).union(carry.carried())

@@ -353,7 +353,7 @@ void Decoder::mixture(Worker& worker, const Step& step, const Layer& layer, int6
   });
 }
 
-// Choose a token's experts: those of the largest probabilities. memory: 2 · routed floats. routing: of all tokens, null if
+// Choose the experts with the largest probabilities for a token. memory: 2 · routed floats. routing: of all tokens, null if
 // it is not recorded.
 void Decoder::route(const Layer& layer, const float* x, int64_t token, float* memory, int32_t* routing) {
   const int64_t per_token = model_.routed_per_token;

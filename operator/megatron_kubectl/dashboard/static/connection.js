@@ -72,7 +72,7 @@ function receive(message) {
     ready = true;
     failures = 0;
     seconds = message.session.seconds;
-    localStorage.setItem("token", message.session.token);  // that of the URL may be valid once
+    localStorage.setItem("token", message.session.token);  // the token of the URL may be valid only once
     begun(message.session);
     showConnection("live", false);
     for (const [id, each] of requests) send({ id, ...each.body });

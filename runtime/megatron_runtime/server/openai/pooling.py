@@ -304,7 +304,7 @@ class PoolingRun:
         return reduced
 
     def base_fields(self, kind: str) -> dict[str, Any]:
-        """Return what answers have beside their data, of a request that was collected. kind: begins the id."""
+        """Return the members of an answer except its data, for a collected request. kind: prefix of the id."""
         return {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "object": "list",
@@ -384,7 +384,7 @@ async def rerank(service: Service, request: Request) -> Response:
 
 
 async def offered(service: Service, request: Request, tasks: Sequence[str]) -> list[str]:
-    """Return those of `tasks` that an engine has. Raises ApiError 404 if there are none, whatever the body is."""
+    """Return the members of `tasks` that an engine has. Raises ApiError 404 if none has one, for any body."""
     service.check_in_flight(tenant=request.state.tenant)
     served_tasks = await service.tasks()
     names = [name for name in tasks if name in served_tasks]

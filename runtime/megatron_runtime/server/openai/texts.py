@@ -86,7 +86,7 @@ class TextsRequest(ModelRequest):
         return self
 
     def prompts(self, **options: Any) -> list[PoolingPrompt]:
-        """Return the prompts of the texts. options: of the sampling parameter `pooling`, beside the shared fields."""
+        """Return the prompts of the texts. options: members of the parameter `pooling` besides the shared fields."""
         given: Sequence[str | list[int]] = self.completion.prompt
         pooling = chosen(
             **options,

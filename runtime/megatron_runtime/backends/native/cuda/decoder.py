@@ -61,9 +61,9 @@ class DeviceLinears(LinearFactory):
 
 
 class StagedLinears(LinearFactory):
-    """Creates dense matrices in host memory, from which they are copied over those of the device.
+    """Creates dense matrices in host memory, from which they are copied over the matrices on the device.
 
-    weights:  those on the device, of the same shapes.
+    weights:  on the device, of the same shapes.
     allocate: returns memory of a size.
     """
 

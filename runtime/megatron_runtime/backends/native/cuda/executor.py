@@ -106,7 +106,7 @@ class CudaExecutor(TorchExecutor):
     graph_rows: the most rows of a decode step that is replayed from a CUDA graph; 0 uses no graphs.
     kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
     device:     None is the current CUDA device. Tests run the same steps on the CPU.
-    functions:  of the device; None means those of `device`.
+    functions:  graphs, streams and memory of the device; None uses CUDA for `device`.
 
     `buffers` are allocated with the weights. prepare() captures `graphs`, which are None after the weights or the KV
     cache are released. swap_weights() copies the staged weights to the addresses of those in use, so the graphs stay.

@@ -1,8 +1,8 @@
 """Sampling on the device: only tokens and log-probabilities of the rows that request them travel to the host.
 
 A step draws its tokens in the graph that computes the logits. Rows whose logits are changed first, or whose
-log-probabilities are of changed logits, are drawn after it, by the same kernel. The results are those of
-`megatron_runtime.sampling.sampler`, where each part of the meaning is described.
+log-probabilities are of changed logits, are drawn after it, by the same kernel. The results equal the results of
+`megatron_runtime.sampling.sampler`, which describes the meaning of each part.
 
 Shapes: B rows of the step, M rows that are drawn later, W rows that report log-probabilities, V vocabulary, K likeliest
 tokens, E entries of tokens of rows.
@@ -68,9 +68,9 @@ class DeviceForwardStep(ForwardStep):
     """A ForwardStep from which the device samples.
 
     staged:      the step.
-    at:          int64 [n]; the rows of logits_BV, which are those of the step, that belong to rows.sampled_rows.
+    at:          int64 [n]; rows of logits_BV that belong to rows.sampled_rows.
     kernel:      draws tokens.
-    tokens_B, log_probs_B: int32 and float32, drawn with the logits; those of staged.later are not used.
+    tokens_B, log_probs_B: int32 and float32, drawn with the logits; the entries of staged.later are not used.
     read_tokens: waits for the device and returns tokens_B.
     """
 
@@ -126,8 +126,10 @@ class DeviceForwardStep(ForwardStep):
             )
 
     def _draw_later(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return tokens_B with those of staged.later and a RowFailure for each of these that fails; and the logits that
-        they are drawn from, processed_MV, unless `reports_raw`.
+        """Draw the tokens of staged.later.
+
+        Returns tokens_B with these tokens, a RowFailure for each row that fails; and processed_MV, the logits that they
+        are drawn from, unless `reports_raw`.
         """
         later, device = self.staged.later, self.logits_BV.device
         which_M = torch.from_numpy(later).to(device)
