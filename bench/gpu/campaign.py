@@ -36,11 +36,13 @@ BOXES = {
     "server": 170.0,
     "bench_serve": 60.0,
     "moe": 40.0,
+    "vllm": 240.0,
+    "vllm_serve": 180.0,
 }
 """The steps in their order, with the seconds that each may take."""
 MIN_SHARE_OF_BOX = 0.3
 """A step is left out if less than this share of its seconds is left."""
-SERVER_STEPS = ("server", "bench_serve")
+SERVER_STEPS = ("server", "bench_serve", "vllm", "vllm_serve")
 """Steps that start processes of `megatron` and need a model's file."""
 MODEL = "builtin:smollm2-135m"
 _SUMMARY_COLUMNS = 260

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +18,12 @@ from typing import Any, Protocol
 import httpx
 
 from bench.gpu.report import ROOT, Campaign
+from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.cli.bench.serve import run as measure_server
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.headers import Header
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 sys.path.append(str(ROOT / "tests" / "support"))
 
@@ -41,7 +44,7 @@ PROMPTS = (
 )
 MODEL_NAME = "m"
 MAX_SEQUENCE_LENGTH = 2048
-START_SECONDS = 90.0
+START_SECONDS = 120.0
 CASE_SECONDS = 90.0
 _POLL_SECONDS = 0.05
 
@@ -66,11 +69,13 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log: P
 class Fleet:
     """A coordinator, a server and engines on this machine.
 
-    dtype: of the engines.
+    dtype:   of the engines.
+    backend: options that choose and configure it.
     """
 
     campaign: Campaign
     dtype: str
+    backend: tuple[str, ...] = ()
     children: dict[str, Process] = field(default_factory=dict)
     ports: dict[str, int] = field(init=False)
 
@@ -111,7 +116,7 @@ class Fleet:
         memory = f"{sizes.server_kv_cache_mib}Mi"
         options = ["--model", self.campaign.model, "--dtype", self.dtype, "--device", self.campaign.device]
         options += ["--kv-cache-memory", memory, "--max-sequence-length", str(MAX_SEQUENCE_LENGTH)]
-        return [*options, "--threads", str(sizes.threads)]
+        return [*options, "--threads", str(sizes.threads), *self.backend]
 
     def ended(self) -> str | None:
         """Return the name of a process that has ended and should not have."""
@@ -204,11 +209,35 @@ class Streams:
 
 def server(campaign: Campaign) -> None:
     """Measure streams of a server, every verb under load, a second engine, and the loss of an engine."""
-    asyncio.run(_server(campaign))
+    asyncio.run(_server(Fleet(campaign=campaign, dtype="float32")))
 
 
-async def _server(campaign: Campaign) -> None:
-    fleet = Fleet(campaign=campaign, dtype="float32")
+def vllm(campaign: Campaign) -> None:
+    """Do the same with engines of vLLM, without CUDA graphs, in float32."""
+    if (campaign := _for_vllm(campaign)) is not None:
+        backend = ("--backend", "vllm", "--vllm-arguments", '{"enforce_eager": true}')
+        asyncio.run(_server(Fleet(campaign=campaign, dtype="float32", backend=backend)))
+
+
+def vllm_serve(campaign: Campaign) -> None:
+    """Run `megatron bench serve` on `megatron serve` with an engine of vLLM as its defaults make it, in bfloat16."""
+    if (campaign := _for_vllm(campaign)) is not None:
+        _bench_serve(Fleet(campaign=campaign, dtype="bfloat16", backend=("--backend", "vllm")))
+
+
+def _for_vllm(campaign: Campaign) -> Campaign | None:
+    """Return the campaign with its model in a format that vLLM reads; None if vLLM is not installed."""
+    if find_spec("vllm") is None:
+        campaign.emit("vLLM is not installed")
+        return None
+    folder = campaign.folder / "vllm-model"
+    if not folder.exists():
+        convert(campaign.model, folder, dtype="float32", write_gguf_tokenizer=write_gguf_tokenizer)
+    return replace(campaign, model=str(folder))
+
+
+async def _server(fleet: Fleet) -> None:
+    campaign = fleet.campaign
     admin = ControlLink(fleet.ports["admin"])
     try:
         begun = time.monotonic()
@@ -376,7 +405,11 @@ class ServerRun:
 
 def bench_serve(campaign: Campaign) -> None:
     """Run `megatron bench serve` on `megatron serve`, in bfloat16."""
-    fleet, sizes = Fleet(campaign=campaign, dtype="bfloat16"), campaign.sizes
+    _bench_serve(Fleet(campaign=campaign, dtype="bfloat16"))
+
+
+def _bench_serve(fleet: Fleet) -> None:
+    campaign, sizes = fleet.campaign, fleet.campaign.sizes
     try:
         fleet.start_all()
         asyncio.run(_answering(fleet))

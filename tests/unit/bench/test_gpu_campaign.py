@@ -49,6 +49,8 @@ RESULTS = {
     ),
     "bench_serve": ("bench serve 1",),
     "moe": ("moe decode b1", "moe decode b3"),
+    "vllm": ("vLLM is not installed",),
+    "vllm_serve": ("vLLM is not installed",),
 }
 """Results that each step must have."""
 
