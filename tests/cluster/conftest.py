@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -317,6 +318,16 @@ class Resource:
             if event["regarding"]["name"] == self.name and event["regarding"]["kind"] == RESOURCE.kind
         ]
         return sorted(events, key=lambda event: str(event["eventTime"]))
+
+    async def reported(self, *reasons: str) -> list[dict[str, Any]]:
+        """Return its Events once they contain these reasons. An Event is written after the status that it is about."""
+
+        async def reports() -> bool:
+            found = Counter(event["reason"] for event in await self.events())
+            return found >= Counter(reasons)
+
+        await eventually(reports, seconds=60, what=f"Events of {', '.join(reasons)}", look_seconds=0.2)
+        return await self.events()
 
     async def children(self) -> dict[str, dict[str, Any]]:
         """Return the objects with the resource's labels, and its keys, by "Kind name"."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from eventually import eventually
 
 from megatron_operator.cluster.kinds import RESOURCE
 
@@ -25,5 +26,9 @@ async def test_a_deeply_nested_template_does_not_affect_other_resources(
     await resource.create(replicas=1)
     await resource.settled("Running")
     reason = "{.status.conditions[?(@.type=='Degraded')].reason}"
-    shown = kubectl("get", "mi", "deep", "-n", namespace, "-o", f"jsonpath={reason}")
-    assert shown.stdout in ("NotAllowed", "InvalidSpec")
+
+    async def is_rejected() -> bool:
+        shown = kubectl("get", "mi", "deep", "-n", namespace, "-o", f"jsonpath={reason}")
+        return shown.stdout in ("NotAllowed", "InvalidSpec")
+
+    await eventually(is_rejected, seconds=60, what="the nested resource is rejected")

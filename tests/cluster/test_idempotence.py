@@ -112,7 +112,7 @@ async def test_a_fight_costs_at_most_one_write_per_minute(
     began = time.monotonic()
     status = await resource.until(lambda status: condition(status, "Degraded").get("reason") == "ChildContested")
     assert "field manager meddler" in condition(status, "Degraded")["message"]
-    assert "ChildContested" in {event["reason"] for event in await resource.events()}
+    await resource.reported("ChildContested")
     await operator.passed(await operator.passes() + 5)
     assert not meddling.done()
     meddling.cancel()

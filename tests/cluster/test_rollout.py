@@ -30,7 +30,8 @@ async def test_rollout_replaces_one_engine_after_another(resource: Any, operator
     assert all(engine["canary"] == "Passed" for engine in status["engines"])
     drained = [line["signal"] for line in operator.lines("signal sent")]
     assert drained == ["DRAIN", "DRAIN"]
-    replaced = [event["note"] for event in await resource.events() if event["reason"] == "EngineReplaced"]
+    events = await resource.reported("EngineReplaced", "EngineReplaced")
+    replaced = [event["note"] for event in events if event["reason"] == "EngineReplaced"]
     assert [note.split()[0] for note in replaced] == ["demo-engine-1", "demo-engine-0"]
     await resource.until(lambda status: "plan" not in status)
     (after,) = revisions(await resource.children())

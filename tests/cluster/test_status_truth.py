@@ -44,7 +44,8 @@ async def test_a_frozen_engine_is_named_and_a_deleted_pod_is_no_loss(
             lambda engine=engine, pod=pod: node.runs(engine, unlike=pod), what=f"another pod of {engine} is ready"
         )
         await resource.until(lambda status: status["ready"] == "2/2" and "plan" not in status)
-    warnings = {event["reason"] for event in await resource.events() if event["type"] == "Warning"}
+    events = await resource.reported("EngineUnresponsive")
+    warnings = {event["reason"] for event in events if event["type"] == "Warning"}
     assert warnings == {"EngineUnresponsive"}
 
 

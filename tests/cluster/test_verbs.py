@@ -50,8 +50,7 @@ async def test_apply_then_every_verb(resource: Any, operator: Any, node: Any) ->
     history = (await resource.status())["history"]
     assert [entry["to"] for entry in history] == list(ROUND)
     assert {entry["by"] for entry in history} == {"test"}
-    reasons = [event["reason"] for event in await resource.events()]
-    assert {"Pausing", "Paused", "Suspended", "Unpausing", "Running", "Stopping", "Stopped"} <= set(reasons)
+    await resource.reported("Pausing", "Paused", "Suspended", "Unpausing", "Running", "Stopping", "Stopped")
     sent = [line["signal"] for line in operator.lines("signal sent")]
     assert sent == ["PAUSE", "SUSPEND", "RESUME", "UNPAUSE", "DRAIN", "PAUSE", "STOP"]
     found = await resource.get()

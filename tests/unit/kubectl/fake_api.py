@@ -7,6 +7,7 @@ the same steps as in a cluster. A test can deny requests, break watches and hold
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import math
@@ -49,6 +50,8 @@ class FakeApi:
         self.reads_bodies = asyncio.Event()
         """Unless it is set, the server does not ask for the body of a patch."""
         self.reads_bodies.set()
+        self.unread = 0
+        """Patches whose bodies it has not asked for, and whose clients wait."""
         self.authors: list[str] = []
         """fieldManager of each patch."""
         self.watches = 0
@@ -216,9 +219,13 @@ class FakeApi:
         return web.json_response(self._stored["resources"][name])
 
     async def _ask_for_body(self, request: web.Request) -> None:
-        await self.reads_bodies.wait()
-        assert request.transport is not None
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.unread += 1
+        while not (self.reads_bodies.is_set() or request.transport is None or request.transport.is_closing()):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.reads_bodies.wait(), 0.01)
+        self.unread -= 1
+        if request.transport is not None:
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _patch(self, cluster: Cluster, request: web.Request) -> None:
         body = await request.json()

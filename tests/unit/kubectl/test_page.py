@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from browser import check_layout
+from eventually import eventually
 from playwright.async_api import Page, expect
 from soak import size
 
@@ -317,8 +318,17 @@ async def test_a_page_that_closes_cancels_its_verb(page: Page, settings: Any, fa
     await open_resource(page, settings)
     await open_resource(other, settings)
     fake.reads_bodies.clear()
+
+    async def is_sent() -> bool:
+        return fake.unread == 1
+
+    async def is_cancelled() -> bool:
+        return fake.unread == 0
+
     await act(other, "Pause")
+    await eventually(is_sent, what="the API server has the patch")
     await other.close()
+    await eventually(is_cancelled, what="the patch is cancelled")
     fake.reads_bodies.set()
     await act(page, "Restart")
     await expect(page.get_by_text("Restart: done")).to_be_visible()
