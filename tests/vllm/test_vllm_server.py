@@ -50,17 +50,22 @@ async def chat(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) 
     )
 
 
+def without_cut_character(text: str) -> str:
+    """Return `text` without a character that the limit of tokens has cut: vLLM drops it, we write U+FFFD."""
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+
+
 async def chats_are_equal(clients: dict[str, openai.AsyncOpenAI]) -> None:
     """Compare whole and streamed answers of both servers to conversations."""
     for prompt in PROMPTS[::4]:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{prompt} 🦙?"}]
         theirs, ours = await asyncio.gather(*(chat(clients[name], messages) for name in ("vllm", "megatron")))
-        assert ours.choices[0].message.content == theirs.choices[0].message.content
+        assert without_cut_character(ours.choices[0].message.content) == theirs.choices[0].message.content
         assert ours.choices[0].finish_reason == theirs.choices[0].finish_reason
         assert ours.usage.prompt_tokens == theirs.usage.prompt_tokens
         stream = await chat(clients["megatron"], messages, stream=True)
         parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
-        assert "".join(parts) == theirs.choices[0].message.content
+        assert "".join(parts) == ours.choices[0].message.content
     (card,) = (await clients["megatron"].models.list()).data
     assert card.tool_call_format == "vllm:hermes"  # type: ignore[attr-defined]
 
