@@ -200,9 +200,9 @@ kubectl describe mi NAME            # conditions, the plan and Events
 resource is not settled. The condition `Degraded` is True when waiting alone may not help. Its
 message quotes the scheduler, the kubelet or the container. Look up its reason below.
 
-A rollout waits for the pod `NAME-check-REVISION`. If it fails, correct the spec as the message says.
-If the cause is outside of the spec, such as a token in a Secret, correct that and delete the pod.
-`kubectl logs POD` has the whole output
+A rollout waits for the pod `NAME-check-REVISION`. If it fails, correct the spec as the message
+says. If the cause is outside of the spec, such as a token in a Secret, correct that and delete the
+pod. `kubectl logs POD` has the whole output
 ([Rollouts](../concepts/rollouts.md#check-of-a-new-revision)).
 
 If the resource has no status at all, no operator serves its namespace: check `operator.namespaces`
