@@ -180,7 +180,7 @@ def commands_page() -> str:
 
 # --- troubleshooting ------------------------------------------------------------------------------------------------
 
-_FIELD = re.compile(r"(?<![`\w.])((?:spec|status|podPolicy)\.[A-Za-z.]+[A-Za-z])")
+_FIELD = re.compile(r"(?<![`\w.])((?:spec|status|podPolicy)\.[A-Za-z._]+[A-Za-z])")
 
 _INTRODUCTION = """\
 # Troubleshooting
@@ -200,19 +200,17 @@ kubectl describe mi NAME            # conditions, the plan and Events
 resource is not settled. The condition `Degraded` is True when waiting alone may not help. Its
 message quotes the scheduler, the kubelet or the container. Look up its reason below.
 
-A rollout waits for the pod `NAME-check-REVISION`, which checks the model and the settings before
-engines are drained. If it fails, the engines of the previous revision serve on. Correct the spec as
-the message says. If the cause is outside of the spec, such as a token in a Secret or a file in a
-volume, correct that and delete the pod, and the operator checks again. `kubectl logs POD` has the
-whole output ([Rollouts](../concepts/rollouts.md#check-of-a-new-revision)).
+A rollout waits for the pod `NAME-check-REVISION`. If it fails, correct the spec as the message
+says. If the cause is outside of the spec, such as a token in a Secret, correct that and delete the
+pod. `kubectl logs POD` has the whole output
+([Rollouts](../concepts/rollouts.md#check-of-a-new-revision)).
 
 If the resource has no status at all, no operator serves its namespace: check `operator.namespaces`
 of the chart, the operator's pods and its Lease. If the status is that of an earlier change
 (`status.observedGeneration`), read the operator's log.
 
-For errors that HTTP clients get, see
-[Errors](../reference/http-api-behaviour.md#errors). What each loss of a part costs is in
-[Failures and recovery](../concepts/failures-and-recovery.md).
+HTTP clients get [other errors](../reference/http-api-behaviour.md#errors). [Failures and
+recovery](../concepts/failures-and-recovery.md) says what the loss of each part costs.
 """
 
 
@@ -238,8 +236,9 @@ def _hints(reason: Reason) -> list[str]:
 
     A reason with one hint needs none here: its remedy says the same.
     """
-    found = [cause.remedy for cause in (*SCHEDULING, *CREATION, *TERMINATION_MESSAGE) if cause.reason is reason]
-    return found if len(found) > 1 else []
+    causes = (*SCHEDULING, *CREATION, *TERMINATION_MESSAGE)
+    hints = list(dict.fromkeys(cause.remedy for cause in causes if cause.reason is reason))
+    return hints if len(hints) > 1 else []
 
 
 def _entry(reason: Reason) -> Iterator[str]:
@@ -256,16 +255,31 @@ def _exit_codes() -> Iterator[str]:
     yield from (f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
 
 
+_TABLES = (Symptom.IN_PROGRESS, Symptom.SETTLED)
+"""Sections whose entries are rows of a table, because there is little to do."""
+
+
+def _table(reasons: list[Reason]) -> Iterator[str]:
+    yield from ("", "| reason | meaning | do |", "|---|---|---|")
+    for reason in reasons:
+        meaning, action = (_FIELD.sub(r"`\1`", text) for text in (reason.doc, REMEDIES[reason].action))
+        yield f"| `{reason.value}` | {meaning} | {action} |"
+
+
 def troubleshooting_page() -> str:
     """The whole page, in Markdown: a section for each symptom, an entry for each reason."""
-    lines = [_INTRODUCTION, "## All reasons", "", "| reason | symptom |", "|---|---|"]
-    lines += [
-        f"| [`{reason.value}`](#{reason.value.lower()}) | {REMEDIES[reason].symptom.value} |"
-        for reason in sorted(Reason, key=lambda reason: reason.value)
-    ]
-    for symptom in Symptom:
+    sections = {symptom: [reason for reason in REMEDIES if REMEDIES[reason].symptom is symptom] for symptom in Symptom}
+    lines = [_INTRODUCTION, "## All reasons", "", "| symptom | reasons |", "|---|---|"]
+    for symptom, reasons in sections.items():
+        anchor = symptom.value.lower().replace(" ", "-")
+        names = ", ".join(f"`{name}`" for name in sorted(reason.value for reason in reasons))
+        lines.append(f"| [{symptom.value}](#{anchor}) | {names} |")
+    for symptom, reasons in sections.items():
         lines += ["", f"## {symptom.value}"]
-        for reason in (reason for reason in REMEDIES if REMEDIES[reason].symptom is symptom):
+        if symptom in _TABLES:
+            lines += _table(reasons)
+            continue
+        for reason in reasons:
             lines += _entry(reason)
             if reason is Reason.CRASH_LOOPING:
                 lines += _exit_codes()

@@ -1,7 +1,7 @@
 """Read the header of a GGUF file: its metadata and the index of its tensors. Imports no torch.
 
 The reader of the `gguf` package is not used: it takes 2 to 10 s and 160 to 710 MiB for the metadata of a model, and it
-has no limits (docs/decisions/030). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+has no limits (docs/decisions/012). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_every_reason_has_a_remedy_and_an_entry_of_the_troubleshooting_guide() -
     assert set(REMEDIES) == set(Reason)
     assert {remedy.symptom for remedy in REMEDIES.values()} == set(Symptom)
     page = troubleshooting_page()
-    assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == [reason.value for reason in REMEDIES]
+    assert re.findall(r"^(?:### |\| `)(\w+)\b", page, re.MULTILINE) == [reason.value for reason in REMEDIES]
 
 
 def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster: Any) -> None:

@@ -2,7 +2,7 @@
 
 A request that was in flight at two crashes is a suspect. Suspects run one at a time, alone, on one engine. A suspect
 that ends an engine alone is failed. One that gets past the point of its last crash is acquitted. The reasons and the
-limits of this rule: docs/decisions/025-poison-request-isolation.md.
+limits of this rule: docs/decisions/025-requests-that-crash-engines.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM. Record 092 has the reasons.
+"""`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM. Decision 033 has the reasons.
 
 Conversations become tokens as vLLM's own server makes them, and its parsers read the answers. Where vLLM lacks a parser
 that the model needs, ours read them. Grammars of calls, budgets of reasoning and the forms of a conversation are ours.
