@@ -52,6 +52,8 @@ CLUSTER_KINDS = (
 )
 """Kinds without a namespace of objects that pods name."""
 CLAIM = ObjectKind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
+RESOURCE_CLAIM = ObjectKind("ResourceClaim", "resource.k8s.io", "v1", "resourceclaims")
+RESOURCE_CLAIM_TEMPLATE = ObjectKind("ResourceClaimTemplate", "resource.k8s.io", "v1", "resourceclaimtemplates")
 SERVICE = ObjectKind("Service", "", "v1", "services")
 LEASE = ObjectKind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = ObjectKind("Event", "events.k8s.io", "v1", "events")
@@ -86,7 +88,8 @@ POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
 """A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another
 label may be changed by users and webhooks."""
 
-_ALL = (*CHILD_KINDS, RESOURCE, SECRET, CLAIM, *CLUSTER_KINDS, POD, LEASE, EVENT, *OPTIONAL_KINDS)
+_NAMED = (SECRET, CLAIM, RESOURCE_CLAIM, RESOURCE_CLAIM_TEMPLATE, *CLUSTER_KINDS)
+_ALL = (*CHILD_KINDS, RESOURCE, *_NAMED, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 

@@ -86,6 +86,7 @@ def pod_template(
     volumes: tuple[dict[str, Any], ...] = (),
     mounts: tuple[dict[str, Any], ...] = (),
     init_containers: tuple[dict[str, Any], ...] = (),
+    claims: tuple[dict[str, Any], ...] = (),
 ) -> dict[str, Any]:
     """Return the pod template of a component, with the resource's podTemplate merged into it.
 
@@ -93,6 +94,7 @@ def pod_template(
         container: name, args, env, ports, probes and resources of the container. Nothing in args is expanded by the
             kubelet, except the operator's own `$(MEGATRON_THREADS)`.
         init_containers: the same of the init containers.
+        claims: ResourceClaims of the pod.
         grace_seconds: time from SIGTERM to SIGKILL.
         keys: entries of the keys Secret for this component.
         overlay: the component's `podTemplate`.
@@ -131,6 +133,7 @@ def pod_template(
             "securityContext": POD_SECURITY,
             "containers": [rendered({"volumeMounts": all_mounts, **container})],
             **({"initContainers": [rendered(before) for before in init_containers]} if init_containers else {}),
+            **({"resourceClaims": list(claims)} if claims else {}),
             "volumes": all_volumes,
         },
     }
@@ -208,6 +211,7 @@ MERGE_KEYS = {
     "env": "name",
     "imagePullSecrets": "name",
     "resourceClaims": "name",
+    "claims": "name",
     "schedulingGates": "name",
     "volumeMounts": "mountPath",
     "ports": "containerPort",
