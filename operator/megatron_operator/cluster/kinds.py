@@ -83,6 +83,9 @@ METADATA_KINDS = frozenset(
 )
 """Kinds of which decisions read only the metadata. The operator watches nothing else of them."""
 
+OPENSHIFT_API = "security.openshift.io/v1"
+"""API of the SecurityContextConstraints, which OpenShift alone has."""
+
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
 """A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another

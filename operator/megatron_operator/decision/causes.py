@@ -184,6 +184,13 @@ CREATION: tuple[Cause, ...] = (
     ),
     Cause(
         Reason.INVALID_POD_TEMPLATE,
+        r"unable to validate against any security context constraint",
+        "set the chart value openshift to true if the message names runAsUser or fsGroup; otherwise remove from "
+        "{pod_template} what the message names, or bind a constraint that allows it to the ServiceAccount of the "
+        "resource",
+    ),
+    Cause(
+        Reason.INVALID_POD_TEMPLATE,
         r"violates PodSecurity|denied the request|is forbidden|is invalid",
         "correct {pod_template}",
     ),
