@@ -179,8 +179,21 @@ SCHEDULING: tuple[Cause, ...] = (
 CREATION: tuple[Cause, ...] = (
     Cause(
         Reason.QUOTA_EXCEEDED,
-        r"exceeded quota|maximum .* usage per|failed quota",
-        "raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate",
+        r"exceeded quota",
+        "raise the ResourceQuota that the message names, lower spec.replicas, or lower the requests and limits in "
+        "{pod_template}",
+    ),
+    Cause(
+        Reason.LIMIT_REQUIRED,
+        r"failed quota: .*must specify|No (limit|request) is specified",
+        "set what the message names for these containers in {pod_template}, or create a LimitRange in the namespace "
+        "whose default and defaultRequest set it for every container; a larger ResourceQuota does not help",
+    ),
+    Cause(
+        Reason.LIMIT_RANGE_VIOLATED,
+        r"(maximum|minimum) .* usage per (Container|Pod)|max limit to request ratio per",
+        "change the requests or limits of {pod_template} so that they are within the LimitRange of the namespace, or "
+        "change the LimitRange",
     ),
     Cause(
         Reason.INVALID_POD_TEMPLATE,
