@@ -63,6 +63,11 @@ def running(*command: str, home: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
+def owners_of_caches(home: Path) -> set[int]:
+    """Return the owners of the stamps that the processes write into their caches."""
+    return {path.stat().st_uid for path in home.rglob("*.verified")}
+
+
 async def test_a_model_is_served(home: Path) -> None:
     """Coordinator, engine and server, as processes of the user."""
     (port,) = free_ports(1)
@@ -81,8 +86,7 @@ async def test_a_model_is_served(home: Path) -> None:
             answer = await client.post(f"{url}/completions", json=request)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
-    owners = {path.stat().st_uid for path in home.rglob("*") if path.is_file() and path.suffix == ".verified"}
-    assert owners == {USER}, "the processes write their caches as this user"
+    assert owners_of_caches(home) == {USER}
 
 
 def test_the_operator_renders(home: Path) -> None:
