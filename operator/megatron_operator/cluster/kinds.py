@@ -55,6 +55,8 @@ CLAIM = ObjectKind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
 RESOURCE_CLAIM = ObjectKind("ResourceClaim", "resource.k8s.io", "v1", "resourceclaims")
 RESOURCE_CLAIM_TEMPLATE = ObjectKind("ResourceClaimTemplate", "resource.k8s.io", "v1", "resourceclaimtemplates")
 SERVICE = ObjectKind("Service", "", "v1", "services")
+DEVICE_CLAIM_KINDS = (RESOURCE_CLAIM, RESOURCE_CLAIM_TEMPLATE)
+"""Kinds of Dynamic Resource Allocation, which Kubernetes serves in this version since 1.34."""
 LEASE = ObjectKind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = ObjectKind("Event", "events.k8s.io", "v1", "events")
 HTTP_ROUTE = ObjectKind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
@@ -91,7 +93,7 @@ POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
 """A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another
 label may be changed by users and webhooks."""
 
-_NAMED = (SECRET, CLAIM, RESOURCE_CLAIM, RESOURCE_CLAIM_TEMPLATE, *CLUSTER_KINDS)
+_NAMED = (SECRET, CLAIM, *DEVICE_CLAIM_KINDS, *CLUSTER_KINDS)
 _ALL = (*CHILD_KINDS, RESOURCE, *_NAMED, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 

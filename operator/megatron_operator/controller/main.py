@@ -428,14 +428,11 @@ class OperatorProcess:
         self._phase = "detecting the platform"
         while self._options.settings.openshift is None:
             try:
-                await api.request("GET", f"/apis/{OPENSHIFT_API}")
-                openshift = True
+                openshift = await api.serves(OPENSHIFT_API)
             except KubeApiError as error:
-                if not error.not_found:
-                    logger.warning("cannot ask for OpenShift's API", extra={"api": OPENSHIFT_API, "error": str(error)})
-                    await asyncio.sleep(CRD_RETRY_SECONDS)
-                    continue
-                openshift = False
+                logger.warning("cannot ask for OpenShift's API", extra={"api": OPENSHIFT_API, "error": str(error)})
+                await asyncio.sleep(CRD_RETRY_SECONDS)
+                continue
             self._options = replace(self._options, settings=replace(self._options.settings, openshift=openshift))
             if openshift:
                 logger.info("OpenShift: the cluster assigns the user and group IDs of pods")
