@@ -308,8 +308,10 @@ def race(campaign: Campaign) -> None:
 
     def stage() -> None:
         try:
-            for _ in range(campaign.sizes.stagings):
+            for number in range(campaign.sizes.stagings):
+                begun = time.perf_counter()  # this thread must not wait for the device: it may be capturing
                 executor.stage_weights(IN_MEMORY)
+                campaign.emit(f"staging {number + 1}", seconds=round(time.perf_counter() - begun, 1))
         except Exception as error:
             errors.append(f"staging: {type(error).__name__}: {error}")
         finally:
