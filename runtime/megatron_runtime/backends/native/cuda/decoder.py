@@ -41,11 +41,12 @@ class DeviceLinears(LinearFactory):
     checks_values = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dense_dtypes = frozenset({dtype})
         self._dtype = dtype
         self._device = device
 
     def dense(self, weight: Weight) -> torch.Tensor:
-        return super().dense(weight).to(self._device, self._dtype)
+        return super().dense(weight).to(self._device, self._dtype, copy=True)
 
     def linear(self, weight_NK: Weight) -> Linear:
         return Linear(self.dense(weight_NK))
@@ -68,6 +69,7 @@ class StagedLinears(LinearFactory):
     """
 
     def __init__(self, dtype: torch.dtype, weights: DecoderWeights, allocate: Callable[[int], torch.Tensor]) -> None:
+        self.dense_dtypes = frozenset({dtype})
         self._dtype = dtype
         self._size = sum(linear.dense().nbytes for linear in weights.matrices())
         self._allocate = allocate
