@@ -41,6 +41,10 @@ V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 LONGEST_THAT_FITS = -1
 """Value of max_model_len in each supported version: the model's limit, or less if the KV cache has less room."""
 
+SHARED_GPU = 0.01
+"""Value of gpu_memory_utilization with a KV cache of a fixed size. vLLM then only requires at its start that this share
+of the GPU is free, 0.92 by default, so a second engine on the GPU would not start."""
+
 NOT_RUN = "not run"
 RUN = "docs/measurements/2026-11-27-gpu-h200.md"
 """What a GPU ran: Model Runner V1 of vLLM 0.26, with enforce_eager."""
@@ -140,6 +144,7 @@ def engine_arguments(
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_prefix_caching": settings.prefix_caching,
         "kv_cache_memory_bytes": settings.kv_cache_memory or (DEFAULT_CPU_CACHE_BYTES if is_cpu else None),
+        "gpu_memory_utilization": SHARED_GPU if settings.kv_cache_memory and not is_cpu else None,
         "tensor_parallel_size": sizes.tensor if sizes.data > 1 else sizes.tensor * sizes.expert,
         "data_parallel_size": sizes.data if sizes.data > 1 else None,
         "enable_expert_parallel": sizes.expert > 1,
