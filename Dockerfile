@@ -21,9 +21,12 @@ FROM ${BASE_IMAGE} AS base
 RUN groupadd --gid 65532 megatron \
     && useradd --uid 65532 --gid 65532 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin megatron \
     && python3 -m venv --without-pip /opt/venv
+# The images run as any user: OpenShift assigns a UID without an entry in /etc/passwd, in group 0. Programs find their name
+# and their home in the environment, and write nothing outside of /tmp and mounted volumes.
 ENV PATH=/opt/venv/bin:$PATH \
     VIRTUAL_ENV=/opt/venv \
     HOME=/tmp \
+    USER=megatron \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1
 WORKDIR /tmp

@@ -27,7 +27,6 @@ from megatron_kernels import (
     moe_routing,
     paged_decode,
     paged_prefill,
-    product,
     qk_norm_rope_append,
     sampling,
     swiglu,
@@ -106,7 +105,6 @@ def cases(
         return torch.randn(*shape, device=device).to(dtype)
 
     for count in tokens:
-        yield from _product_cases(model, count, random)
         yield _norm_case(model, count, random)
         yield _swiglu_case(model, count, random)
         yield _routing_case(model, count, random)
@@ -116,18 +114,6 @@ def cases(
         yield _sampling_case(model, count, random)
     yield _prefill_case(model, [context], [context], random)
     yield _prefill_case(model, [context // 2] * 2, [context] * 2, random)
-
-
-def _product_cases(model: ModelShape, count: int, random: Random) -> Iterator[Case]:
-    for name, (outputs, inputs) in model.products().items():
-        yield Case(
-            operation="product",
-            name=f"{name}, {count} tokens",
-            make=lambda outputs=outputs, inputs=inputs: (random(count, inputs), random(outputs, inputs)),
-            run=lambda function, inputs: (function(*inputs),),
-            bytes_moved=product.bytes_moved(count, outputs, inputs, element_size=random(1).element_size()),
-            flops=product.flops(count, outputs, inputs),
-        )
 
 
 def _norm_case(model: ModelShape, count: int, random: Random) -> Case:

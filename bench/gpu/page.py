@@ -1,13 +1,16 @@
-"""Writes a page of docs/measurements from the results of a GPU campaign.
+"""Writes the tables of a page of docs/measurements from the results of a GPU campaign.
 
-python -m bench.gpu.page build/gpu-campaign --commit 1234abcd > docs/measurements/DATE-gpu-NAME.md
+    python -m bench.gpu.page build/gpu-campaign --commit 1234abcd > docs/measurements/DATE-gpu-NAME.md
+
+If a cell was measured several times, the last result is shown.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,73 +20,185 @@ from bench.gpu.report import read_results
 
 _WIDTH = 100
 _SECTIONS = {
-    "engine": "Engine on an 8B shape",
-    "race": "Weights staged during captures",
-    "products": "Matrix products",
-    "attention": "Decode attention by the minimum number of tokens per program",
-    "sampling": "Sampling",
-    "memory": "Memory after a suspend",
-    "tests": "Tests",
-    "server": "Server, verbs and the loss of an engine",
-    "bench_serve": "`megatron bench serve`",
-    "moe": "Mixture of experts",
-    "profile": "Parts of a decode step",
+    "engine": (
+        "Engine on an 8B shape",
+        "Random weights in bfloat16. Bounds: of decode steps the device's rate of a copy, of the prompt its rate of a "
+        "product. `percent`: of the bound that the step reaches.",
+    ),
+    "profile": (
+        "Parts of a decode step",
+        "Microseconds of a step. `host`: medians of methods of the engine, with timers around them; `execute` contains "
+        "`stage` and the wait for the device. `graph`: replays alone. `kernels`: by the profiler.",
+    ),
+    "products": (
+        "Matrix products",
+        "Microseconds of a product in a CUDA graph; `bound`: of the bytes at the device's rate of a copy, which a "
+        "product that only reads may exceed.",
+    ),
+    "attention": ("Decode attention", "Microseconds by the minimum number of cached tokens per program."),
+    "sampling": (
+        "Sampling",
+        "`sample`: microseconds of the kernel by the number of rows, 128,256 logits per row. `step`: milliseconds of a "
+        "whole decode step by the number of rows.",
+    ),
+    "moe": ("Mixture of experts", "Milliseconds of a decode step by the number of rows."),
+    "race": ("Weights staged during captures", ""),
+    "memory": ("Memory after a suspend", "MiB of the GPU and seconds, by mode of the KV cache."),
+    "tests": ("Tests", ""),
+    "server": (
+        "Server, verbs and the loss of an engine",
+        "Native engines, SmolLM2 135M in float32. `equal`: streams whose answers equal the undisturbed ones. `longest "
+        "gap`: the longest time without a token of any stream.",
+    ),
+    "bench_serve": ("`megatron bench serve`", "SmolLM2 135M in bfloat16, native engine, by the number of clients."),
+    "vllm": ("vLLM: server, verbs and the loss of an engine", "The same with engines of vLLM, without CUDA graphs."),
+    "vllm_serve": ("vLLM: `megatron bench serve`", "SmolLM2 135M in bfloat16, by the number of clients."),
 }
-"""The steps whose results a page shows, with their headings, in its order."""
+"""The steps whose results a page shows, with their headings and a description, in its order."""
 _FAILURES = ("error", "failed")
-_COMMON = ("step", "name", "time")
+_HIDDEN = ("step", "name", "time", "text", "processes", "entry")
+_KERNELS = "us_of_a_step"
+"""The figure that is a list of (kernel, launches, microseconds)."""
+_MIN_KERNEL_US = 5
+"""A page leaves out kernels that take less."""
+_BATCH = re.compile(r"(.+?) (b\d+|\d+ rows|\d+)(| of \d+)")
+"""A cell that is measured by the number of rows of a step, or of clients."""
+
+Row = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
+"""The columns of a table, and its lines."""
 
 
-def page(rows: list[dict[str, Any]], *, commit: str) -> str:
+def page(rows: Sequence[Row], *, commit: str) -> str:
     """Return the Markdown of a page. rows: the lines of the results."""
+    ends = unfinished(rows)
     named = {(row["step"], row["name"]): row for row in rows}
+    rows = list(named.values())
     versions, device = named.get(("facts", "versions"), {}), named.get(("facts", "device"), {})
-    begin = named.get(("driver", "begin"), rows[0])
-    name = str(device.get("text") or "a CPU").partition(",")[0]
-    lines = [f"# GPU campaign on {name}, {time.strftime('%Y-%m-%d', time.gmtime(begin['time']))}", ""]
-    packages = ", ".join(f"{key} {versions[key]}" for key in ("python", "torch", "triton") if key in versions)
+    name, driver, memory = [*str(device.get("text") or "a CPU").split(", "), "?", "?"][:3]
+    lines = [f"# GPU campaign on {name}, {time.strftime('%Y-%m-%d', time.gmtime(rows[0]['time']))}", ""]
+    packages = ", ".join(f"{key} {versions[key]}" for key in ("python", "torch", "triton", "vllm") if key in versions)
     rates = named.get(("facts", "rates"), {})
     lines += _wrapped(
         f"Generated by `python -m bench.gpu.page` from `make gpu-campaign` at commit {commit}. "
-        f"{device.get('text') or name}; {versions.get('cpus', '?')} CPUs; {packages}. Rates of the device: copy "
-        f"{rates.get('copy_terabytes_per_s', '?')} TB/s, read {rates.get('read_terabytes_per_s', '?')} TB/s, "
+        f"{name} with {memory}, driver {driver}; {versions.get('cpus', '?')} CPUs; {packages}. Rates of the device: "
+        f"copy {rates.get('copy_terabytes_per_s', '?')} TB/s, read {rates.get('read_terabytes_per_s', '?')} TB/s, "
         f"product {rates.get('teraflops', '?')} TFLOP/s."
     )
     failures = [row for row in rows if any(row.get(key) for key in _FAILURES)]
-    ends = [row for row in rows if row["step"] == "driver" and row["name"] in ("end", "skipped")]
-    unfinished = [row["of"] for row in ends if row.get("status") != 0]
     lines += ["", "## Failures", ""]
     lines += [f"- {row['step']}, {row['name']}: {row.get('error') or row.get('failed')}" for row in failures]
-    lines += [f"- The step `{step}` did not end in its time, or was left out." for step in unfinished]
-    if not failures and not unfinished:
+    lines += [f"- The step `{step}` {end}." for step, end in ends.items()]
+    if not failures and not ends:
         lines.append("None.")
-    for step, heading in _SECTIONS.items():
-        results = [row for row in rows if row["step"] == step and row not in failures]
-        if results:
-            lines += ["", f"## {heading}", "", "| cell | figures |", "|---|---|", *map(_line, results)]
-        if step == "products" and (entries := list(faster_in_triton(results))):
-            lines += ["", "Entries of `ONE_ROW_PRODUCTS`:", "", *(f"    {entry!r}," for entry in entries)]
+    for step, (heading, description) in _SECTIONS.items():
+        if results := [row for row in rows if row["step"] == step and row not in failures]:
+            lines += ["", f"## {heading}", *(["", *_wrapped(description)] if description else [])]
+            for columns, cells in _tables(results):
+                lines += ["", _line(columns), _line(["---"] * len(columns)), *map(_line, cells)]
     return "\n".join(lines) + "\n"
 
 
-def faster_in_triton(rows: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the entries of megatron_kernels.tuning.ONE_ROW_PRODUCTS that the results of the step `products` show."""
+def unfinished(rows: Iterable[Row]) -> dict[str, str]:
+    """Return the steps whose last run did not end well, and how it ended."""
+    ends: dict[str, str] = {}
     for row in rows:
-        if row.get("triton_us", float("inf")) < row.get("linear_us", 0.0):
-            yield tuple(row["entry"])
+        match row:
+            case {"step": "driver", "name": "begin", "steps": steps}:
+                ends |= dict.fromkeys(steps, "did not end")
+            case {"step": "driver", "name": "skipped", "of": step}:
+                ends[step] = "was left out for lack of time"
+            case {"step": "driver", "name": "end", "of": step, "status": 0}:
+                ends.pop(step, None)
+            case {"step": "driver", "name": "end", "of": step, "status": status}:
+                ends[step] = "reached its time limit" if status == "time limit" else f"ended with status {status}"
+    return ends
 
 
-def _line(row: dict[str, Any]) -> str:
-    figures = ", ".join(f"{key} {_text(value)}" for key, value in row.items() if key not in (*_COMMON, "entry"))
-    return f"| {row['name']} | {figures} |"
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """Yield the tables of a step: one for rows whose figures have the same names, one for all that are alone."""
+    alone: list[list[str]] = []
+    for group in _groups([(row["name"], figures) for row in rows if (figures := _figures(row))]):
+        if len(group) == 1:
+            name, figures = group[0]
+            alone.append([name, ", ".join(f"{key} {value}" for key, value in figures.items())])
+        else:
+            keys = list(dict.fromkeys(key for _, figures in group for key in figures))
+            yield (
+                _by_batch(group, keys[0])
+                if len(keys) == 1
+                else (
+                    ["", *keys],
+                    [[name, *(figures.get(key, "") for key in keys)] for name, figures in group],
+                )
+            )
+    if alone:
+        yield ["", "figures"], alone
+    for row in rows:
+        if kernels := row.get(_KERNELS):
+            yield (
+                [row["name"], "launches", "microseconds of a step"],
+                [[f"`{name}`", str(count), str(us)] for name, count, us in kernels if us >= _MIN_KERNEL_US],
+            )
+
+
+def _groups(cells: Sequence[tuple[str, dict[str, str]]]) -> list[list[tuple[str, dict[str, str]]]]:
+    """Return the cells in groups: each measures one thing by the batch, or follows a cell with the same figures."""
+    kinds = {_kind(name): index for index, (name, _) in reversed(list(enumerate(cells)))}
+    groups: list[list[tuple[str, dict[str, str]]]] = []
+    for name, figures in sorted(cells, key=lambda cell: kinds[_kind(cell[0])]):
+        keys, last = figures.keys(), groups[-1][0][1].keys() if groups else None
+        if last is not None and (keys <= last or keys >= last):
+            groups[-1].append((name, figures))
+        else:
+            groups.append([(name, figures)])
+    return groups
+
+
+def _kind(name: str) -> str:
+    match = _BATCH.fullmatch(name)
+    return name if match is None else match[1]
+
+
+def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
+    """Return a table with a column per batch, of cells with one figure."""
+    matches = {name: _BATCH.fullmatch(name) for name, _ in group}
+    batches = list(dict.fromkeys(match[2] for match in matches.values() if match is not None))
+    lines: dict[str, dict[str, str]] = {}
+    for name, figures in group:
+        match = matches[name]
+        what, batch = (name, key) if match is None else (match[1] + match[3], match[2])
+        lines.setdefault(what, {})[batch] = figures[key]
+    columns = batches if None not in matches.values() else [key, *batches]
+    return [key, *columns], [[what, *(line.get(column, "") for column in columns)] for what, line in lines.items()]
+
+
+def _figures(row: Row) -> dict[str, str]:
+    """Return the figures of a row as text. The members of an object are figures of their own."""
+    figures: dict[str, str] = {}
+    for key, value in row.items():
+        name = re.sub(r"^c\d+_", "", key).replace("_", " ")  # of `megatron bench serve`, by clients
+        if key in _HIDDEN or key == _KERNELS or value == []:
+            continue
+        if isinstance(value, dict):
+            figures |= {f"{name} {part}": _text(number) for part, number in value.items()}
+        else:
+            figures[name] = _text(value)
+    return figures
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{key}: {_text(item)}" for key, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list) and value and all(isinstance(item, bool) for item in value):
+        return f"{sum(value)} of {len(value)}"
     if isinstance(value, list):
-        return " ".join(map(_text, value))
-    return str(value).replace("|", "\\|").replace("\n", " ")
+        return " / ".join(map(_text, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def _wrapped(text: str) -> list[str]:

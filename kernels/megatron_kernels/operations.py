@@ -22,10 +22,6 @@ class SwiGlu(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Product(Protocol):
-    def __call__(self, x_TK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor: ...
-
-
 class QkNormRopeAppend(Protocol):
     def __call__(
         self,

@@ -29,7 +29,11 @@ def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_sequences", "stride_table", "window"])
+# The first sequence may be any row of its tables.
+@triton.jit(
+    do_not_specialize=["num_sequences", "stride_table", "window"],
+    do_not_specialize_on_alignment=["block_table", "lengths"],
+)
 def _prefill_block(
     q,
     cache,

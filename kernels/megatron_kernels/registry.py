@@ -25,7 +25,6 @@ from megatron_kernels.operations import (
     MoeRouting,
     PagedDecode,
     PagedPrefill,
-    Product,
     QkNormRopeAppend,
     Sample,
     SwiGlu,
@@ -64,7 +63,6 @@ class KernelConfig:
 
     add_rms_norm: Backend | None = None
     swiglu: Backend | None = None
-    product: Backend | None = None
     qk_norm_rope_append: Backend | None = None
     paged_decode: Backend | None = None
     paged_prefill: Backend | None = None
@@ -96,7 +94,6 @@ class Kernels:
 
     add_rms_norm: AddRmsNorm
     swiglu: SwiGlu
-    product: Product
     qk_norm_rope_append: QkNormRopeAppend
     paged_decode: PagedDecode
     paged_prefill: PagedPrefill

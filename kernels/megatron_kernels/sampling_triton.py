@@ -241,7 +241,9 @@ def _uniform(seed, position):
     return (bits.to(tl.float64) + 0.5) * _STEP
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions"],
+)
 def _sample(
     logits,
     temperatures,

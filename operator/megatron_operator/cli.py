@@ -93,6 +93,15 @@ runtime_log_format = click.option(
     show_default=True,
     help="Format of the logs of coordinators, servers and engines. A change restarts their pods.",
 )
+openshift = click.option(
+    "--openshift",
+    type=click.Choice(["auto", "true", "false"]),
+    callback=lambda _, __, value: {"true": True, "false": False}.get(value),
+    default="auto",
+    show_default=True,
+    help="Leave user and group IDs of pods to the cluster, as OpenShift's restricted-v2 demands. auto: `run` asks the "
+    "cluster for OpenShift's API; other commands assume another cluster. A change restarts pods.",
+)
 resource_file = click.option(
     "-f",
     "--file",
@@ -172,7 +181,8 @@ def installation(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
             *(runtime_image, vllm_runtime_image, coordinator_image, operator_namespace, image_pull_policy),
-            *(image_pull_secrets, runtime_log_format, pod_policy, egress_policies, monitoring_peers, api_server_ranges),
+            *(image_pull_secrets, runtime_log_format, openshift, pod_policy, egress_policies, monitoring_peers),
+            api_server_ranges,
         )
     ):
         command = option(command)

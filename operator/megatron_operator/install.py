@@ -44,6 +44,7 @@ RESOURCE_RULES: list[Rule] = [
     _rule("", ["pods"], ["list", "watch", "create", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("", ["persistentvolumeclaims"], ["get"]),
+    _rule("resource.k8s.io", ["resourceclaims", "resourceclaimtemplates"], ["get"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
 """Permissions in the namespaces of resources. Secrets are read, created and rotated by name, never listed. RBAC cannot

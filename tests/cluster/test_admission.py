@@ -50,6 +50,28 @@ async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str,
             ["spec.parallelism", "must be divisible by spec.engine.gpusPerPod", "make one a multiple"],
         ),
         (
+            manifest({"model": SOURCE, "engine": {"accelerator": {"resource": "amd.com/gpu"}}}),
+            ["spec.engine.accelerator", "spec.engine.gpusPerPod is 0", "set it to the devices of a pod"],
+        ),
+        (
+            manifest(
+                {
+                    "model": SOURCE,
+                    "parallelism": {"tensor": 2},
+                    "engine": {"gpusPerPod": 2, "accelerator": {"resource": "nvidia.com/mig-1g.10gb"}},
+                }
+            ),
+            ["spec.engine.gpusPerPod", "must be 1 for a MIG profile", "raise spec.replicas"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"gpusPerPod": 1, "accelerator": {}}}),
+            ["spec.engine.accelerator", "set exactly one of resource and claims"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"gpusPerPod": 1, "accelerator": {"claims": [{"name": "gpu"}]}}}),
+            ["spec.engine.accelerator.claims", "resourceClaimTemplateName and resourceClaimName"],
+        ),
+        (
             manifest({"model": SOURCE, "weights": {"revision": "7"}}),
             ["spec.weights.revision", "no other revisions", "remove spec.weights"],
         ),

@@ -88,6 +88,7 @@ VALUES: dict[str, list[Any]] = {
     "updates": [None, {"maxConcurrent": 1000000}, {"maxConcurrent": 100000, "oldestSecureVersion": "1e3"}],
     "security.enabled": [False, None, "no"],
     "security": [None],
+    "openshift": ["auto", True, False, "true", "false", "no", 1, None],
     "rbac": [None, {"aggregateRoles": False}],
     "serviceAccount": [None, {"create": False}, {"create": True, "annotations": {"a": "1e3"}}],
     "serviceAccount.name": [*NAMES, *NOT_NAMES],
@@ -130,9 +131,12 @@ def helm_program() -> Path:
     return programs.ensure(["helm"], Steps()) / "helm"
 
 
-def rendered(program: Path, release: str, namespace: str, values: dict[str, Any]) -> list[dict[str, Any]] | str:
+def rendered(
+    program: Path, release: str, namespace: str, values: dict[str, Any], *arguments: str
+) -> list[dict[str, Any]] | str:
     """Return the documents, or why helm rejects the values."""
     command = [program, "template", release, installation.CHART, "-n", namespace, "--kube-version", "1.34.0", "-f", "-"]
+    command += arguments
     done = subprocess.run(command, input=json.dumps(values), check=False, capture_output=True, text=True)
     if done.returncode:
         return done.stderr
@@ -237,6 +241,33 @@ def test_each_value_is_right_or_rejected_with_a_reason(helm_program: Path, path:
             assert number or value is None, f"{values}: {documents}"
         else:
             assert problems(documents) == [], values
+
+
+@pytest.mark.parametrize(
+    ("values", "api", "assigned", "argument"),
+    [
+        ({}, False, False, None),
+        ({}, True, True, None),
+        ({"openshift": "auto"}, True, True, None),
+        ({"openshift": False}, True, False, "false"),
+        ({"openshift": True}, False, True, "true"),
+        ({"openshift": "true"}, False, True, "true"),
+        ({"openshift": None}, True, True, None),
+    ],
+)
+def test_pods_have_no_fixed_ids_on_openshift(
+    helm_program: Path, values: dict[str, Any], api: bool, assigned: bool, argument: str | None
+) -> None:
+    arguments = ("--api-versions", "security.openshift.io/v1") if api else ()
+    documents = rendered(helm_program, "megatron", "a", values, *arguments)
+    assert not isinstance(documents, str)
+    deployment = next(each["spec"]["template"]["spec"] for each in documents if each["kind"] == "Deployment")
+    check = next(each["spec"] for each in documents if each["kind"] == "Pod")
+    profile = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    ids = {} if assigned else {"runAsUser": 65532, "runAsGroup": 65532}
+    assert deployment["securityContext"] == check["securityContext"] == profile | ids
+    args = deployment["containers"][0]["args"]
+    assert (args[args.index("--openshift") + 1] if "--openshift" in args else None) == argument
 
 
 @pytest.mark.parametrize("namespace", NAMES)

@@ -74,6 +74,8 @@ async def name_what_is_missing(resource: Any) -> None:
         "spec": {"volumes": [{"name": "extra", "persistentVolumeClaim": {"claimName": "none"}}]}
     }
     template["spec"]["runtimeClassName"] = "none"
+    claims = [{"name": "a", "resourceClaimName": "none"}, {"name": "b", "resourceClaimTemplateName": "none"}]
+    template["spec"]["resourceClaims"] = claims
     await resource.patch(server={"podTemplate": template}, coordinator={"priorityClassName": "none"})
     await resource.until(lambda status: "PriorityClass none does not exist" in str(status), seconds=60)
     await resource.patch(server={"podTemplate": None}, coordinator={"priorityClassName": None})

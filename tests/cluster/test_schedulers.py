@@ -7,25 +7,21 @@ takes one. Engines have two pods, which are placed and never started.
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from eventually import eventually
 from go_modules import built_program, module_directory
 from soak import SOAK
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.kinds import NODE, POD, ObjectKind
+from megatron_operator.cluster.kinds import POD, ObjectKind
 from megatron_operator.resource.names import ENGINE, LABEL_COMPONENT, LABEL_ENGINE
-from megatron_operator.resource.text import stamp_seconds
 
 from .conftest import condition, wait_until_established
+from .real_scheduler import RACK, Nodes, running_scheduler
 
 pytestmark = [
     pytest.mark.cluster,
@@ -37,57 +33,16 @@ SCHEDULER_PLUGINS = "sigs.k8s.io/scheduler-plugins@v0.33.5"
 COSCHEDULER = "scheduler-plugins-scheduler"
 POD_GROUP = ObjectKind("PodGroup", "scheduling.x-k8s.io", "v1alpha1", "podgroups")
 POD_GROUP_CRD = f"config/crd/bases/{POD_GROUP.group}_{POD_GROUP.plural}.yaml"
-SLOT, RACK = "example.com/slot", "example.com/rack"
-HEARTBEAT_SECONDS = 5.0
+SLOT = "example.com/slot"
 PERMIT_SECONDS = 5
 """Time for which the coscheduling plugin holds the first pods of a group for the others."""
 UNCHANGED_SECONDS = 3.0 * PERMIT_SECONDS
 """The scheduler has tried again by then."""
 
 
-class Nodes:
-    """Node objects with slots. Their conditions are reported as by a kubelet."""
-
-    def __init__(self, api: Any, namespace: str) -> None:
-        self._api, self._prefix = api, f"node-{namespace}"
-        self._slots: dict[str, int] = {}
-
-    async def set(self, slots: int, **labels: str) -> None:
-        """Set the number of slots of the node with these labels, and create the node if it does not exist."""
-        name = "-".join([self._prefix, *labels.values()])
-        if name not in self._slots:
-            keys = {"rack": RACK, "place": "example.com/place"}
-            found = {keys[key]: value for key, value in labels.items()}
-            metadata = {"name": name, "labels": {"kubernetes.io/hostname": name, **found}}
-            await self._api.request("POST", NODE.path(None), body={"metadata": metadata})
-        self._slots[name] = slots
-        await self._report(name)
-
-    async def keep_ready(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
-            for name in self._slots:
-                await self._report(name)
-
-    async def delete(self) -> None:
-        for name in self._slots:
-            await self._api.request("DELETE", NODE.path(None, name))
-
-    async def _report(self, name: str) -> None:
-        now = stamp_seconds(datetime.now(UTC))
-        ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now, "lastTransitionTime": now}
-        room = {"cpu": "64", "memory": "256Gi", "pods": "110", SLOT: str(self._slots[name])}
-        await self._api.request(
-            "PATCH",
-            NODE.path(None, name, subresource="status"),
-            body={"status": {"conditions": [ready], "capacity": room, "allocatable": room}},
-            content_type="application/strategic-merge-patch+json",
-        )
-
-
 @pytest.fixture
 async def nodes(api: Any, namespace: str) -> AsyncIterator[Nodes]:
-    made = Nodes(api, namespace)
+    made = Nodes(api, namespace, resource=SLOT)
     heartbeats = asyncio.create_task(made.keep_ready())
     yield made
     heartbeats.cancel()
@@ -110,7 +65,7 @@ def coscheduling(control_plane: LocalCluster, tmp_path: Path) -> Iterator[None]:
         },
         "pluginConfig": [{**plugin, "args": {"permitWaitingTimeSeconds": PERMIT_SECONDS}}],
     }
-    with running(program, control_plane, tmp_path, profile):
+    with running_scheduler(control_plane, tmp_path, program=program, profile=profile):
         yield
     control_plane.run_kubectl("delete", "crd", crd)
 
@@ -118,30 +73,8 @@ def coscheduling(control_plane: LocalCluster, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def scheduler(control_plane: LocalCluster, tmp_path: Path) -> Iterator[None]:
     """kube-scheduler as a cluster has it."""
-    with running(
-        control_plane.program("kube-scheduler"), control_plane, tmp_path, {"schedulerName": "default-scheduler"}
-    ):
+    with running_scheduler(control_plane, tmp_path):
         yield
-
-
-@contextmanager
-def running(program: Path, cluster: LocalCluster, folder: Path, profile: dict[str, Any]) -> Iterator[None]:
-    configuration = {
-        "apiVersion": "kubescheduler.config.k8s.io/v1",
-        "kind": "KubeSchedulerConfiguration",
-        "leaderElection": {"leaderElect": False},
-        "clientConnection": {"kubeconfig": str(cluster.kubeconfig)},
-        "profiles": [profile],
-    }
-    file, log = folder / "scheduler.yaml", folder / "scheduler.log"
-    file.write_text(yaml.safe_dump(configuration))
-    command = [program, "--config", file, "--secure-port", "0"]
-    with log.open("w") as output, subprocess.Popen(command, stderr=output) as process:
-        try:
-            yield
-            assert process.poll() is None, log.read_text()[-2000:]
-        finally:
-            process.terminate()
 
 
 def engines_of_two(**engine: Any) -> dict[str, Any]:

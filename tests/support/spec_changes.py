@@ -121,6 +121,7 @@ VLLM: Spec = {
     "engine": {
         "backend": "VLLM",
         "gpusPerPod": 4,
+        "accelerator": {"resource": "amd.com/gpu"},
         "vllm": {
             "image": "vllm:1",
             "args": {"seed": 1},
@@ -136,9 +137,16 @@ CLAIM: Spec = {
     "model": {
         "source": {"persistentVolumeClaim": {"claimName": "models", "path": "/a"}},
         "adapters": [{"name": "sql", "source": {"path": "/sql"}}],
-    }
+    },
+    "engine": {
+        "gpusPerPod": 1,
+        "accelerator": {"claims": [{"name": "gpu", "resourceClaimTemplateName": "gpu", "request": "gpu"}]},
+    },
 }
-IMAGE: Spec = {"model": {"source": {"image": {"reference": "runtime:weights", "path": "/a"}}}}
+IMAGE: Spec = {
+    "model": {"source": {"image": {"reference": "runtime:weights", "path": "/a"}}},
+    "engine": {"gpusPerPod": 1, "accelerator": {"claims": [{"name": "gpu", "resourceClaimName": "gpu"}]}},
+}
 BUILTIN: Spec = {
     "model": {"source": {"builtin": "smollm2-135m"}},
     "engine": {"backend": "Native"},
@@ -155,6 +163,7 @@ _OTHER: dict[str, Any] = {
     "parallelism.expert": 2,
     "engine.gpusPerPod": 2,
     "engine.ranksPerPod": 2,
+    "engine.accelerator.resource": "gpu.intel.com/xe",
     "engine.image": "runtime:2",
     "engine.vllm.image": "vllm:2",
     "engine.vllm.args": {"seed": 2},

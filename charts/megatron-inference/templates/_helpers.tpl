@@ -32,6 +32,24 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{ merge (include "megatron.labels" .root | fromYaml) (.more | default dict) | toYaml }}
 {{- end }}
 
+{{- /* Not empty where the cluster assigns user and group IDs. Absent after an upgrade that reuses the values of an earlier
+chart. */}}
+{{- define "megatron.openshift" -}}
+{{- $value := toString .Values.openshift }}
+{{- $detected := .Capabilities.APIVersions.Has "security.openshift.io/v1" }}
+{{- if or (eq $value "true") (and (ne $value "false") $detected) }}true{{ end }}
+{{- end }}
+
+{{- define "megatron.podSecurity" -}}
+runAsNonRoot: true
+{{- if not (include "megatron.openshift" .) }}
+runAsUser: 65532
+runAsGroup: 65532
+{{- end }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
 {{- define "megatron.serviceAccount" -}}
 {{ .Values.serviceAccount.name | default (include "megatron.fullname" .) }}
 {{- end }}

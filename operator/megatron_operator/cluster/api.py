@@ -104,6 +104,16 @@ class KubeApi:
                 return None
             raise
 
+    async def serves(self, api_version: str) -> bool:
+        """Return whether the cluster has an API of a group, such as `apps/v1`."""
+        try:
+            await self.request("GET", f"/apis/{api_version}")
+        except KubeApiError as error:
+            if error.not_found:
+                return False
+            raise
+        return True
+
     async def list(
         self, kind: ObjectKind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[Object]:

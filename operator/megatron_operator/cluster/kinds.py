@@ -52,7 +52,11 @@ CLUSTER_KINDS = (
 )
 """Kinds without a namespace of objects that pods name."""
 CLAIM = ObjectKind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
+RESOURCE_CLAIM = ObjectKind("ResourceClaim", "resource.k8s.io", "v1", "resourceclaims")
+RESOURCE_CLAIM_TEMPLATE = ObjectKind("ResourceClaimTemplate", "resource.k8s.io", "v1", "resourceclaimtemplates")
 SERVICE = ObjectKind("Service", "", "v1", "services")
+DEVICE_CLAIM_KINDS = (RESOURCE_CLAIM, RESOURCE_CLAIM_TEMPLATE)
+"""Kinds of Dynamic Resource Allocation, which Kubernetes serves in this version since 1.34."""
 LEASE = ObjectKind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = ObjectKind("Event", "events.k8s.io", "v1", "events")
 HTTP_ROUTE = ObjectKind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
@@ -81,12 +85,16 @@ METADATA_KINDS = frozenset(
 )
 """Kinds of which decisions read only the metadata. The operator watches nothing else of them."""
 
+OPENSHIFT_API = "security.openshift.io/v1"
+"""API of the SecurityContextConstraints, which OpenShift alone has."""
+
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
 """A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another
 label may be changed by users and webhooks."""
 
-_ALL = (*CHILD_KINDS, RESOURCE, SECRET, CLAIM, *CLUSTER_KINDS, POD, LEASE, EVENT, *OPTIONAL_KINDS)
+_NAMED = (SECRET, CLAIM, *DEVICE_CLAIM_KINDS, *CLUSTER_KINDS)
+_ALL = (*CHILD_KINDS, RESOURCE, *_NAMED, POD, LEASE, EVENT, *OPTIONAL_KINDS)
 _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 

@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from megatron_operator.cluster.cache import Key, ResourceCache
 from megatron_operator.cluster.claims import Claims
 from megatron_operator.cluster.informers import Informers
 from megatron_operator.cluster.keys import KeyFormatError, ensure_admin_keys
-from megatron_operator.cluster.kinds import RESOURCE
+from megatron_operator.cluster.kinds import OPENSHIFT_API, RESOURCE
 from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
 from megatron_operator.cluster.projection import SeenResource, project_resource
 from megatron_operator.cluster.watch_ages import FORBIDDEN, WatchAges, Watched
@@ -222,9 +222,11 @@ class OperatorProcess:
     async def _lead(
         self, api: KubeApi, configuration: Configuration, elector: Elector, hold: asyncio.Task[None]
     ) -> int:
-        options = self._options
         if not await self._unless_stopped(self._await_crd(api)):
             return 0
+        if not await self._unless_stopped(self._detect_openshift(api)):
+            return 0
+        options = self._options
         own = f"{options.settings.operator_namespace}/{options.lease_name}"
         self._claims = Claims(api, own=own)
         writer = Writer(api, guard=elector.write_seconds, count=self._metrics.count_write)
@@ -419,6 +421,21 @@ class OperatorProcess:
                 )
                 said = True
             await asyncio.sleep(CRD_RETRY_SECONDS)
+
+    async def _detect_openshift(self, api: KubeApi) -> None:
+        """Ask once whether the cluster has OpenShift's security API, unless an option says it. Pods depend on it, so an
+        error is no answer."""
+        self._phase = "detecting the platform"
+        while self._options.settings.openshift is None:
+            try:
+                openshift = await api.serves(OPENSHIFT_API)
+            except KubeApiError as error:
+                logger.warning("cannot ask for OpenShift's API", extra={"api": OPENSHIFT_API, "error": str(error)})
+                await asyncio.sleep(CRD_RETRY_SECONDS)
+                continue
+            self._options = replace(self._options, settings=replace(self._options.settings, openshift=openshift))
+            if openshift:
+                logger.info("OpenShift: the cluster assigns the user and group IDs of pods")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> bool:
         """Wait for `work`. Return False if the process is stopped first."""

@@ -23,6 +23,7 @@ from megatron_operator.cluster.kinds import (
     CHILD_KINDS,
     CHILD_SELECTOR,
     CLUSTER_KINDS,
+    DEVICE_CLAIM_KINDS,
     EVENT,
     NODE,
     OPTIONAL_KINDS,
@@ -501,6 +502,8 @@ class Observer:
             if error.code != FORBIDDEN:
                 raise
             return frozenset({ANY_KEY})
+        if obj is None and kind in DEVICE_CLAIM_KINDS and not await self._api.serves(kind.api_version):
+            return frozenset({ANY_KEY})  # an older cluster may have it in an earlier version of the API
         entries = {} if obj is None else {**(obj.get("data") or {}), **(obj.get("binaryData") or {})}
         return None if obj is None else frozenset(key for key, value in entries.items() if value)
 

@@ -60,7 +60,8 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
     Cause(
         Reason.NO_GPU,
         r"Failed to infer device type|larger than the number of available GPUs",
-        "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin offers them",
+        "set spec.engine.gpusPerPod to the GPUs of a pod, check that the node's device plugin offers them, and that "
+        "spec.engine.vllm.image is for the devices of spec.engine.accelerator",
     ),
     Cause(
         Reason.UNSUPPORTED_BY_BACKEND,
@@ -144,8 +145,27 @@ SCHEDULING: tuple[Cause, ...] = (
     ),
     Cause(
         Reason.UNSCHEDULABLE,
-        r"insufficient nvidia\.com/gpu",
-        "free GPUs, add nodes that have them, or lower spec.replicas or parallelism",
+        r"insufficient [\w.-]+/[\w.-]+",
+        "free GPUs or other devices of this resource, add nodes whose device plugin offers it, correct "
+        "spec.engine.accelerator.resource, or lower spec.replicas or parallelism",
+    ),
+    Cause(
+        Reason.UNSCHEDULABLE,
+        r"device class \S+ does not exist",
+        "install the DRA driver that creates the DeviceClass, or correct it in the ResourceClaim or "
+        "ResourceClaimTemplate",
+    ),
+    Cause(
+        Reason.UNSCHEDULABLE,
+        r"cannot allocate all claims|resourceclaim (in use|not available)|cannot fit resource",
+        "free devices that the ResourceClaims of spec.engine.accelerator.claims select, add nodes that have them, "
+        "correct the claims, or lower spec.replicas",
+    ),
+    Cause(
+        Reason.UNSCHEDULABLE,
+        r"resource ?claim",
+        "create the ResourceClaim or ResourceClaimTemplate that spec.engine.accelerator.claims (or podTemplate) names, "
+        "in the namespace of the resource",
     ),
     Cause(Reason.UNSCHEDULABLE, r"insufficient (cpu|memory)", "lower the requests in podTemplate, or add nodes"),
     Cause(Reason.UNSCHEDULABLE, r"taint", "add a toleration in podTemplate, or remove the taint"),
@@ -159,8 +179,28 @@ SCHEDULING: tuple[Cause, ...] = (
 CREATION: tuple[Cause, ...] = (
     Cause(
         Reason.QUOTA_EXCEEDED,
-        r"exceeded quota|maximum .* usage per|failed quota",
-        "raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate",
+        r"exceeded quota",
+        "raise the ResourceQuota that the message names, lower spec.replicas, or lower the requests and limits in "
+        "{pod_template}",
+    ),
+    Cause(
+        Reason.LIMIT_REQUIRED,
+        r"failed quota: .*must specify|No (limit|request) is specified",
+        "set what the message names for these containers in {pod_template}, or create a LimitRange in the namespace "
+        "whose default and defaultRequest set it for every container; a larger ResourceQuota does not help",
+    ),
+    Cause(
+        Reason.LIMIT_RANGE_VIOLATED,
+        r"(maximum|minimum) .* usage per (Container|Pod)|max limit to request ratio per",
+        "change the requests or limits of {pod_template} so that they are within the LimitRange of the namespace, or "
+        "change the LimitRange",
+    ),
+    Cause(
+        Reason.INVALID_POD_TEMPLATE,
+        r"unable to validate against any security context constraint",
+        "set the chart value openshift to true if the message names runAsUser or fsGroup; otherwise remove from "
+        "{pod_template} what the message names, or bind a constraint that allows it to the ServiceAccount of the "
+        "resource",
     ),
     Cause(
         Reason.INVALID_POD_TEMPLATE,

@@ -18,11 +18,15 @@ from megatron_runtime.process.gpu_failures import gpu_failure
 from megatron_runtime.protocol import strict_json as json
 
 References = Mapping[tuple[str, str], str]
-"""The field of the spec that names an object, by kind in lower case (`secret`, `persistentvolumeclaim`, or `volume` of
-a pod) and name."""
+"""The field of the spec that names an object, by kind in lower case (`secret`, `persistentvolumeclaim`, …, or `volume`
+of a pod) and name."""
 
 NO_REFERENCES: References = {}
-_MISSING_OBJECT = re.compile(r'(?P<kind>secret|configmap|persistentvolumeclaim) "(?P<name>[^"]+)" not found', re.I)
+_MISSING_OBJECT = re.compile(
+    r"(?P<kind>secret|configmap|persistentvolumeclaim|resourceclaim|resourceclaimtemplate)(?:\.resource\.k8s\.io)? "
+    r'"(?P<name>[^"]+)" not found',
+    re.I,
+)
 _MISSING_KEY = re.compile(r"couldn't find key (?P<key>\S+) in (?P<kind>Secret|ConfigMap) [^/\s]*/(?P<name>[^\s,;]+)")
 _MISSING_VOLUME_KEY = re.compile(
     r'volume "(?P<name>[^"]+)".*references non-existent (?:secret|config) key: (?P<key>[^\s,;]+)', re.S
@@ -97,6 +101,14 @@ def references(spec: Mapping[str, Any]) -> References:
             found[kind, value] = shown.format(section)
             if section in _VOLUMES:
                 found["volume", _VOLUMES[section]] = shown.format(section)
+    engine: Any = spec.get("engine") or {}
+    for claim in (engine.get("accelerator") or {}).get("claims") or ():
+        for kind, key in (
+            ("resourceclaim", "resourceClaimName"),
+            ("resourceclaimtemplate", "resourceClaimTemplateName"),
+        ):
+            if claim.get(key):
+                found[kind, claim[key]] = f"spec.engine.accelerator.claims[].{key}"
     return found
 
 

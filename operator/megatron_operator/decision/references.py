@@ -29,6 +29,8 @@ _OF_PODS = {
     "runtimeClassName": ("RuntimeClass", "node.k8s.io/v1"),
 }
 """Kinds and API versions of the objects that the fields of a pod itself name."""
+_OF_CLAIMS = {"resourceClaimName": "ResourceClaim", "resourceClaimTemplateName": "ResourceClaimTemplate"}
+"""Kinds of the objects that the entries of `resourceClaims` of a pod name."""
 _NAMES = ("name", "secretName", "claimName")
 
 
@@ -45,9 +47,19 @@ def pod_references(ctx: RenderContext, manifest: Manifest) -> list[PodReference]
     """Return the references of the pods of a Deployment or StatefulSet."""
     pod = manifest["spec"]["template"]["spec"]
     named = ((kind, pod.get(field), version) for field, (kind, version) in _OF_PODS.items())
-    found = [PodReference(ChildRef(*each)) for each in named if isinstance(each[1], str)] + [*_references(pod)]
+    found = [PodReference(ChildRef(*each)) for each in named if isinstance(each[1], str)]
+    found += [*_claims(pod), *_references(pod)]
     ours = {("Secret", ctx.keys_name), ("ConfigMap", config_name(ctx)), ("ServiceAccount", ctx.name)}
     return [each for each in dict.fromkeys(found) if (each.ref.kind, each.ref.name) not in ours]
+
+
+def _claims(pod: Manifest) -> Iterator[PodReference]:
+    claims = pod.get("resourceClaims")
+    for claim in claims if isinstance(claims, list) else ():
+        for field, kind in _OF_CLAIMS.items():
+            name = claim.get(field) if isinstance(claim, dict) else None
+            if isinstance(name, str):
+                yield PodReference(ChildRef(kind, name, "resource.k8s.io/v1"))
 
 
 def _references(node: Any) -> Iterator[PodReference]:

@@ -17,6 +17,7 @@ from megatron_operator.render.context import (
     InvalidPodTemplate,
     Manifest,
     RenderContext,
+    UnsupportedByBackend,
     child,
     digest,
     once,
@@ -39,6 +40,7 @@ from megatron_operator.render.model_source import (
 from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, command_line, of_field
 from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template
 from megatron_operator.render.vllm import VLLM_OPTIONS, engine_image, vllm_env
+from megatron_operator.resource.accelerator import DEFAULT_RESOURCE, MIG_PREFIX
 from megatron_operator.resource.names import (
     ANNOTATION_AVOIDED,
     ANNOTATION_MODEL,
@@ -73,8 +75,26 @@ _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 
 
 def _device(ctx: RenderContext, _name: str) -> str | None:
-    """Return the device of engines on GPUs: without a working driver the engine must end, not run on the CPU."""
-    return "cuda" if ctx.spec.engine.gpus_per_pod else None
+    """Return the device of engines on GPUs: without a working driver the engine must end, not run on the CPU.
+
+    None for vLLM on other accelerators: each image of vLLM is built for one kind of device and uses no other.
+
+    Raises:
+        UnsupportedByBackend: native engines do not run on the accelerator.
+    """
+    engine = ctx.spec.engine
+    accelerator = engine.accelerator
+    if accelerator is None or accelerator.is_nvidia:
+        return "cuda" if engine.gpus_per_pod else None
+    if engine.backend is Backend.VLLM:
+        return None
+    if accelerator.resource is not None:
+        raise UnsupportedByBackend(
+            f"spec.engine.accelerator.resource: is {accelerator.resource!r}, and native engines run on GPUs of NVIDIA; "
+            f"use {DEFAULT_RESOURCE} or a MIG profile such as {MIG_PREFIX}1g.10gb, or set spec.engine.backend to VLLM "
+            "and spec.engine.vllm.image to an image for this accelerator"
+        )
+    return "cuda"
 
 
 OPTIONS = (
@@ -140,8 +160,21 @@ def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
 
 def _resources(ctx: RenderContext) -> dict[str, Any]:
     requests = {"cpu": "250m", "memory": "512Mi"}
-    gpus = ctx.spec.engine.gpus_per_pod
-    return {"requests": requests, "limits": {"nvidia.com/gpu": gpus}} if gpus else {"requests": requests}
+    engine = ctx.spec.engine
+    if not engine.gpus_per_pod:
+        return {"requests": requests}
+    accelerator = engine.accelerator
+    if accelerator is not None and accelerator.claims is not None:
+        claims = [claim.model_dump(include={"name", "request"}, exclude_none=True) for claim in accelerator.claims]
+        return {"requests": requests, "claims": claims}
+    resource = (accelerator.resource if accelerator else None) or DEFAULT_RESOURCE
+    return {"requests": requests, "limits": {resource: engine.gpus_per_pod}}
+
+
+def _pod_claims(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
+    accelerator = ctx.spec.engine.accelerator
+    claims = (accelerator.claims if accelerator else None) or ()
+    return tuple(claim.model_dump(exclude={"request"}, exclude_none=True) for claim in claims)
 
 
 def has_placeholder(text: object) -> bool:
@@ -252,6 +285,7 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
         volumes=volumes,
         mounts=mounts,
         init_containers=(*fetch_containers(ctx), *preflight),
+        claims=_pod_claims(ctx),
     )
     spec = {**_placement(ctx, index), **template["spec"]}
     affinity = _packed(ctx, index, spec.get("affinity") or {})

@@ -32,20 +32,33 @@ CACHE_DIR = "/cache"
 MODEL_DIR = "/model"
 MODEL_CACHE_DIR = "/model-cache"
 HOSTNAME = "kubernetes.io/hostname"
-POD_SECURITY = {
-    "runAsNonRoot": True,
-    "runAsUser": USER,
-    "runAsGroup": USER,
-    "fsGroup": USER,
-    "fsGroupChangePolicy": "OnRootMismatch",
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
+_FIXED_IDS = {"runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
 CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
 }
 """The pods of this project run in the profile `restricted` of the Pod Security Standards."""
+
+
+def pod_security(ctx: RenderContext) -> dict[str, Any]:
+    """Return the security context of a pod. On OpenShift it has no IDs: admission assigns those of the namespace."""
+    return {
+        "runAsNonRoot": True,
+        **({} if ctx.settings.openshift else _FIXED_IDS),
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def secret_volume(ctx: RenderContext, name: str, *, secret: str, items: list[dict[str, str]]) -> dict[str, Any]:
+    """Return a volume with entries of a Secret, which only the containers that mount it can read.
+
+    Without a fixed group the files belong to group root. A constraint such as anyuid adds no group to the process, so
+    the files are readable for every user in the pod.
+    """
+    mode = 0o444 if ctx.settings.openshift else 0o440
+    return {"name": name, "secret": {"secretName": secret, "defaultMode": mode, "items": items}}
 
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
@@ -86,6 +99,7 @@ def pod_template(
     volumes: tuple[dict[str, Any], ...] = (),
     mounts: tuple[dict[str, Any], ...] = (),
     init_containers: tuple[dict[str, Any], ...] = (),
+    claims: tuple[dict[str, Any], ...] = (),
 ) -> dict[str, Any]:
     """Return the pod template of a component, with the resource's podTemplate merged into it.
 
@@ -93,6 +107,7 @@ def pod_template(
         container: name, args, env, ports, probes and resources of the container. Nothing in args is expanded by the
             kubelet, except the operator's own `$(MEGATRON_THREADS)`.
         init_containers: the same of the init containers.
+        claims: ResourceClaims of the pod.
         grace_seconds: time from SIGTERM to SIGKILL.
         keys: entries of the keys Secret for this component.
         overlay: the component's `podTemplate`.
@@ -107,8 +122,7 @@ def pod_template(
     all_mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "cache", "mountPath": CACHE_DIR}, *mounts]
     if settings.security:
         items = [{"key": key, "path": key} for key in keys]
-        secret = {"secretName": ctx.keys_name, "defaultMode": 0o440, "items": items}
-        all_volumes.append({"name": "keys", "secret": secret})
+        all_volumes.append(secret_volume(ctx, "keys", secret=ctx.keys_name, items=items))
         all_mounts.append({"name": "keys", "mountPath": KEYS_DIR, "readOnly": True})
     frame = {
         "image": settings.runtime_image,
@@ -128,9 +142,10 @@ def pod_template(
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": grace_seconds,
-            "securityContext": POD_SECURITY,
+            "securityContext": pod_security(ctx),
             "containers": [rendered({"volumeMounts": all_mounts, **container})],
             **({"initContainers": [rendered(before) for before in init_containers]} if init_containers else {}),
+            **({"resourceClaims": list(claims)} if claims else {}),
             "volumes": all_volumes,
         },
     }
@@ -208,6 +223,7 @@ MERGE_KEYS = {
     "env": "name",
     "imagePullSecrets": "name",
     "resourceClaims": "name",
+    "claims": "name",
     "schedulingGates": "name",
     "volumeMounts": "mountPath",
     "ports": "containerPort",

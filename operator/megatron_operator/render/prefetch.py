@@ -11,7 +11,7 @@ from typing import Any
 from megatron_operator.render.context import Manifest, RenderContext, digest, literal_args
 from megatron_operator.render.guards import dns_egress, hub_egress
 from megatron_operator.render.model_source import model_env
-from megatron_operator.render.pod import CONTAINER_SECURITY, MODEL_DIR, POD_SECURITY
+from megatron_operator.render.pod import CONTAINER_SECURITY, MODEL_DIR, pod_security
 from megatron_operator.resource.names import APP_NAME, LABEL_INSTANCE, LABEL_NAME
 
 FETCH = "prefetch"
@@ -57,7 +57,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
         **({"imagePullSecrets": secrets} if secrets else {}),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": POD_SECURITY,
+        "securityContext": pod_security(ctx),
         "containers": [container],
         "volumes": [
             {"name": "tmp", "emptyDir": {}},

@@ -14,7 +14,14 @@ from megatron_operator.render.model_source import (
     weights_revision,
 )
 from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, command_line, of_field
-from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
+from megatron_operator.render.pod import (
+    KEYS_DIR_OPTION,
+    anti_affinity,
+    bounded_memory,
+    http_probe,
+    pod_template,
+    secret_volume,
+)
 from megatron_operator.render.vllm import engine_image, vllm_env
 from megatron_operator.resource.names import (
     ANNOTATION_MODEL,
@@ -82,13 +89,12 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
     if server.api_keys_secret_ref is not None:
         ref = server.api_keys_secret_ref
-        secret = {"secretName": ref.name, "defaultMode": 0o440, "items": [{"key": ref.key, "path": "keys"}]}
-        volumes = (*volumes, {"name": "api-keys", "secret": secret})
+        items = [{"key": ref.key, "path": "keys"}]
+        volumes = (*volumes, secret_volume(ctx, "api-keys", secret=ref.name, items=items))
         mounts = (*mounts, {"name": "api-keys", "mountPath": API_KEYS_DIR, "readOnly": True})
     if server.tls is not None:
         items = [{"key": name, "path": name} for name in TLS_FILES]
-        secret = {"secretName": server.tls.secret_name, "defaultMode": 0o440, "items": items}
-        volumes = (*volumes, {"name": "tls", "secret": secret})
+        volumes = (*volumes, secret_volume(ctx, "tls", secret=server.tls.secret_name, items=items))
         mounts = (*mounts, {"name": "tls", "mountPath": TLS_DIR, "readOnly": True})
     is_vllm = ctx.spec.engine.backend is Backend.VLLM
     request, limit = ("1536Mi", VLLM_MEMORY_LIMIT) if is_vllm else ("256Mi", MEMORY_LIMIT)

@@ -121,7 +121,15 @@ class Reason(Documented):
     ENGINE_CONFIG_REFUSED = "EngineConfigRefused", "An engine does not support the spec; the message has the cause."
     VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
     VOLUME_FAILED = "VolumeFailed", "A volume of a pod cannot be attached or mounted; the message is the kubelet's."
-    QUOTA_EXCEEDED = "QuotaExceeded", "A ResourceQuota prevents a pod; the message names it."
+    QUOTA_EXCEEDED = "QuotaExceeded", "A ResourceQuota has too little left for a pod; the message names it."
+    LIMIT_REQUIRED = (
+        "LimitRequired",
+        "A ResourceQuota or LimitRange demands a request or limit that a container does not have.",
+    )
+    LIMIT_RANGE_VIOLATED = (
+        "LimitRangeViolated",
+        "The requests or limits of a pod are outside a LimitRange of the namespace.",
+    )
     CONTAINER_CONFIG_ERROR = (
         "ContainerConfigError",
         "A Secret, ConfigMap or other object that a pod names is missing or lacks a key. Running pods serve on.",

@@ -43,6 +43,11 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.VOLUME_FAILED: "Read the kubelet's message: it names the volume. Check the storage class, its driver "
         "on the node, and that no pod on another node has the volume attached.",
         Reason.QUOTA_EXCEEDED: "Raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate.",
+        Reason.LIMIT_REQUIRED: "Set the requests and limits that the message names for its containers in the "
+        "podTemplate of the component, or create a LimitRange in the namespace with `default` and `defaultRequest`. A "
+        "larger ResourceQuota does not help.",
+        Reason.LIMIT_RANGE_VIOLATED: "Set requests and limits in the podTemplate of the component that are within the "
+        "LimitRange, or change the LimitRange.",
         Reason.CONTAINER_CONFIG_ERROR: "Create the Secret or ConfigMap that the message names, with the key that the "
         "spec names.",
     },

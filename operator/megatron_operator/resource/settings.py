@@ -44,6 +44,9 @@ class Settings:
     others."""
     runtime_log_format: str = "text"
     """Format of the logs of coordinators, servers and engines: "text" or "json"."""
+    openshift: bool | None = None
+    """Whether the cluster assigns user and group IDs to pods and rejects fixed ones, as OpenShift's restricted-v2 does.
+    None: not known; `megatron-operator run` detects it."""
     security: bool = True
     """CURVE on every socket: keys are created, mounted and passed on the command lines."""
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, ValidationError, WithJsonSchema
 from pydantic.alias_generators import to_camel
 
+from megatron_operator.resource.accelerator import DEFAULT_RESOURCE, MIG_PREFIX, AcceleratorSpec
 from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, SpecRule, section
 from megatron_operator.resource.server import ServerSpec
 from megatron_operator.resource.source import Dtype, ModelSpec, WeightsSpec
@@ -323,6 +324,20 @@ class EngineSpec(ApiModel):
             "remove spec.engine.native",
         ),
         *map(_of_vllm_only, ("kv_offload", "quantization", "speculative")),
+        SpecRule(
+            "!has(self.accelerator) || self.gpusPerPod > 0",
+            lambda engine: engine.accelerator is None or engine.gpus_per_pod > 0,
+            "spec.engine.accelerator: spec.engine.gpusPerPod is 0, so engines run on CPUs; set it to the devices of a "
+            "pod, or remove spec.engine.accelerator",
+        ),
+        SpecRule(
+            "!has(self.accelerator) || !has(self.accelerator.resource) || "
+            f"!self.accelerator.resource.startsWith('{MIG_PREFIX}') || self.gpusPerPod == 1",
+            lambda engine: engine.accelerator is None or not engine.accelerator.is_mig or engine.gpus_per_pod == 1,
+            "spec.engine.gpusPerPod: must be 1 for a MIG profile, because CUDA shows one MIG device to a process; set "
+            "it to 1, and raise spec.replicas for more throughput",
+            value=lambda engine: engine.gpus_per_pod,
+        ),
     )
 
     backend: Backend = Field(
@@ -351,6 +366,9 @@ class EngineSpec(ApiModel):
     )
     gpus_per_pod: int = Field(
         default=0, ge=0, le=64, description="GPUs of each pod, with one rank on each; 0 means engines on CPUs."
+    )
+    accelerator: AcceleratorSpec | None = Field(
+        default=None, description=f"The device that gpusPerPod counts. If absent, {DEFAULT_RESOURCE}."
     )
     ranks_per_pod: int = Field(default=1, ge=1, le=64, description="Ranks in each pod of an engine on CPUs.")
     batching: Batching = section(Batching, "Continuous batching and the KV cache.")

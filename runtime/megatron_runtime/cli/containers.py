@@ -32,6 +32,7 @@ from megatron_runtime.cli.options import (
     server_options,
     tensor_parallel,
 )
+from megatron_runtime.process.gpu_failures import nvidia_driver
 from megatron_runtime.process.logs import write_termination_message
 from megatron_runtime.process.options import FiniteRange, environment_option
 
@@ -351,3 +352,5 @@ def preflight(*, template: str, nodes: int, **options: Any) -> None:
         raise click.ClickException(str(error)) from error
     for name, outcome in found.items():
         click.echo(f"{name} {outcome.value}")
+    if driver := nvidia_driver():
+        click.echo(f"NVIDIA driver of this node: {driver}")

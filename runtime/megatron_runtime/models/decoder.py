@@ -160,11 +160,8 @@ class Decoder(ABC):
         """Return logits_NV of hidden states after the last layer, in the type of the head's products."""
         head_WD = self.weights.head_WD
         assert head_WD is not None, "this rank is of an earlier pipeline stage"
-        logits_NW = self._product(head_WD, self.finish(x_ND))
+        logits_NW = head_WD(self.finish(x_ND))
         return self._collectives.gather_logits(logits_NW, self.config.vocab_size).contiguous()
-
-    def _product(self, linear: Linear, x_TK: torch.Tensor) -> torch.Tensor:
-        return linear(x_TK)
 
     @abstractmethod
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+"""File of the NVIDIA kernel module, which every container of the node can read."""
 
 DRIVER = "GpuDriver"
 FAILED = "GpuFailed"
@@ -149,3 +153,12 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
 def gpu_failure(text: str) -> GpuFailure | None:
     """Return the failure that an error text names; None if it names none."""
     return next((failure for failure in GPU_FAILURES if failure.pattern.search(text)), None)
+
+
+def nvidia_driver(version: Path = DRIVER_VERSION) -> str:
+    """Return the version of the node's NVIDIA driver, such as 580.65.06; empty if the node has none."""
+    try:
+        match = re.search(r"\b\d{3,}(\.\d+)+\b", version.read_text())
+    except OSError:
+        return ""
+    return match[0] if match else ""

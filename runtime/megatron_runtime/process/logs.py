@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from megatron_runtime.process.gpu_failures import gpu_failure
+from megatron_runtime.process.gpu_failures import DRIVER, DRIVER_VERSION, gpu_failure, nvidia_driver
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.text import printable
 
@@ -86,17 +86,22 @@ def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
-def write_termination_message(failure: BaseException, path: Path = TERMINATION_LOG) -> None:
+def write_termination_message(
+    failure: BaseException, path: Path = TERMINATION_LOG, *, driver_version: Path = DRIVER_VERSION
+) -> None:
     """Write the cause of this process's end to the container's termination log, if it exists, as one line of JSON.
 
     Its fields: `reason` is `failure.reason`, the cause in the table of GPU failures, or the type; `rank` is
-    `failure.rank` or 0; `message`; `remedy` is that of the table, or `failure.remedy`.
+    `failure.rank` or 0; `message`; `remedy` is that of the table, or `failure.remedy`. A failure of the driver has the
+    version of the node's driver.
     """
     known = gpu_failure(str(failure))
+    driver = nvidia_driver(driver_version) if known and known.cause == DRIVER else ""
     message = {
         "reason": getattr(failure, "reason", None) or (known.cause if known else type(failure).__name__),
         "rank": getattr(failure, "rank", 0),
-        "message": str(failure)[:TERMINATION_CHARACTERS],
+        "message": str(failure)[:TERMINATION_CHARACTERS]
+        + (f" (NVIDIA driver of the node: {driver})" if driver else ""),
         "remedy": known.remedy if known else getattr(failure, "remedy", ""),
     }
     with contextlib.suppress(OSError):

@@ -177,12 +177,13 @@ def test_a_page_shows_every_result_and_failures_first(tmp_path: Path) -> None:
         ("facts", "rates", {"copy_terabytes_per_s": 4.1, "read_terabytes_per_s": 4.2, "teraflops": 790}),
         ("engine", "decode b1", {"tokens_per_s": 178.3, "percent": 66.2}),
         ("race", "staging during captures", {"failed": ["step: RuntimeError"]}),
-        (
-            "products",
-            "product qkv 1 rows",
-            {"entry": ["NVIDIA H200", 6144, 4096], "linear_us": 20.0, "triton_us": 15.0},
-        ),
-        ("products", "product down 1 rows", {"entry": ["NVIDIA H200", 4096, 9], "linear_us": 20.0, "triton_us": 21.0}),
+        ("engine", "decode b8", {"tokens_per_s": 1365.04, "percent": 68.3}),
+        ("engine", "first token 16", {"ms": 11.3, "all": [11.2, 11.3]}),
+        ("products", "product qkv 1 rows", {"us": 20.0}),
+        ("products", "product qkv 8 rows", {"us": 21.0}),
+        ("products", "product qkv 8 rows", {"us": 22.0}),
+        ("profile", "kernels b1", {"us_of_a_step": [["a|b", 32, 900.5], ["c", 1, 1.0]]}),
+        ("server", "kill -9 of an engine", {"equal": [True, False], "failed": [], "exit": -9}),
         ("attention", "attention b1 of 1024", {"us": {"128": 9.0, "256": 8.0}}),
     ):
         replace(campaign, step=step).emit(name, **figures)
@@ -191,11 +192,36 @@ def test_a_page_shows_every_result_and_failures_first(tmp_path: Path) -> None:
     text = result.output
     assert text.startswith("# GPU campaign on NVIDIA H200, 20")
     assert "torch 2.15.0, triton 3.9.0" in " ".join(text.split())
-    assert "- race, staging during captures: ['step: RuntimeError']\n- The step `moe` did not end" in text
-    assert "| decode b1 | tokens_per_s 178.3, percent 66.2 |" in text
-    assert "| attention b1 of 1024 | us 128: 9.0 256: 8.0 |" in text
-    assert "    ('NVIDIA H200', 6144, 4096),\n" in text
-    assert "('NVIDIA H200', 4096, 9)" not in text
+    assert "- race, staging during captures: ['step: RuntimeError']\n- The step `moe` reached its time limit." in text
+    for line in (
+        "|  | tokens per s | percent |",
+        "| decode b1 | 178.3 | 66.2 |",
+        "| decode b8 | 1365 | 68.3 |",
+        "| first token 16 | ms 11.3, all 11.2 / 11.3 |",
+        "| us | 1 rows | 8 rows |",
+        "| product qkv | 20 | 22 |",
+        "| `a\\|b` | 32 | 900.5 |",
+        "| kill -9 of an engine | equal 1 of 2, exit -9 |",
+        "| attention b1 of 1024 | us 128 9, us 256 8 |",
+    ):
+        assert f"{line}\n" in text
+
+
+def test_a_page_names_the_steps_whose_last_run_did_not_end() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": "driver", "name": "begin", "steps": ["facts", "moe", "race", "vllm"]},
+        {"step": "driver", "name": "end", "of": "facts", "status": 0},
+        {"step": "driver", "name": "end", "of": "moe", "status": 1},
+        {"step": "driver", "name": "end", "of": "race", "status": "time limit"},
+        {"step": "driver", "name": "skipped", "of": "vllm"},
+        {"step": "driver", "name": "begin", "steps": ["moe", "facts"]},
+        {"step": "driver", "name": "end", "of": "moe", "status": 0},
+    ]
+    assert page.unfinished(rows) == {
+        "facts": "did not end",
+        "race": "reached its time limit",
+        "vllm": "was left out for lack of time",
+    }
 
 
 def test_errors_come_first_in_the_summary() -> None:

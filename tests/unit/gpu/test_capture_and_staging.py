@@ -144,6 +144,7 @@ class EditedCheckpoint(RandomCheckpoint):
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         tensor = RandomCheckpoint.read(self, name, part)
         if name == DAMAGED:
+            tensor = tensor.clone()
             tensor[0, 0] = self.value
         return tensor
 

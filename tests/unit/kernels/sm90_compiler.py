@@ -64,7 +64,6 @@ def call_every_kernel() -> None:
         moe_routing_triton,
         paged_decode_triton,
         paged_prefill_triton,
-        product_triton,
         qk_norm_rope_append_triton,
         sampling_triton,
         swiglu_triton,
@@ -117,7 +116,6 @@ def call_every_kernel() -> None:
         changed = torch.zeros(count, 128256)
         sampling_triton.sample(changed, **columns)
         sampling_triton.sample(changed, **columns, processed_NV=changed)
-        product_triton.one_row_product(hidden[:1], torch.zeros(48 * count, 4096, dtype=bf16))
         many = torch.zeros(80 + count, 128, dtype=bf16)
         moe_routing_triton.moe_routing(many, top_k=8, alignment=16)
         moe_routing_triton.moe_routing(many[: 17 * count], top_k=8, alignment=16)

@@ -19,7 +19,6 @@ VARIANTS = {
     "_decode_part": 4,
     "_expert_product": 4,
     "_norm_rope_append": 3,
-    "_one_row_product": 1,
     "_place": 1,
     "_prefill_block": 3,
     "_reduce_parts": 2,

@@ -791,6 +791,13 @@ def test_a_reverted_rejected_template_changes_nothing(make_cluster: Any) -> None
     ("said", "reason", "words"),
     [
         ("pods is forbidden: exceeded quota: compute", "QuotaExceeded", "raise the ResourceQuota"),
+        ("pods is forbidden: failed quota: q: must specify limits.cpu for: engine", "LimitRequired", "LimitRange in"),
+        ("maximum cpu usage per Container is 1, but limit is 2", "LimitRangeViolated", "within the LimitRange"),
+        (
+            "unable to validate against any security context constraint: []",
+            "InvalidPodTemplate",
+            "chart value openshift",
+        ),
         ('pod violates PodSecurity "restricted:latest"', "InvalidPodTemplate", "correct spec.engine.podTemplate"),
         ("Internal error occurred", "ChildRefused", "Internal error occurred"),
     ],

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from megatron_operator.decision.diagnosis import diagnose, is_device_failure
-from megatron_runtime.process.gpu_failures import gpu_failure
+from megatron_runtime.cli import containers
+from megatron_runtime.cli.processes import free_ports
+from megatron_runtime.process.gpu_failures import gpu_failure, nvidia_driver
 from megatron_runtime.process.logs import write_termination_message
 
 from .test_diagnosis import crashed
@@ -102,3 +105,35 @@ def test_a_failure_of_a_device_is_not_that_of_a_kernel() -> None:
     assert is_device_failure(crashed("CUDA error: uncorrectable ECC error encountered"))
     assert not is_device_failure(crashed("CUDA error: an illegal memory access was encountered"))
     assert gpu_failure("ValueError: max_model_len is too large") is None
+
+
+DRIVERS = {
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder@U22-I3-AM02)  "
+    "Sun Jul 27 07:17:31 UTC 2025\nGCC version:  gcc version 12.3.0\n": "580.65.06",
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n": "535.104.05",
+    "no version\n": "",
+}
+
+
+@pytest.mark.parametrize(("text", "number"), DRIVERS.items(), ids=[number or "none" for number in DRIVERS.values()])
+def test_the_message_of_a_driver_that_is_too_old_has_its_version(text: str, number: str, tmp_path: Path) -> None:
+    version, log = tmp_path / "version", tmp_path / "termination-log"
+    assert nvidia_driver(version) == ""
+    version.write_text(text)
+    assert nvidia_driver(version) == number
+    for said, cause in (("The NVIDIA driver on your system is too old", "GpuDriver"), ("device lost", "RuntimeError")):
+        log.touch()
+        write_termination_message(RuntimeError(said), log, driver_version=version)
+        told = json.loads(log.read_text())
+        assert told["reason"] == cause
+        assert ("NVIDIA driver of the node" in told["message"]) is bool(number and cause == "GpuDriver")
+        assert number in told["message"] or cause != "GpuDriver"
+
+
+def test_the_preflight_reports_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "nvidia_driver", lambda: "580.65.06")
+    (port,) = free_ports(1)
+    pods = ["--name", "127.0.78.{node}", "--nodes", "2", "--node", "1", "--listen", "127.0.78.1"]
+    done = CliRunner().invoke(containers.preflight, [*pods, "--port", str(port), "--timeout-seconds", "1"])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[-1] == "NVIDIA driver of this node: 580.65.06"

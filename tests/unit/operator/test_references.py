@@ -144,6 +144,10 @@ TEMPLATE: dict[str, Any] = {
             ],
         }
     ],
+    "resourceClaims": [
+        {"name": "own", "resourceClaimName": "device"},
+        {"name": "each", "resourceClaimTemplateName": "devices"},
+    ],
     "nodeSelector": {"secret": "x", "configMap": "y"},
 }
 
@@ -161,6 +165,8 @@ def test_every_reference_of_a_pod_template_is_found() -> None:
         ("PriorityClass priority", "", False),
         ("RuntimeClass runtime", "", False),
         ("PersistentVolumeClaim claim", "", False),
+        ("ResourceClaim device", "", False),
+        ("ResourceClaimTemplate devices", "", False),
         ("Secret files", "k", False),
         ("ConfigMap two", "k", True),
         ("Secret one", "k", False),
@@ -171,7 +177,7 @@ def test_every_reference_of_a_pod_template_is_found() -> None:
 
 
 @pytest.mark.parametrize("value", [7, "x", [7], {"secret": 7}, [{"secret": {"secretName": 7, "items": {"key": 1}}}]])
-@pytest.mark.parametrize("field", ["volumes", "imagePullSecrets", "affinity", "serviceAccountName"])
+@pytest.mark.parametrize("field", ["volumes", "imagePullSecrets", "affinity", "serviceAccountName", "resourceClaims"])
 def test_a_pod_template_of_any_form_is_walked(field: str, value: Any) -> None:
     ctx, manifest = _server({})
     manifest["spec"]["template"]["spec"][field] = value

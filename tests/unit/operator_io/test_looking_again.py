@@ -229,11 +229,20 @@ async def test_events_of_a_statefulset_that_lacks_one_of_its_pods_are_read(monke
 # --- Objects that pods need -------------------------------------------------------------------------------------------
 
 
-class NamedObjects:
-    """Answers reads of objects by name, and counts them."""
+OPTIONS: Any = ObserverSettings(
+    settings=Settings(runtime_image="r"),
+    admin=None,
+    resolve=lambda *_: None,  # type: ignore[arg-type, return-value]
+    resync_seconds=1,
+    audits=asyncio.Semaphore(1),
+)
 
-    def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers = answers
+
+class NamedObjects:
+    """Answers reads of objects by name, and counts them. served: the API versions of the cluster, besides v1."""
+
+    def __init__(self, answers: dict[str, Any], *, served: tuple[str, ...] = ()) -> None:
+        self.answers, self.served = answers, served
         self.reads: list[tuple[str, str | None, str]] = []
 
     async def get(self, kind: ObjectKind, namespace: str | None, name: str) -> Any:
@@ -242,6 +251,16 @@ class NamedObjects:
         if isinstance(answer, KubeApiError):
             raise answer
         return answer
+
+    async def serves(self, api_version: str) -> bool:
+        return api_version in self.served
+
+
+@pytest.mark.parametrize(("served", "known"), [((), frozenset({ANY_KEY})), (("resource.k8s.io/v1",), None)])
+async def test_claims_for_devices_are_missing_only_if_the_cluster_has_their_api(served: Any, known: Any) -> None:
+    refs = {ChildRef(kind, "gpu", "resource.k8s.io/v1"): known for kind in ("ResourceClaim", "ResourceClaimTemplate")}
+    observer = Observer(NamedObjects({}, served=served), None, None, options=OPTIONS)  # type: ignore[arg-type]
+    assert await observer.objects(refs, namespace="ns", seconds=60) == refs
 
 
 async def test_only_the_names_of_entries_are_kept_of_objects_that_pods_need() -> None:
@@ -261,14 +280,7 @@ async def test_only_the_names_of_entries_are_kept_of_objects_that_pods_need() ->
         ChildRef("Secret", "denied"): frozenset({ANY_KEY}),
         ChildRef("Secret", "absent"): None,
     }
-    made: Any = ObserverSettings(
-        settings=Settings(runtime_image="r"),
-        admin=None,
-        resolve=lambda *_: None,
-        resync_seconds=1,
-        audits=asyncio.Semaphore(1),
-    )
-    observer = Observer(api, None, None, options=made)  # type: ignore[arg-type]
+    observer = Observer(api, None, None, options=OPTIONS)  # type: ignore[arg-type]
     assert await observer.objects(refs, namespace="ns", seconds=60) == refs
     assert ("PriorityClass", None, "high") in api.reads
     assert ("Secret", "ns", "keys") in api.reads

@@ -666,10 +666,13 @@ async def test_without_enable_lora_the_remedy_for_adapters_is_named(running: Run
 @pytest.mark.parametrize(
     ("on_gpu", "settings", "expected"),
     [
-        (False, {}, (None, 64, 2048, 1 << 30)),
-        (True, {}, (-1, None, None, None)),
-        (True, {"max_requests": 4096}, (-1, 4096, None, None)),
-        (True, {"max_sequence_length": 9, "max_requests": 3, "max_tokens": 2, "kv_cache_memory": 7}, (9, 3, 3, 7)),
+        (False, {}, (None, 64, 2048, 1 << 30, 0.92)),
+        (False, {"kv_cache_memory": 7}, (None, 64, 2048, 7, 0.92)),
+        (True, {}, (-1, None, None, None, 0.92)),
+        (True, {"max_requests": 4096}, (-1, 4096, None, None, 0.92)),
+        (True, {"max_sequence_length": 9, "max_requests": 3, "max_tokens": 2}, (9, 3, 3, None, 0.92)),
+        (True, {"kv_cache_memory": 7}, (-1, None, None, 7, 0.01)),
+        (True, {"kv_cache_memory": 7, "vllm_arguments": {"gpu_memory_utilization": 0.5}}, (-1, None, None, 7, 0.5)),
     ],
 )
 def test_on_a_gpu_vllm_chooses_what_the_settings_leave_open(
@@ -681,8 +684,8 @@ def test_on_a_gpu_vllm_chooses_what_the_settings_leave_open(
         monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
     engine = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", backend="vllm", **settings)
     chosen = engine_arguments(engine, Path("/model"), cache_events="ipc:///e")
-    limits = (chosen.max_model_len, chosen.max_num_seqs, chosen.max_num_batched_tokens, chosen.kv_cache_memory_bytes)
-    assert limits == expected
+    limits = (chosen.max_model_len, chosen.max_num_seqs, chosen.max_num_batched_tokens)
+    assert (*limits, chosen.kv_cache_memory_bytes, chosen.gpu_memory_utilization) == expected
 
 
 @pytest.mark.parametrize(

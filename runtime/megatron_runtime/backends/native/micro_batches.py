@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan, StepResult
 from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch
+from megatron_runtime.sampling.batch import NO_LOG_PROBS, LogitEdits, SamplingBatch
 from megatron_runtime.sampling.sampler import LogProbs
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash: assigns neighbouring pages to different ranks
@@ -122,8 +122,10 @@ def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:
     return [rows[part_of_row == part] for part in range(count)]
 
 
-_MOST_TARGETS = 64
+_MAX_TARGETS = 64
 """Prompt tokens of a warm-up row whose log-probabilities are computed."""
+_BIAS = LogitEdits(bias_ids=np.zeros(1, np.int32), bias=np.ones(1, np.float32))
+"""A row with it is drawn after the step, from changed logits."""
 
 
 class StepLimits(NamedTuple):
@@ -136,22 +138,30 @@ class StepLimits(NamedTuple):
 
 CPU = StepLimits(tokens=32, rows=8, length=32)
 """These steps take a few seconds with a large model."""
-GPU = StepLimits(tokens=512, rows=64, length=512)
-"""Enough to compile all variants of each kernel: some have one variant for few tokens and one for many."""
+GPU = StepLimits(tokens=8192, rows=64, length=8192)
+"""Enough to compile all variants of each kernel: some have variants for few and for many tokens."""
+FEW_TOKENS = 64
+"""Tokens of a step of short prompts on a GPU."""
 
 
 def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
-    """Return three plans: prompts, one for each expert rank; decodes; a single decode. All are sampled, with
-    log-probabilities. They may read any page, and write to the dummy page only.
+    """Return the plans: as many tokens of prompts as a step may have; FEW_TOKENS of them, if that is fewer; decodes; a
+    single decode. All are sampled, with log-probabilities, and one row with a bias. They may read any page, and write
+    to the dummy page only.
     """
     rows = min(limits.rows, limits.tokens)
     # One page for each expert rank, on which this rank's rows begin; fewer if there are too few pages.
     owners = expert_of_pages(np.arange(num_pages), sizes.expert)
     pages = np.unique(owners, return_index=True)[1].astype(np.int32)[:rows]
-    prompt = max(1, min(limits.length, limits.tokens // len(pages)))
+
+    def prompts(tokens: int) -> tuple[Int32, int]:
+        count = min(rows, max(len(pages), -(-tokens // limits.length)))
+        return np.resize(pages, count), max(1, min(limits.length, tokens // count))
+
+    few = [prompts(FEW_TOKENS)] if limits.tokens > FEW_TOKENS else []
     return [
         _plan(first_pages, num_pages - 1, tokens=tokens, page_size=page_size)
-        for first_pages, tokens in ((pages, prompt), (np.resize(pages, rows), 1), (pages[:1], 1))
+        for first_pages, tokens in (prompts(limits.tokens), *few, (np.resize(pages, rows), 1), (pages[:1], 1))
     ]
 
 
@@ -163,7 +173,7 @@ def _plan(first_pages: Int32, dummy: int, *, page_size: int, tokens: int = 1, is
     tables = np.full((rows, -(-tokens // page_size)), dummy, dtype=np.int32)
     tables[:, 0] = first_pages
     slots: Int64 = dummy * page_size + positions.astype(np.int64) % page_size
-    targets = np.zeros(min(tokens - 1, _MOST_TARGETS), dtype=np.int32)
+    targets = np.zeros(min(tokens - 1, _MAX_TARGETS), dtype=np.int32)
     return StepPlan(
         token_ids=np.zeros(rows * tokens, dtype=np.int32),
         positions=positions,
@@ -181,6 +191,7 @@ def _plan(first_pages: Int32, dummy: int, *, page_size: int, tokens: int = 1, is
             positions=np.zeros(rows, dtype=np.int64),
             num_log_probs=np.full(rows, 0 if is_sampled else NO_LOG_PROBS, dtype=np.int32),
             returns_hidden=np.zeros(rows, dtype=np.bool_),
+            edits={0: _BIAS} if is_sampled else {},
             prompt_targets=dict.fromkeys(range(rows), targets) if len(targets) else {},
         ),
     )

@@ -41,7 +41,13 @@ V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 LONGEST_THAT_FITS = -1
 """Value of max_model_len in each supported version: the model's limit, or less if the KV cache has less room."""
 
+SHARED_GPU = 0.01
+"""Value of gpu_memory_utilization with a KV cache of a fixed size. vLLM then only requires at its start that this share
+of the GPU is free, 0.92 by default, so a second engine on the GPU would not start."""
+
 NOT_RUN = "not run"
+RUN = "docs/measurements/2026-11-27-gpu-h200.md"
+"""What a GPU ran: Model Runner V1 of vLLM 0.26, with enforce_eager."""
 ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     "Model Runner V2 instead of V1, with vLLM 0.31 or newer": (
         "tests/vllm/test_model_runner_v2.py::test_ngram_on_v2_continues_every_answer_of_a_killed_engine",
@@ -50,12 +56,15 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
         "::test_the_logits_processor_is_that_of_the_model_runner_and_what_is_missing_is_announced",
         "tests/unit/vllm/test_parameters.py::test_v2_bans_what_v1_bans",
     ),
-    "Triton's kernels are compiled instead of interpreted": (NOT_RUN,),
-    "asynchronous scheduling: a step is prepared before the tokens of the last one are known": (NOT_RUN,),
+    "Triton's kernels are compiled instead of interpreted": (RUN,),
+    "asynchronous scheduling: a step is prepared before the tokens of the last one are known": (RUN,),
     "CUDA graphs, unless enforce_eager is set": (NOT_RUN,),
-    "sleep mode, levels 1 and 2: SUSPEND keeps vLLM's process, and RESUME wakes it": (
-        "tests/unit/vllm/test_backend.py::test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes",
+    "sleep level 2: SUSPEND keeps vLLM's process, and RESUME wakes it and loads the weights": (
         "tests/unit/vllm/test_backend.py::test_after_sleep_level_2_weights_and_adapters_are_loaded_again",
+        RUN,
+    ),
+    "sleep level 1: SUSPEND moves the weights to host memory": (
+        "tests/unit/vllm/test_backend.py::test_on_a_platform_with_sleep_mode_a_suspend_sleeps_and_a_resume_wakes",
         NOT_RUN,
     ),
     "KV blocks that are evicted move to host memory (kv_offloading_size)": (
@@ -72,14 +81,14 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
         "tests/vllm/test_drafts.py::test_vllm_accepts_the_configuration_of_drafts",
         NOT_RUN,
     ),
-    "an update writes new weights to the memory of the GPU": (NOT_RUN,),
+    "an update writes new weights to the memory of the GPU": (RUN,),
     "vLLM measures the memory for the KV cache, fits the sequence length to it, and chooses its batch limits": (
         "tests/unit/vllm/test_backend.py::test_on_a_gpu_vllm_chooses_what_the_settings_leave_open",
         NOT_RUN,
     ),
     "ranks exchange tensors by NCCL": (NOT_RUN,),
 }
-"""What differs on a GPU from the CPUs of `make test-vllm`: the tests that cover it there, and whether no GPU ran it."""
+"""What differs on a GPU from the CPUs of `make test-vllm`: the tests that cover it there, and whether a GPU ran it."""
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -135,6 +144,7 @@ def engine_arguments(
         "enable_chunked_prefill": settings.chunked_prefill,
         "enable_prefix_caching": settings.prefix_caching,
         "kv_cache_memory_bytes": settings.kv_cache_memory or (DEFAULT_CPU_CACHE_BYTES if is_cpu else None),
+        "gpu_memory_utilization": SHARED_GPU if settings.kv_cache_memory and not is_cpu else None,
         "tensor_parallel_size": sizes.tensor if sizes.data > 1 else sizes.tensor * sizes.expert,
         "data_parallel_size": sizes.data if sizes.data > 1 else None,
         "enable_expert_parallel": sizes.expert > 1,

@@ -41,11 +41,12 @@ class DeviceLinears(LinearFactory):
     checks_values = False
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dense_dtypes = frozenset({dtype})
         self._dtype = dtype
         self._device = device
 
     def dense(self, weight: Weight) -> torch.Tensor:
-        return super().dense(weight).to(self._device, self._dtype)
+        return super().dense(weight).to(self._device, self._dtype, copy=True)
 
     def linear(self, weight_NK: Weight) -> Linear:
         return Linear(self.dense(weight_NK))
@@ -68,6 +69,7 @@ class StagedLinears(LinearFactory):
     """
 
     def __init__(self, dtype: torch.dtype, weights: DecoderWeights, allocate: Callable[[int], torch.Tensor]) -> None:
+        self.dense_dtypes = frozenset({dtype})
         self._dtype = dtype
         self._size = sum(linear.dense().nbytes for linear in weights.matrices())
         self._allocate = allocate
@@ -162,7 +164,7 @@ class KernelDecoder(Decoder):
             self._collectives.begin_layer(number)
             cos_TF, sin_TF = local_rotated if is_local else rotated
             normed_TD = self._add_norm(added_TD, residual_TD, layer.attention_norm_D)
-            qkv_TQ = self._product(layer.qkv_QD, normed_TD)
+            qkv_TQ = layer.qkv_QD(normed_TD)
             if layer.qkv_bias_Q is not None:
                 qkv_TQ += layer.qkv_bias_Q
             kernels.qk_norm_rope_append(
@@ -180,7 +182,7 @@ class KernelDecoder(Decoder):
             )
             q_THC = qkv_TQ.unflatten(1, (-1, config.head_dim))[:, : self._heads]
             out_TH = self._attend(q_THC, cache_PXE, step, is_local=is_local).flatten(1)
-            added_TD = self._collectives.all_reduce(self._product(layer.output_DH, out_TH))
+            added_TD = self._collectives.all_reduce(layer.output_DH(out_TH))
             added_TD = self._optional_norm(added_TD, layer.attention_output_norm_D)
             normed_TD = self._add_norm(added_TD, residual_TD, layer.mlp_norm_D)
             routing_TJ = None if routing_GTJ is None else routing_GTJ[number]
@@ -211,16 +213,13 @@ class KernelDecoder(Decoder):
         self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None
     ) -> torch.Tensor:
         if isinstance(mlp, FeedForward):
-            gated_TF = self.kernels.swiglu(self._product(mlp.gate_up_FD, x_TD), activation=self.config.activation)
-            return self._collectives.all_reduce(self._product(mlp.down_DF, gated_TF))
+            gated_TF = self.kernels.swiglu(mlp.gate_up_FD(x_TD), activation=self.config.activation)
+            return self._collectives.all_reduce(mlp.down_DF(gated_TF))
         assert self.config.moe is not None
         y_AD, experts_AJ = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self.kernels)
         if routing_TJ is not None:
             routing_TJ.copy_(self._collectives.own_tokens(experts_AJ))
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
-
-    def _product(self, linear: Linear, x_TK: torch.Tensor) -> torch.Tensor:
-        return self.kernels.product(x_TK, linear.dense())
 
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         return self.kernels.add_rms_norm(None, x_TD, weight_D, epsilon=self.config.rms_norm_eps)

@@ -95,6 +95,8 @@ class StepBuffers:
             self._numbers[name] = self._host[part].view(kinds[name]).numpy()
             self._tensors[name] = self._device[part].view(kinds[name])
             start += size
+        self._decodes: dict[int, DeviceStep] = {}
+        """The steps of decodes, by their rows."""
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
         """Recorded after the copies of a step; before that, the host buffers must not change."""
 
@@ -116,31 +118,32 @@ class StepBuffers:
         is_prefill = plan.query_lengths != 1
         rows = np.argsort(is_prefill, kind="stable")
         ends = plan.query_lengths[rows].cumsum(dtype=np.int64)
-        decodes = len(rows) - int(is_prefill.sum())
+        decodes = len(rows) - int(np.count_nonzero(is_prefill))
         size, tokens = len(rows), int(ends[-1])
-        order_T = plan.tokens_of(rows)
+        # Decodes alone are in order.
+        order, order_T = (slice(None), slice(None)) if decodes == size else (rows, plan.tokens_of(rows))
         batch, numbers = plan.sampling, self._numbers
         for name, values in (
             ("token_ids_T", plan.token_ids[order_T]),
             ("positions_T", plan.positions[order_T]),
             ("slots_T", plan.slot_mapping[order_T]),
-            ("lengths_B", plan.context_lengths[rows]),
-            ("temperature_B", batch.temperature[rows]),
-            ("own_temperature_B", batch.temperature[rows]),
-            ("top_k_B", batch.top_k[rows]),
-            ("top_p_B", batch.top_p[rows]),
-            ("min_p_B", batch.min_p[rows]),
-            ("seeds_B", batch.seeds[rows].view(np.int64)),
-            ("sample_positions_B", batch.positions[rows]),
+            ("lengths_B", plan.context_lengths[order]),
+            ("temperature_B", batch.temperature[order]),
+            ("own_temperature_B", batch.temperature[order]),
+            ("top_k_B", batch.top_k[order]),
+            ("top_p_B", batch.top_p[order]),
+            ("min_p_B", batch.min_p[order]),
+            ("seeds_B", batch.seeds[order].view(np.int64)),
+            ("sample_positions_B", batch.positions[order]),
         ):
             numbers[name][: len(values)] = values
-        later = np.flatnonzero(np.isin(rows, later))
-        numbers["temperature_B"][later] = 0
-        numbers["starts"][0] = 0
+        if len(later):
+            later = np.flatnonzero(np.isin(rows, later))
+            numbers["temperature_B"][later] = 0
         numbers["starts"][1 : size - decodes + 1] = ends[decodes:] - decodes
         # The tables are the last part of the buffer, at the width in use: from there a kernel distributes their rows.
         width = plan.block_tables.shape[1]
-        numbers["tables"][: size * width] = plan.block_tables[rows].ravel()
+        numbers["tables"][: size * width] = plan.block_tables[order].ravel()
         end = len(self._host) - 4 * (len(numbers["tables"]) - size * width)
         tables_BM, own_BM = self._tables_BM[:size, :width], self._tensors["tables"][: size * width].view(size, width)
         if decode_size is not None:
@@ -154,14 +157,19 @@ class StepBuffers:
 
     def step(self, rows: int, *, tokens: int, decodes: int) -> DeviceStep:
         """Return the tensors of a step of this size: views of the buffers, with their current contents."""
+        if decodes == tokens and decodes in self._decodes:
+            return self._decodes[decodes]
         tensors = self._tensors
-        return DeviceStep(
+        step = DeviceStep(
             decodes=decodes,
             block_table_BM=self._tables_BM[:rows],
             prefill_starts=tensors["starts"][: rows - decodes + 1],
             **{name: tensors[name][:tokens] for name in _BY_TOKEN},
             **{name: tensors[name][:rows] for name in _BY_ROW},
         )
+        if decodes == tokens:
+            self._decodes[decodes] = step
+        return step
 
     def _pad(self, start: int, stop: int) -> None:
         """Add padding rows, which attend to nothing, write nothing, and sample greedily."""
