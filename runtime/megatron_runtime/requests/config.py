@@ -54,6 +54,9 @@ class RoutingPolicy(_Option):
     """An engine that has received a prompt with the same first block, weighed against its load."""
     LONGEST_PREFIX = "LongestPrefix"
     """The engine that has received the longest common prefix, weighed against its load."""
+    LEAST_COST = "LeastCost"
+    """The engine that has the least work: prompt tokens to compute, and tokens held in its KV cache. (Not in
+    Megatron-Core.)"""
 
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy

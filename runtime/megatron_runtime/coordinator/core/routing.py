@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
@@ -11,7 +13,12 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.media import MediaItem, media_of_blocks
 from megatron_runtime.requests.config import RoutingPolicy
 
-PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
+PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX, RoutingPolicy.LEAST_COST)
+MAX_COMPARED = 16
+"""Engines without a matching block that LeastCost compares for a request, the least loaded first. Of engines of one
+speed, the first has the least cost."""
+MAX_SESSIONS = 1 << 16
+"""Sessions whose engine is remembered; the least recently used is forgotten first."""
 MAX_KNOWN_BLOCKS = 1 << 16
 """Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
 _ROUNDING = 1e-9
@@ -38,6 +45,9 @@ class KnownBlocks:
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders
+
+    def holds(self, engine: Engine, block: int) -> bool:
+        return block in self._held.get(engine.index, ())
 
     def count(self, engine: Engine) -> int:
         return len(self._held.get(engine.index, ()))
@@ -107,17 +117,26 @@ class KnownBlocks:
             del self._holders[block]
 
 
-def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[int, int], float]:
-    """Return the load by which a policy orders engines without a matching block: of the requests in flight and the most
-    that the engine runs."""
+def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]:
+    """Return the load by which a policy orders engines without a matching block."""
+    if policy is RoutingPolicy.LEAST_COST:
+        return Engine.cost
     if policy not in PREFIX_POLICIES:
-        return lambda waiting, slots: waiting
+        return lambda engine: len(engine.in_flight)
     # With alpha 1 the free share has no weight, so the lowest index is first.
-    return (lambda waiting, slots: waiting / slots) if alpha < 1 else (lambda waiting, slots: 0.0)
+    return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
 
 
 class EngineRouter:
-    """Chooses engines. With a prefix policy the score of an engine is
+    """Chooses engines. With LEAST_COST an engine's cost for a request, in seconds, is
+
+        (queued + uncached) / prefill rate + held / decode rate
+
+    where `queued` is the prompt tokens that the engine still has to compute, `uncached` those of the request that it
+    does not hold, and `held` the tokens of its requests. If rates are unknown, the cost is the number of its requests.
+    Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
+
+    With another prefix policy the score of an engine is
 
         alpha * match + (1 - alpha) * free slots / slots
 
@@ -143,11 +162,14 @@ class EngineRouter:
         self.decisions: list[dict[str, Any]] | None = [] if record else None
         self._alpha = alpha
         self.by_prefix = policy in PREFIX_POLICIES
+        self.by_cost = policy is RoutingPolicy.LEAST_COST
         self._by_first_block = policy is RoutingPolicy.FIRST_PREFIX_BLOCK
         self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
         self._blocks = KnownBlocks()
+        self._sessions: OrderedDict[str, tuple[Engine, int]] = OrderedDict()
+        """Session -> its last engine, and the last block of the prompt that the engine was given."""
         self._last_index = -1
         self._turn = 0
 
@@ -210,6 +232,74 @@ class EngineRouter:
                     best, rank = engine, found
         return best
 
+    def cheapest(
+        self,
+        by_load: Iterable[Engine],
+        hashes: PromptHashes,
+        *,
+        tokens: int,
+        min_prefill_cost: float,
+        fits: Callable[[Engine], bool],
+        session: str = "",
+    ) -> Engine:
+        """Return the engine of least cost for a prompt. Engines that hold no block of it are compared while they may
+        be cheaper than the best one, at most MAX_COMPARED.
+
+        by_load:  the engines that fit, in the order of load_by(); not empty.
+        tokens:   of the prompt, and of an answer that another engine began.
+        min_prefill_cost: of the fastest engine, in seconds per token.
+        session:  empty: the request belongs to none.
+        """
+        best, rank = None, (math.inf, 0, 0, 0)
+        least_own = tokens * min_prefill_cost
+        for engine in islice(by_load, MAX_COMPARED):
+            if best is not None and engine.load + least_own >= rank[0]:
+                break
+            if (found := self._cost_rank(engine, hashes, tokens)) < rank:
+                best, rank = engine, found
+        assert best is not None
+        for size, blocks in hashes.items():
+            deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
+            least_own = max(0, tokens - deepest * size) * min_prefill_cost
+            for engine in self._blocks.holders(blocks[0]):
+                # A common prefix has many holders, of which most are busier than the best one: skip those.
+                if engine.load + least_own > rank[0]:
+                    continue
+                if engine is not best and fits(engine) and (found := self._cost_rank(engine, hashes, tokens)) < rank:
+                    best, rank = engine, found
+        return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
+
+    def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int, int, int]:
+        """Return what LEAST_COST compares: the cost, the uncached tokens, how long ago it was given the matching block,
+        and the index. The lowest wins."""
+        size = self._block_size or engine.block_size_tokens
+        blocks = hashes.get(size)
+        depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
+        uncached = max(0, tokens - depth * size)
+        return engine.load + uncached * engine.prefill_cost, uncached, -given, engine.index
+
+    def _session_engine(
+        self,
+        session: str,
+        best: Engine,
+        cost: float,
+        hashes: PromptHashes,
+        tokens: int,
+        fits: Callable[[Engine], bool],
+    ) -> Engine:
+        """Return the engine of a session while it holds the last prompt of the session, otherwise `best`.
+
+        A move computes the cached tokens again and stores them twice. So the session stays while its engine costs at
+        most the computation of these tokens more than `best`; if requests are counted, while it has at most twice the
+        requests and one.
+        """
+        engine, block = self._sessions.get(session, (best, 0))
+        if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
+            return best
+        own_cost, uncached, _, _ = self._cost_rank(engine, hashes, tokens)
+        most = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
+        return engine if own_cost <= most else best
+
     def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
@@ -232,10 +322,20 @@ class EngineRouter:
         self._last_index = chosen.index
         return chosen
 
-    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes) -> None:
+    def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
+        """Return how many of a request's tokens `engine` has to compute; 0 unless the policy weighs them."""
+        return self._cost_rank(engine, hashes, tokens)[1] if self.by_cost else 0
+
+    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> None:
         """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
         if self.by_prefix or self.decisions is not None:
-            self.learn(engine, self._of_engine(hashes, engine))
+            blocks = self._of_engine(hashes, engine)
+            self.learn(engine, blocks)
+            if session and blocks and self.by_cost:
+                self._sessions[session] = engine, blocks[-1]
+                self._sessions.move_to_end(session)
+                if len(self._sessions) > MAX_SESSIONS:
+                    self._sessions.popitem(last=False)
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._blocks.clock})
 
