@@ -56,7 +56,6 @@ NATIVE: Spec = {
             "kvCacheMemory": "1Gi",
             "prefixCaching": True,
             "chunkedPrefill": True,
-            "maxPrefillTokens": 512,
         },
         "startupSeconds": 600,
         "topology": {"packBy": "topology.kubernetes.io/zone"},
@@ -137,7 +136,8 @@ CLAIM: Spec = {
     "model": {
         "source": {"persistentVolumeClaim": {"claimName": "models", "path": "/a"}},
         "adapters": [{"name": "sql", "source": {"path": "/sql"}}],
-    }
+    },
+    "engine": {"batching": {"maxPrefillTokens": 512}},
 }
 IMAGE: Spec = {"model": {"source": {"image": {"reference": "runtime:weights", "path": "/a"}}}}
 BUILTIN: Spec = {
