@@ -149,8 +149,8 @@ class Batching(ApiModel):
         SpecRule(
             "!has(self.maxPrefillTokens) || self.chunkedPrefill",
             lambda batching: batching.max_prefill_tokens is None or batching.chunked_prefill,
-            "spec.engine.batching.maxPrefillTokens: not allowed without spec.engine.batching.chunkedPrefill; enable it, "
-            "or remove spec.engine.batching.maxPrefillTokens",
+            "spec.engine.batching.maxPrefillTokens: not allowed without spec.engine.batching.chunkedPrefill; enable "
+            "it, or remove spec.engine.batching.maxPrefillTokens",
         ),
     )
 
@@ -180,8 +180,8 @@ class Batching(ApiModel):
         default=None,
         ge=1,
         le=16_777_216,
-        description="Limit of prompt tokens in a step that also generates. Lower it for shorter gaps between tokens, at "
-        "the cost of the time to the first token. If absent, maxTokens. Native engines only.",
+        description="Limit of prompt tokens in a step that also generates. Lower it for shorter gaps between tokens, "
+        "at the cost of the time to the first token. If absent, maxTokens. Native engines only.",
     )
 
 

@@ -232,8 +232,3 @@ class BackendStats:
     decode_rate: float | None = None
     queued_tokens: int | None = None
     last_request: int | None = None
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of the prompt tokens looked up in the prefix cache that it had; None: none was looked up."""
-        return min(1.0, self.prefix_cache_hits / self.prefix_cache_queries) if self.prefix_cache_queries else None

@@ -235,7 +235,6 @@ class EngineWorker:
             decode_rate=stats.decode_rate,
             queued_tokens=stats.queued_tokens,
             last_dispatch=stats.last_request,
-            hit_rate=stats.hit_rate,
         )
 
     async def _report_until_registered(self) -> None:

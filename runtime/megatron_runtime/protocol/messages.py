@@ -216,8 +216,6 @@ class Heartbeat(ControlMessage):
     not counted."""
     last_dispatch: U64 | None = None
     """Engines: the highest dispatch id that `queued_tokens` includes."""
-    hit_rate: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Engines: share of prompt tokens that were in the prefix cache, since the start. None: none was looked up."""
 
 
 class Control(ControlMessage):
@@ -324,9 +322,6 @@ class EngineStatus(_Map):
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
     """The limits of its HELLO. None: unknown."""
-    queued_tokens: Count | None = None
-    hit_rate: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Those of its last heartbeat."""
 
 
 class AdapterStatus(_Map):

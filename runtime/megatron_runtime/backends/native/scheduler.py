@@ -8,8 +8,8 @@ A waiting request preempts running ones only if their priority number is higher,
 requests of one priority never alternate, and a preempted request waits until there is room.
 
 Half of the prompt tokens of a step go to prompts by rank, the other half to those with the fewest tokens left. So a
-short prompt does not wait for a long one, and the first prompt by rank gets at least half of each step, whatever arrives
-after it.
+short prompt does not wait for a long one, and the first prompt by rank gets at least half of each step, whatever
+arrives after it.
 
 Requests of several tenants are interleaved: within a priority, the first request of each tenant comes first, then the
 second of each, and so on. The n-th request of a tenant may also preempt a request beyond the n-th of another tenant.

@@ -172,17 +172,16 @@ class EngineRegistry:
         one that differs from it by less than SIMILAR_RATES, so noise does not order engines of one speed. If no engine
         reports one of the rates, requests are counted.
         """
-        reports = [engine.heartbeat for engine in self._by_name.values() if engine.heartbeat is not None]
+        reports = [engine.heartbeat for engine in self._by_name.values()]
         prefill_rates = sorted(report.prefill_rate for report in reports if report.prefill_rate)
         decode_rates = sorted(report.decode_rate for report in reports if report.decode_rate)
         is_known = bool(prefill_rates and decode_rates)
         for engine in self._by_name.values():
             costs = 0.0, 0.0
             if is_known:
-                report = engine.heartbeat
                 costs = (
-                    _cost_of(report and report.prefill_rate, prefill_rates[len(prefill_rates) // 2]),
-                    _cost_of(report and report.decode_rate, decode_rates[len(decode_rates) // 2]),
+                    _cost_of(engine.heartbeat.prefill_rate, prefill_rates[len(prefill_rates) // 2]),
+                    _cost_of(engine.heartbeat.decode_rate, decode_rates[len(decode_rates) // 2]),
                 )
             if costs != (engine.prefill_cost, engine.held_cost):
                 engine.prefill_cost, engine.held_cost = costs

@@ -160,7 +160,7 @@ class Engine:
     held:      tokens of its requests, when they were dispatched.
     prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0: requests are counted.
     load:      its place among the engines, which EnginesByLoad sets.
-    heartbeat: the last one; None: none came.
+    heartbeat: the last one.
     relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
     reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
     unsettled: it was sent an abort, and has not reported since that it runs nothing.
@@ -205,7 +205,7 @@ class Engine:
     prefill_cost: float = 0.0
     held_cost: float = 0.0
     load: float = 0.0
-    heartbeat: Heartbeat | None = None
+    heartbeat: Heartbeat = Heartbeat(incarnation=0)
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
     unsettled: bool = False
@@ -337,8 +337,6 @@ class Engine:
             draining=self.draining,
             digest=self.digest,
             source=self.source or "",
-            queued_tokens=self.heartbeat and self.heartbeat.queued_tokens,
-            hit_rate=self.heartbeat and self.heartbeat.hit_rate,
             **self.limits,
         )
 
