@@ -40,6 +40,7 @@ from megatron_runtime.requests.capabilities import (
 _RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
 """Capacity of an engine that announced none: it has a queue of its own."""
+_NO_HEARTBEAT = Heartbeat(incarnation=0)
 ENTRY_OVERHEAD_BYTES = 1024
 """Estimate of what an open request costs beside its bodies."""
 TOKEN_BYTES = 4
@@ -205,7 +206,7 @@ class Engine:
     prefill_cost: float = 0.0
     held_cost: float = 0.0
     load: float = 0.0
-    heartbeat: Heartbeat = Heartbeat(incarnation=0)
+    heartbeat: Heartbeat = _NO_HEARTBEAT
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
     unsettled: bool = False
