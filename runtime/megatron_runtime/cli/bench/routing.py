@@ -17,8 +17,10 @@ from typing import Any
 
 import click
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from megatron_runtime.cli.bench.report import Figure, json_file, report
+from megatron_runtime.cli.bench.report import json_file, write_figures
 from megatron_runtime.cli.bench.simulated_pool import SimulatedPool, StepModel, TraceRequest
 from megatron_runtime.cli.options import COUNT
 from megatron_runtime.process.options import FiniteRange
@@ -183,12 +185,17 @@ def measure(
     return {**figures, "hit_rate": pool.hit_rate}
 
 
-_NAMES = {
-    "ttft": "time to first token",
-    "ttft_short": f"time to first token, prompts under {SHORT_TOKENS} tokens",
-    "gap": "gap between tokens",
-    "queue": "queue of the engine and of the coordinator",
+_COLUMNS = {
+    "first token p50": "ttft_p50_ms",
+    "p99": "ttft_p99_ms",
+    f"under {SHORT_TOKENS} p50": "ttft_short_p50_ms",
+    "p99 ": "ttft_short_p99_ms",
+    "gap p50": "gap_p50_ms",
+    " p99": "gap_p99_ms",
+    "queue p99": "queue_p99_ms",
 }
+"""Columns of the table, in milliseconds: time to first token, of all prompts and of short ones, gap between tokens, and
+wait for a slot of an engine."""
 
 
 def _source(context: click.Context, parameter: click.Parameter, value: str) -> str | Path:
@@ -226,8 +233,7 @@ def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> Non
     """Compare routing policies on one trace, at a simulated time.
 
     The coordinator's core, and the schedulers and prefix caches of the engines are those of the product. The duration
-    of a step is a formula. Each policy is reported with the number of prompt tokens per step that gives the shortest
-    time to the first token, of 512, 2048 and 8192.
+    of a step is a formula. All policies get the same requests, with 512, 2048 and 8192 prompt tokens per step.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if isinstance(trace, Path):
@@ -238,13 +244,14 @@ def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> Non
     else:
         rate = rate_of(trace, model, engines=engines, utilisation=options["utilisation"])
         requests = synthesised(trace, requests=options["requests"], rate=rate, seed=options["seed"])
-    figures = []
-    for name in options["policies"]:
-        runs = {chunk: measure(requests, model, RoutingPolicy(name), engines=engines, chunk=chunk) for chunk in CHUNKS}
-        best = min(runs, key=lambda chunk: runs[chunk]["ttft_p99_ms"])
-        figures.append(Figure(f"{name}_chunk", f"{name}: prompt tokens per step", best, "tokens"))
-        for key, value in runs[best].items():
-            series, _, percent = key.removesuffix("_ms").rpartition("_")
-            what = f"{_NAMES[series]}, {percent}" if series in _NAMES else "hit rate of the prefix caches"
-            figures.append(Figure(f"{name}_{key}", f"{name}: {what}", value, "ms" if series in _NAMES else ""))
-    report("routing", "Routing", {"trace": str(trace), **options}, figures, json_file)
+    table = Table("policy", "chunk", *_COLUMNS, "hit rate", title="Routing, in ms", title_justify="left")
+    figures: dict[str, dict[str, float]] = {}
+    for chunk in CHUNKS:
+        for name in options["policies"]:
+            found = measure(requests, model, RoutingPolicy(name), engines=engines, chunk=chunk)
+            cells = (f"{found[key]:.4g}" for key in _COLUMNS.values())
+            table.add_row(name, str(chunk), *cells, f"{found['hit_rate']:.0%}")
+            figures[f"{name}_{chunk}"] = found
+    Console().print(table)
+    if json_file is not None:
+        write_figures("routing", {"trace": str(trace), **options}, figures, json_file)
