@@ -291,9 +291,9 @@ class Dispatcher:
         self.tenants.dispatched(entry)
         if entry.hashes is None:  # without a choice of engines, the request need not wait for them
             entry.hashes = self._hashes_of(entry)
-        engine.give(entry, self._router.uncached(engine, entry.hashes, entry.num_tokens))
+        cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
+        engine.give(entry, cached)
         self._engines.load_changed(engine)
-        self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
         if entry.deadline is not None or entry.slot is not None:
             self.deadlines.set(entry, entry.deadline)
 

@@ -235,19 +235,21 @@ class Engine:
             return len(self.in_flight)
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
-    def give(self, entry: Entry, uncached: int) -> None:
-        """Add a request under its dispatch id, with `uncached` tokens to compute."""
+    def give(self, entry: Entry, cached: int) -> None:
+        """Add a request under its dispatch id, of whose tokens it has cached some."""
         self.in_flight[entry.dispatch_id] = entry
-        entry.uncached, entry.size = uncached, entry.num_tokens
+        size = entry.size = entry.num_tokens
+        uncached = entry.uncached = max(0, size - cached)
         self.queued += uncached
-        self.held += entry.size
+        self.held += size
 
     def take(self, dispatch_id: int) -> Entry | None:
         """Remove a request."""
         entry = self.in_flight.pop(dispatch_id, None)
         if entry is not None:
-            self.computed(entry, entry.uncached)
+            self.queued -= entry.uncached
             self.held -= entry.size
+            entry.uncached = 0
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,9 @@ PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFI
 MAX_COMPARED = 16
 """Engines without a matching block that LeastCost compares for a request, the least loaded first. Of engines of one
 speed, the first has the least cost."""
+MAX_HOLDERS = 24
+"""Engines with one matching block that LeastCost compares. A prefix that more engines hold is common, and most of them
+are as good."""
 MAX_SESSIONS = 1 << 16
 """Sessions whose engine is remembered; the least recently used is forgotten first."""
 MAX_KNOWN_BLOCKS = 1 << 16
@@ -67,23 +70,39 @@ class KnownBlocks:
             depth -= 1
         return depth, given
 
-    def give(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """The engine was given these blocks now."""
+    def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
+        """Yield the engines that hold each block of a prompt, with the number of blocks up to it, the deepest first.
+        Depths with the same engines as the one before are left out."""
+        last: Collection[Engine] = ()
+        for depth in range(len(hashes), 0, -1):
+            found = self._holders.get(hashes[depth - 1])
+            if found is not None:
+                engines = found if isinstance(found, set) else (found,)
+                if engines != last:
+                    last = engines
+                    yield depth, engines
+
+    def give(self, engine: Engine, hashes: Sequence[int]) -> int:
+        """The engine was given these blocks now. Return how many of them it held, counted to the deepest one."""
         self.clock += 1
         if not hashes:
-            return
+            return 0
         held = self._held.get(engine.index)
         if held is None:
             held = self._held[engine.index] = OrderedDict()
         # The deepest first: where the table is full, a prompt is forgotten from its end.
+        depth, known = len(hashes), 0
         for block in reversed(hashes):
             if block in held:
                 held.move_to_end(block)
+                known = known or depth
             else:
                 self._add_holder(block, engine)
             held[block] = self.clock
+            depth -= 1
         while len(held) > MAX_KNOWN_BLOCKS:
             self._remove_holder(held.popitem(last=False)[0], engine)
+        return known
 
     def evict(self, engine: Engine, hashes: Iterable[int]) -> None:
         held = self._held.get(engine.index)
@@ -243,40 +262,44 @@ class EngineRouter:
         session: str = "",
     ) -> Engine:
         """Return the engine of least cost for a prompt. Engines that hold no block of it are compared while they may
-        be cheaper than the best one, at most MAX_COMPARED.
+        be cheaper than the best one, at most MAX_COMPARED, and of those that hold a block at most MAX_HOLDERS.
 
         by_load:  the engines that fit, in the order of load_by(); not empty.
         tokens:   of the prompt, and of an answer that another engine began.
         min_prefill_cost: of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
         """
-        best, rank = None, (math.inf, 0, 0, 0)
-        least_own = tokens * min_prefill_cost
+        best, rank, least_load = None, (math.inf, 0), 0.0
         for engine in islice(by_load, MAX_COMPARED):
-            if best is not None and engine.load + least_own >= rank[0]:
+            if best is None:
+                least_load = engine.load
+            elif engine.load + tokens * min_prefill_cost >= rank[0]:
                 break
             if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                 best, rank = engine, found
         assert best is not None
         for size, blocks in hashes.items():
-            deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
-            least_own = max(0, tokens - deepest * size) * min_prefill_cost
-            for engine in self._blocks.holders(blocks[0]):
-                # A common prefix has many holders, of which most are busier than the best one: skip those.
-                if engine.load + least_own > rank[0]:
-                    continue
-                if engine is not best and fits(engine) and (found := self._cost_rank(engine, hashes, tokens)) < rank:
-                    best, rank = engine, found
+            for depth, engines in self._blocks.by_depth(blocks):
+                uncached = max(0, tokens - depth * size)
+                own = uncached * min_prefill_cost
+                if (least_load + own, uncached) >= rank:
+                    break
+                for engine in islice(engines, MAX_HOLDERS):
+                    # A common prefix has many holders, of which most are busier than the best one: skip those.
+                    if engine.load + own > rank[0] or engine is best or not fits(engine):
+                        continue
+                    if (found := self._cost_rank(engine, hashes, tokens)) < rank:
+                        best, rank = engine, found
+                        if (least_load + own, uncached) >= rank:
+                            break
         return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
 
-    def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int, int, int]:
-        """Return what LEAST_COST compares: the cost, the uncached tokens, how long ago it was given the matching block,
-        and the index. The lowest wins."""
+    def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int]:
+        """Return what LEAST_COST compares, the lowest wins: the cost, and the tokens to compute."""
         size = self._block_size or engine.block_size_tokens
         blocks = hashes.get(size)
-        depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
-        uncached = max(0, tokens - depth * size)
-        return engine.load + uncached * engine.prefill_cost, uncached, -given, engine.index
+        uncached = max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
+        return engine.load + uncached * engine.prefill_cost, uncached
 
     def _session_engine(
         self,
@@ -296,7 +319,7 @@ class EngineRouter:
         engine, block = self._sessions.get(session, (best, 0))
         if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
             return best
-        own_cost, uncached, _, _ = self._cost_rank(engine, hashes, tokens)
+        own_cost, uncached = self._cost_rank(engine, hashes, tokens)
         most = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
         return engine if own_cost <= most else best
 
@@ -322,15 +345,14 @@ class EngineRouter:
         self._last_index = chosen.index
         return chosen
 
-    def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
-        """Return how many of a request's tokens `engine` has to compute; 0 unless the policy weighs them."""
-        return self._cost_rank(engine, hashes, tokens)[1] if self.by_cost else 0
-
-    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> None:
-        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
+    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> int:
+        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded. Return how
+        many of its tokens the engine held before.
+        """
+        cached = 0
         if self.by_prefix or self.decisions is not None:
             blocks = self._of_engine(hashes, engine)
-            self.learn(engine, blocks)
+            cached = self.learn(engine, blocks) * (self._block_size or engine.block_size_tokens)
             if session and blocks and self.by_cost:
                 self._sessions[session] = engine, blocks[-1]
                 self._sessions.move_to_end(session)
@@ -338,10 +360,11 @@ class EngineRouter:
                     self._sessions.popitem(last=False)
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._blocks.clock})
+        return cached
 
-    def learn(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """`engine` was given these blocks now."""
-        self._blocks.give(engine, hashes)
+    def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
+        """`engine` was given these blocks now. Return how many of them it held, counted to the deepest one."""
+        return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""
