@@ -39,11 +39,12 @@ _VOCABULARY = 1 << 16
 
 ENGINES: Mapping[str, StepModel] = {
     "h100-8b": StepModel(step=5.753e-3, prompt=17.25e-6, decode=6.0e-6, held=0.039e-6, kv_tokens=467_280),
-    "cpu-135m": StepModel(step=4.0e-3, prompt=0.45e-3, decode=0.5e-3, held=0.86e-6, kv_tokens=65_536),
+    "cpu-135m": StepModel(step=2.92e-3, prompt=0.523e-3, decode=0.395e-3, held=0.702e-6, kv_tokens=65_536),
 }
 """h100-8b: Llama 3.1 8B in bfloat16 on one H100 with vLLM 0.8.4, from the coefficients that BLIS fitted
 (github.com/inference-sim/inference-sim, defaults.yaml); `held` is 128 KiB per token at 3.35 TB/s.
-cpu-135m: SmolLM2-135M in int4 on 2 CPUs with the native engine; see docs/measurements/2026-11-27-routing.md."""
+cpu-135m: SmolLM2-135M in int4 on 2 CPUs with the native engine, fitted to its decode steps of 28 batches and contexts
+(docs/measurements/2026-11-25-decode-step-zen4.json); `prompt` is 1,912 tokens per second (2026-11-26-peers-zen4.md)."""
 
 Sample = Callable[[np.random.Generator], tuple[int, int]]
 """Draws the tokens of a prompt and of its answer."""
