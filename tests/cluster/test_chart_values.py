@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +294,7 @@ def test_global_values_reach_the_operators_pods_and_its_arguments(
         assert pod["containers"][0]["image"] == f"{mirrored}:v1"
         assert pod["imagePullSecrets"] == [{"name": name} for name in names]
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
-    following = list(zip(arguments, arguments[1:], strict=False))
+    following = list(pairwise(arguments))
     assert ("--runtime-image", f"{mirrored}@{digest}") in following
     assert ("--vllm-runtime-image", f"{mirrored}:v3") in following
     assert ("--coordinator-image", f"{mirrored}:v4") in following
@@ -324,6 +325,14 @@ def test_every_object_has_the_recommended_labels_and_no_selector_has_those_that_
     # An upgrade cannot change the selector of a Deployment.
     selector = {"app.kubernetes.io/name": "megatron-operator", "app.kubernetes.io/instance": "release"}
     assert deployment["spec"]["selector"] == {"matchLabels": selector}
+
+
+def test_named_templates_begin_with_the_name_of_the_chart() -> None:
+    """Named templates of all charts of a release share one name space."""
+    templates = (installation.CHART / "templates").rglob("*.*")
+    names = [name for path in templates for name in re.findall(r'define "([^"]+)"', path.read_text())]
+    assert names
+    assert [name for name in names if not name.startswith("megatron-inference.")] == []
 
 
 @pytest.mark.parametrize(("version", "is_known"), [("1.29.4-eks-1", False), ("1.30.0", True), ("1.34.0", True)])

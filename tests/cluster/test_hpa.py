@@ -1,6 +1,7 @@
-"""The samples of manifests/autoscaling with the real autoscalers, which build for minutes: `make soak` runs them.
+"""The sample of an HPA with Kubernetes' own controller. The metrics API builds for minutes: `make soak` runs it.
 
-The coordinator's own metrics drive them. Kubernetes' HPA reads them through an external metrics API (`metrics_api/`).
+The coordinator's metrics drive it. The HPA reads them through an external metrics API (`metrics_api/`), and writes the
+scale subresource.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from echo_executor import echo_answer
-from eventually import LONG_SECONDS, eventually
+from eventually import LONG_SECONDS
 from go_modules import own_program
 from soak import SOAK
 
@@ -30,21 +31,21 @@ from .fake_node import FakeNode
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not SOAK, reason="builds autoscalers for minutes; `make soak` runs it"),
+    pytest.mark.skipif(not SOAK, reason="builds a metrics API for minutes; `make soak` runs it"),
 ]
 
-SAMPLES = Path(__file__).parents[2] / "manifests" / "autoscaling"
+SAMPLE = Path(__file__).parents[2] / "manifests" / "autoscaling" / "hpa.yaml"
 METRICS_API = Path(__file__).parent / "metrics_api"
 GROUP = "external.metrics.k8s.io"
 REQUESTS = 24
 SLOW = ("--echo-step-seconds", "0.5", "--max-requests", "1")
-"""An engine whose requests take several intervals of an autoscaler in total."""
+"""An engine whose requests take several intervals of the HPA in total."""
 
 
-def sample(name: str, namespace: str) -> dict[str, Any]:
-    """Return a sample for the resource of a test, with at most 2 engines and without waiting before a scale-down."""
-    text = (SAMPLES / f"{name}.yaml").read_text().replace("default", namespace)
-    manifest: dict[str, Any] = yaml.safe_load(text)
+def sample(namespace: str) -> dict[str, Any]:
+    """Return the sample for a resource in this namespace, not in the namespace default."""
+    manifest: dict[str, Any] = yaml.safe_load(SAMPLE.read_text().replace("default", namespace))
+    manifest["metadata"]["namespace"] = namespace
     return manifest
 
 
@@ -57,7 +58,9 @@ def apply(cluster: LocalCluster, *manifests: dict[str, Any]) -> None:
 def metrics_api(cluster: LocalCluster, *, url: str, namespace: str, folder: Path) -> Iterator[None]:
     """Serve the metrics of a URL as external metrics, with the labels that the chart's PodMonitor adds."""
     (port,) = free_ports(1)
-    kubeconfigs = (f"--{name}-kubeconfig={cluster.kubeconfig}" for name in ("authentication", "authorization", "lister"))
+    kubeconfigs = (
+        f"--{name}-kubeconfig={cluster.kubeconfig}" for name in ("authentication", "authorization", "lister")
+    )
     command = [
         own_program(METRICS_API),
         *kubeconfigs,
@@ -96,7 +99,13 @@ def metrics_api(cluster: LocalCluster, *, url: str, namespace: str, folder: Path
             service,
             registration,
             {"apiVersion": rbac, "kind": "ClusterRole", "metadata": meta, "rules": rules},
-            {"apiVersion": rbac, "kind": "ClusterRoleBinding", "metadata": meta, "roleRef": role, "subjects": [account]},
+            {
+                "apiVersion": rbac,
+                "kind": "ClusterRoleBinding",
+                "metadata": meta,
+                "roleRef": role,
+                "subjects": [account],
+            },
         )
         yield
     finally:
@@ -132,8 +141,7 @@ async def test_an_hpa_adds_engines_while_requests_wait_and_removes_them(
     node.engine_arguments = SLOW
     await resource.create(lifecycle={"drainSeconds": 30})
     await resource.settled("Running")
-    hpa = sample("hpa", resource.namespace)
-    hpa["metadata"]["namespace"] = resource.namespace
+    hpa = sample(resource.namespace)
     hpa["spec"]["maxReplicas"] = 2
     hpa["spec"]["behavior"]["scaleDown"]["stabilizationWindowSeconds"] = 0
     with metrics_api(control_plane, url=metrics_url(node), namespace=resource.namespace, folder=tmp_path):
