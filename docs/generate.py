@@ -1,7 +1,7 @@
 """Write the generated pages and parts of pages: `python docs/generate.py [--check]`.
 
-A page of docs/reference has prose and, between `<!-- generated: NAME -->` and `<!-- end -->`, tables that follow from
-the code. `operator_pages` has the pages that are generated as a whole.
+A page of docs/reference, or the chart's README, has prose and, between `<!-- generated: NAME -->` and `<!-- end -->`,
+tables that follow from the code. `operator_pages` has the pages that are generated as a whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megatron_runtime.protocol import strict_json as json
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference"
+CHART = ROOT / "charts" / "megatron-inference"
 RUNTIME = ROOT / "runtime" / "megatron_runtime"
 _BLOCK = re.compile(r"<!-- generated: ([a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -242,9 +243,8 @@ def chart_values() -> Table:
     """Values of the chart with their defaults, and the comment above each as its meaning."""
     import yaml
 
-    chart = ROOT / "charts" / "megatron-inference"
-    schema = json.loads((chart / "values.schema.json").read_text())
-    text = (chart / "values.yaml").read_text()
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    text = (CHART / "values.yaml").read_text()
     values = yaml.safe_load(text)
     rows: list[tuple[str, ...]] = []
     path: list[tuple[int, str]] = []
@@ -553,7 +553,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     def block(match: re.Match[str]) -> str:
         return "\n".join((f"<!-- generated: {match[1]} -->", "", *BLOCKS[match[1]](), "", "<!-- end -->"))
 
-    for page in sorted(PAGES.glob("*.md")):
+    for page in (*sorted(PAGES.glob("*.md")), CHART / "README.md"):
         text = page.read_text()
         if _BLOCK.search(text):
             yield page, _BLOCK.sub(block, text)

@@ -16,7 +16,7 @@ from megatron_kubectl import cli as plugin
 from megatron_operator import cli
 from megatron_operator.decision.causes import CREATION, EXIT_CODES, SCHEDULING, TERMINATION_MESSAGE
 from megatron_operator.resource.conditions import ConditionType, Documented, Reason
-from megatron_operator.resource.crd import COLUMNS, custom_resource_definition, structural_schema
+from megatron_operator.resource.crd import COLUMNS, SELECTABLE_FIELDS, custom_resource_definition, structural_schema
 from megatron_operator.resource.names import API_VERSION, KIND
 from megatron_operator.resource.remedies import REMEDIES, Symptom
 from megatron_operator.resource.spec import SHORT_NAME, MegatronInferenceSpec
@@ -95,12 +95,17 @@ def resource_page() -> str:
     )
     (version,) = custom_resource_definition()["spec"]["versions"]
     columns = ", ".join(f"{name.upper()}{' (wide)' if priority else ''}" for name, _, _, priority in COLUMNS)
+    selectable = ", ".join(f"`{path.removeprefix('.')}`" for path in SELECTABLE_FIELDS)
     lines = [
         f"# {KIND}",
         "",
         f"`{API_VERSION}`, short name `{SHORT_NAME}`. Generated from the types by `make generate`.",
         "",
         *textwrap.wrap(f"Columns of `kubectl get {SHORT_NAME}`: {columns}.", 100),
+        "",
+        *textwrap.wrap(
+            f"Fields of `kubectl get {SHORT_NAME} --field-selector`, on Kubernetes 1.31 or newer: {selectable}.", 100
+        ),
         "",
         "## spec",
         "",

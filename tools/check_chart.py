@@ -45,6 +45,10 @@ VARIANTS: dict[str, list[str]] = {
     "extended": [
         *("podPolicy.hostPaths={/dev/infiniband}", "podPolicy.hostNetwork=true", "imagePullSecrets[0].name=registry"),
         *("operator.extraEnv[0].name=A", "operator.extraEnv[0].value=b", "operator.podLabels.team=a"),
+        *("global.imageRegistry=mirror.example", "global.imagePullSecrets={mirror}"),
+        "operator.topologySpreadConstraints[0].maxSkew=1",
+        "operator.topologySpreadConstraints[0].topologyKey=topology.kubernetes.io/zone",
+        "operator.topologySpreadConstraints[0].whenUnsatisfiable=DoNotSchedule",
     ],
 }
 """`--set` values of the chart."""

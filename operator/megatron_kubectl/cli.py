@@ -144,13 +144,14 @@ def status(*, name: str, namespace: str | None, context: str | None, output: str
 @_options
 @_output
 def explain(*, name: str, namespace: str | None, context: str | None, output: str | None) -> None:
-    """Show what NAME waits for, down to the pod, the scheduler or the rank."""
+    """Show what NAME waits for, down to the pod, the scheduler or the rank, and whether the load is uneven."""
+    from megatron_kubectl.top import Sampler, imbalance
     from megatron_operator.explain import causes
 
     with _client(namespace, context) as client:
         resource = client.get(name)
         problem = client.operator_problem()
-        lines = causes(resource, client.pods(name), problem)
+        lines = causes(resource, client.pods(name), problem) + imbalance(Sampler(client, name).take())
     if output == "json":
         say_json({**summary(resource), "operatorProblem": problem, "explanation": lines})
     else:

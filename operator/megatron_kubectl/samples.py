@@ -32,6 +32,7 @@ MOST_SAMPLES = int(WINDOW_SECONDS / INTERVAL_SECONDS)
 
 RUNNING = "megatron_num_requests_running"
 WAITING = "megatron_num_requests_waiting"
+QUEUED_TOKENS = "megatron_queued_prompt_tokens"
 KV_USAGE = "megatron_kv_cache_usage_perc"
 CACHE_HITS = "megatron_prefix_cache_hits_total"
 CACHE_QUERIES = "megatron_prefix_cache_queries_total"
@@ -43,7 +44,12 @@ EPOCH = "megatron_generation_epoch"
 QUEUED = "megatron_coordinator_queued_requests"
 TTFT = "megatron_time_to_first_token_seconds"
 ITL = "megatron_inter_token_latency_seconds"
-VALUES = frozenset({RUNNING, WAITING, KV_USAGE, CACHE_HITS, CACHE_QUERIES, TOKENS, DRAFTED, ACCEPTED, EPOCH, QUEUED})
+VALUES = frozenset(
+    {
+        *(RUNNING, WAITING, QUEUED_TOKENS, KV_USAGE, CACHE_HITS, CACHE_QUERIES, TOKENS, DRAFTED, ACCEPTED, EPOCH),
+        QUEUED,
+    }
+)
 HISTOGRAMS = frozenset({TTFT, ITL})
 
 
@@ -62,12 +68,14 @@ class PodMetrics:
 class EngineSample:
     """One engine at one time. None: its page does not have the metric, or there is no earlier page for a rate.
 
+    queued_tokens:   prompt tokens that are not computed and not in the prefix cache; only of native engines.
     prefix_hit_rate: share of the looked-up prompt tokens found in the prefix cache since the engine started.
     draft_hit_rate:  share of the draft tokens of speculation that the model accepted since then.
     """
 
     running: float | None = None
     waiting: float | None = None
+    queued_tokens: float | None = None
     kv_usage: float | None = None
     prefix_hit_rate: float | None = None
     draft_hit_rate: float | None = None
@@ -241,6 +249,7 @@ def _engine(page: PodMetrics, before: PodMetrics | None, seconds: float) -> Engi
     return EngineSample(
         running=values.get(RUNNING),
         waiting=values.get(WAITING),
+        queued_tokens=values.get(QUEUED_TOKENS),
         kv_usage=values.get(KV_USAGE),
         prefix_hit_rate=values.get(CACHE_HITS, 0.0) / queries if queries else None,
         draft_hit_rate=values.get(ACCEPTED, 0.0) / drafted if drafted else None,

@@ -25,7 +25,13 @@ from megatron_operator.resource.names import PORT_HEALTH
 METRICS_SECONDS = 5.0
 MAX_PAGE_BYTES = 4 << 20
 """Longest metrics page that is read."""
-HEADERS = ("ENGINE", "STATE", "QUEUE", "RUNNING", "KV USE", "PREFIX HITS", "DRAFT HITS", "TOKENS/S", "EPOCH", "RANKS")
+MIN_UNEVEN_TOKENS, UNEVEN_FACTOR = 8192, 4
+"""Load is uneven if the longest queue has at least this many prompt tokens, and this many times those of the
+shortest."""
+HEADERS = (
+    *("ENGINE", "STATE", "QUEUE", "QUEUED TOKENS", "RUNNING", "KV USE", "PREFIX HITS", "DRAFT HITS", "TOKENS/S"),
+    *("EPOCH", "RANKS"),
+)
 
 
 class Sampler:
@@ -100,9 +106,25 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
     }
 
 
+def imbalance(found: Object) -> list[str]:
+    """Return a line about engines whose queues of prompt tokens differ widely; none without a cause to act.
+
+    found: of Sampler.take().
+    """
+    queues = sorted(
+        (engine["queuedTokens"], engine["name"]) for engine in found["engines"] if engine["queuedTokens"] is not None
+    )
+    if len(queues) < 2 or queues[-1][0] < max(MIN_UNEVEN_TOKENS, UNEVEN_FACTOR * queues[0][0]):
+        return []
+    (least, idle), (most, busy) = queues[0], queues[-1]
+    remedy = "use spec.coordinator.routing.policy LeastCost, which balances prompt tokens"
+    return [f"  load is uneven: {busy} has {most:.0f} queued prompt tokens, {idle} has {least:.0f}; {remedy}"]
+
+
 def _engine(sample: EngineSample, epoch: Any) -> Object:
     return {
         "queue": sample.waiting,
+        "queuedTokens": sample.queued_tokens,
         "running": sample.running,
         "kvUse": sample.kv_usage,
         "prefixHitRate": sample.prefix_hit_rate,
@@ -127,6 +149,7 @@ def lines(found: Object) -> list[str]:
             engine["name"],
             engine["state"],
             _number(engine["queue"]),
+            _number(engine["queuedTokens"]),
             _number(engine["running"]),
             _share(engine["kvUse"]),
             _share(engine["prefixHitRate"]),

@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,15 @@ NOT_NAMES = [
     [],
 ]
 VALUES: dict[str, list[Any]] = {
+    "global": [{"imageRegistry": "1e3", "imagePullSecrets": ["1e3", {"name": "no"}]}, {"of another chart": 7}, None],
+    "global.imageRegistry": ["registry:5000/a", "", "a b", 7, None],
+    "global.imagePullSecrets": [[{"name": name} for name in NAMES], [*NAMES], [7], [{}], [""], None],
     "nameOverride": [*NAMES, "A.b_c", *NOT_NAMES],
     "fullnameOverride": [*NAMES, *NOT_NAMES],
     "crd.keep": [True, False, None, "no"],
     "operator": [None, {}],
     "operator.replicas": [0, 2, 100, 3.0, 1e7, -1, "2", None],
+    "operator.revisionHistoryLimit": [0, 3, 1e3, -1, "2", None],
     "operator.namespaces": [[name] for name in NAMES] + [["a", "1e3"], ["A"], [7], "a", None],
     "operator.logLevel": ["debug", "no", None],
     "operator.image": [None, {"repository": "123", "pullPolicy": "Always"}, {"repository": "1:20", "tag": "1"}],
@@ -77,6 +82,21 @@ VALUES: dict[str, list[Any]] = {
     "operator.nodeSelector": [{"a": "1e3"}, {"a": 1e3}, None],
     "operator.tolerations": [[{"key": "no"}], ["a"], None],
     "operator.affinity": [{"nodeAffinity": {}}, None],
+    "operator.topologySpreadConstraints": [
+        [{"maxSkew": 1, "topologyKey": "1e3", "whenUnsatisfiable": "DoNotSchedule"}],
+        [
+            {"maxSkew": 2, "topologyKey": "no", "whenUnsatisfiable": "ScheduleAnyway", "matchLabelKeys": ["a"]},
+            {
+                "maxSkew": 1,
+                "topologyKey": "a",
+                "whenUnsatisfiable": "DoNotSchedule",
+                "labelSelector": {"matchLabels": {"a": "1e3"}},
+            },
+        ],
+        [{"maxSkew": 1, "topologyKey": "a"}],
+        ["a"],
+        None,
+    ],
     "operator.priorityClassName": [*NAMES, *NOT_NAMES],
     "operator.extraArgs": [["--lease-seconds", "6"], ["1e3", "no"], [6], None],
     "operator.resources": [{}, {"limits": {"memory": "1e3"}}, None],
@@ -268,6 +288,92 @@ def test_pods_have_no_fixed_ids_on_openshift(
     assert deployment["securityContext"] == check["securityContext"] == profile | ids
     args = deployment["containers"][0]["args"]
     assert (args[args.index("--openshift") + 1] if "--openshift" in args else None) == argument
+
+
+def of_kind(documents: list[dict[str, Any]] | str, kind: str) -> list[dict[str, Any]]:
+    assert not isinstance(documents, str), documents
+    return [each for each in documents if each["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("repository", "mirrored"),
+    [
+        ("ghcr.io/megatron-inference/megatron-runtime", "mirror.example:5000/a/megatron-inference/megatron-runtime"),
+        ("registry:5000/runtime", "mirror.example:5000/a/runtime"),
+        ("localhost/runtime", "mirror.example:5000/a/runtime"),
+        ("team/runtime", "mirror.example:5000/a/team/runtime"),
+        ("runtime", "mirror.example:5000/a/runtime"),
+    ],
+)
+def test_global_values_reach_the_operators_pods_and_its_arguments(
+    helm_program: Path, repository: str, mirrored: str
+) -> None:
+    digest = f"sha256:{'0' * 64}"
+    values = {
+        "crd": {"install": False},
+        "global": {"imageRegistry": "mirror.example:5000/a/", "imagePullSecrets": ["one", {"name": "two"}]},
+        "imagePullSecrets": [{"name": "two"}, {"name": "three"}],
+        "operator": {"image": {"repository": repository, "tag": "v1"}},
+        "runtime": {"image": {"repository": repository, "digest": digest, "tag": "v2"}},
+        "vllm": {"image": {"repository": repository, "tag": "v3"}},
+        "coordinator": {"image": {"repository": repository, "tag": "v4"}},
+    }
+    documents = rendered(helm_program, "megatron", "a", values)
+    (deployment,), (tested,) = of_kind(documents, "Deployment"), of_kind(documents, "Pod")
+    names = ["one", "two", "three"]
+    for pod in (deployment["spec"]["template"]["spec"], tested["spec"]):
+        assert pod["containers"][0]["image"] == f"{mirrored}:v1"
+        assert pod["imagePullSecrets"] == [{"name": name} for name in names]
+    arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    following = list(pairwise(arguments))
+    assert ("--runtime-image", f"{mirrored}@{digest}") in following
+    assert ("--vllm-runtime-image", f"{mirrored}:v3") in following
+    assert ("--coordinator-image", f"{mirrored}:v4") in following
+    assert [value for key, value in following if key == "--image-pull-secret"] == names
+
+
+def test_replicas_are_spread_and_old_replica_sets_limited(helm_program: Path) -> None:
+    constraint = {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    other = {**constraint, "labelSelector": {"matchLabels": {"a": "b"}}}
+    operator = {"revisionHistoryLimit": 0, "topologySpreadConstraints": [constraint, other]}
+    (deployment,) = of_kind(rendered(helm_program, "megatron", "a", {"operator": operator}), "Deployment")
+    assert deployment["spec"]["revisionHistoryLimit"] == 0
+    own = {**constraint, "labelSelector": deployment["spec"]["selector"]}
+    assert deployment["spec"]["template"]["spec"]["topologySpreadConstraints"] == [own, other]
+
+
+def test_every_object_has_the_recommended_labels_and_no_selector_has_those_that_change(helm_program: Path) -> None:
+    monitoring = {"scrape": True, "alerts": True, "dashboard": True}
+    values = {"monitoring": monitoring, "operator": {"replicas": 2, "image": {"tag": "v7"}}}
+    documents = rendered(helm_program, "release", "a", values)
+    assert not isinstance(documents, str), documents
+    for document in documents:
+        labels = document["metadata"]["labels"]
+        assert labels["app.kubernetes.io/part-of"] == "megatron-inference", document["kind"]
+        assert labels["app.kubernetes.io/version"] == "0.1.0", "the version of the chart's application"
+        assert labels["app.kubernetes.io/instance"] == "release"
+    (deployment,) = of_kind(documents, "Deployment")
+    # An upgrade cannot change the selector of a Deployment.
+    selector = {"app.kubernetes.io/name": "megatron-operator", "app.kubernetes.io/instance": "release"}
+    assert deployment["spec"]["selector"] == {"matchLabels": selector}
+
+
+def test_named_templates_begin_with_the_name_of_the_chart() -> None:
+    """Named templates of all charts of a release share one name space."""
+    templates = (installation.CHART / "templates").rglob("*.*")
+    names = [name for path in templates for name in re.findall(r'define "([^"]+)"', path.read_text())]
+    assert names
+    assert [name for name in names if not name.startswith("megatron-inference.")] == []
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("1.29.4-eks-1", False), ("1.30.0", True), ("1.34.0", True)])
+def test_an_api_server_that_does_not_know_selectable_fields_gets_none(
+    helm_program: Path, version: str, is_known: bool
+) -> None:
+    command = [helm_program, "template", "megatron", installation.CHART, "--kube-version", version]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    (crd,) = of_kind([each for each in yaml.load_all(output, KubernetesLoader) if each], CRD)
+    assert ["selectableFields" in each for each in crd["spec"]["versions"]] == [is_known]
 
 
 @pytest.mark.parametrize("namespace", NAMES)

@@ -31,8 +31,9 @@ def _check_loads(core: CoordinatorCore) -> None:
     load = load_by(core.context.settings.routing_policy, alpha=core.context.settings.alpha)
     order = []
     for engine in core.engines:
-        waiting, slots = len(engine.in_flight), engine.max_requests
-        order.append((load(waiting, slots) if waiting < slots else math.inf, engine.index))
+        order.append((load(engine) if len(engine.in_flight) < engine.max_requests else math.inf, engine.index))
+        assert engine.queued == sum(entry.uncached for entry in engine.in_flight.values()), "a queue is miscounted"
+        assert engine.held == sum(entry.size for entry in engine.in_flight.values()), "held tokens are miscounted"
     assert core.engines._by_load._order == sorted(order), "an engine is not in its place by load"
 
 

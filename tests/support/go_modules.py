@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -29,13 +30,20 @@ def built_program(module: str, package: str) -> Path:
     `go install` rejects modules with `replace` directives, so this builds in the directory of the module.
     """
     program = kept_programs() / f"{module.replace('/', '-')}-{Path(package).name}"
-    if not program.exists():
-        made = program.with_name(f"{program.name}.{os.getpid()}")
-        command = ["go", "build", "-trimpath", "-ldflags", "-s -w", "-o", made, package]
-        environment = os.environ | {"CGO_ENABLED": "0"}
-        done = subprocess.run(
-            command, check=False, capture_output=True, text=True, cwd=module_directory(module), env=environment
-        )
-        assert done.returncode == 0, done.stderr
-        made.replace(program)
-    return program
+    return program if program.exists() else _build(program, package, module_directory(module))
+
+
+def own_program(module: Path) -> Path:
+    """Build the program of a module of this repository, once for each content, and return its path."""
+    content = hashlib.sha256(b"".join(module.joinpath(name).read_bytes() for name in ("go.mod", "go.sum", "main.go")))
+    program = kept_programs() / f"{module.name}-{content.hexdigest()[:16]}"
+    return program if program.exists() else _build(program, ".", module)
+
+
+def _build(program: Path, package: str, directory: Path) -> Path:
+    made = program.with_name(f"{program.name}.{os.getpid()}")
+    command = ["go", "build", "-trimpath", "-ldflags", "-s -w", "-o", made, package]
+    environment = os.environ | {"CGO_ENABLED": "0"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory, env=environment)
+    assert done.returncode == 0, done.stderr
+    return made.replace(program)

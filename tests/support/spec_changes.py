@@ -140,6 +140,7 @@ CLAIM: Spec = {
     },
     "engine": {
         "gpusPerPod": 1,
+        "batching": {"maxPrefillTokens": 512},
         "accelerator": {"claims": [{"name": "gpu", "resourceClaimTemplateName": "gpu", "request": "gpu"}]},
     },
 }
@@ -174,6 +175,7 @@ _OTHER: dict[str, Any] = {
     "engine.speculative.method": "DraftModel",
     "coordinator.replicas": 1,
     "coordinator.routing.alpha": "0.25",
+    "coordinator.routing.policy": "LeastCost",
     "coordinator.podTemplate": _template("coordinator", "2"),
     "server.podTemplate": _template("server", "2"),
     "server.service.annotations": {"prometheus.io/scrape": "false"},

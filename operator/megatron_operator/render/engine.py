@@ -115,6 +115,7 @@ OPTIONS = (
     of_field("--max-tokens", "engine.batching.max_tokens"),
     of_field("--no-prefix-caching", "engine.batching.prefix_caching"),
     of_field("--no-chunked-prefill", "engine.batching.chunked_prefill"),
+    of_field("--max-prefill-tokens", "engine.batching.max_prefill_tokens"),
     of_field("--format", "model.format", unless_default=True),
     of_field("--kv-cache-mode", "engine.native.kv_cache_mode", write=str.lower, unless_default=True),
     of_field("--prefix-eviction", "engine.native.prefix_eviction", write=_EVICTION.__getitem__, unless_default=True),

@@ -234,7 +234,8 @@ MERGE_KEYS = {
 def merge_template(base: dict[str, Any], overlay: dict[str, Any] | None, *, field: str) -> dict[str, Any]:
     """Merge `overlay` into the pod template `base`, as `kubectl patch --type strategic` does.
 
-    Objects merge, keyed lists merge by key, null removes a field, all other values replace.
+    Objects merge, keyed lists merge by key, null removes a field, all other values replace. A volume has one source, so
+    a volume with another source replaces the rendered one.
 
     Args:
         field: path of the overlay in the resource, for messages.
@@ -277,6 +278,8 @@ def _merge_keyed(base: list[dict[str, Any]], overlay: Any, key: str, path: str) 
             raise InvalidPodTemplate(f"{where}: has no {key!r}; entries of this list are merged by it, so set it")
         for position, known in enumerate(merged):
             if known.get(key) == entry[key]:
+                if path.endswith(".volumes") and any(entry[field] is not None for field in entry.keys() - known.keys()):
+                    known = {key: entry[key]}
                 merged[position] = _merge_object(known, entry, where)
                 break
         else:

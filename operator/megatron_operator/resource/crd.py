@@ -32,6 +32,9 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
 )
 """Print columns: name, type, path, priority (1: only with `-o wide`)."""
 
+SELECTABLE_FIELDS = (".spec.desiredState", ".spec.engine.backend", ".status.model", ".status.state")
+"""Fields of `kubectl get --field-selector`, on Kubernetes 1.31 or newer. A field without a value equals ""."""
+
 
 def structural_schema(model: type[BaseModel], path: str) -> Schema:
     """Return the OpenAPI v3 structural schema of a model, whose object is at this path of the resource."""
@@ -98,6 +101,7 @@ def custom_resource_definition() -> dict[str, Any]:
                 "labelSelectorPath": ".status.selector",
             },
         },
+        "selectableFields": [{"jsonPath": path} for path in SELECTABLE_FIELDS],
         "additionalPrinterColumns": [
             {"name": name, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
             for name, kind, path, priority in COLUMNS
@@ -116,7 +120,6 @@ def custom_resource_definition() -> dict[str, Any]:
                 "plural": PLURAL,
                 "singular": KIND.lower(),
                 "shortNames": [SHORT_NAME],
-                "categories": ["all"],
             },
             "versions": [version],
         },

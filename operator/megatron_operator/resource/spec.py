@@ -70,6 +70,7 @@ class RoutingPolicy(StrEnum):
     ROUND_ROBIN = "RoundRobin"
     FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
     LONGEST_PREFIX = "LongestPrefix"
+    LEAST_COST = "LeastCost"
 
 
 class PauseMode(StrEnum):
@@ -146,6 +147,12 @@ class Batching(ApiModel):
             "spec.engine.batching.maxRequests",
             value=lambda batching: f"{batching.max_tokens}, less than {batching.max_requests}",
         ),
+        SpecRule(
+            "!has(self.maxPrefillTokens) || self.chunkedPrefill",
+            lambda batching: batching.max_prefill_tokens is None or batching.chunked_prefill,
+            "spec.engine.batching.maxPrefillTokens: not allowed without spec.engine.batching.chunkedPrefill; enable "
+            "it, or remove spec.engine.batching.maxPrefillTokens",
+        ),
     )
 
     max_requests: int | None = Field(
@@ -170,6 +177,13 @@ class Batching(ApiModel):
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
     chunked_prefill: bool = Field(default=True, description="Split long prompts over several steps.")
+    max_prefill_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=16_777_216,
+        description="Limit of prompt tokens in a step that also generates. Lower it for shorter gaps between tokens, "
+        "at the cost of the time to the first token. If absent, maxTokens. Native engines only.",
+    )
 
 
 class SleepLevel(StrEnum):
@@ -323,6 +337,12 @@ class EngineSpec(ApiModel):
             "spec.engine.native: not allowed with spec.engine.backend VLLM; set spec.engine.backend to Native, or "
             "remove spec.engine.native",
         ),
+        SpecRule(
+            "self.backend == 'Native' || !has(self.batching.maxPrefillTokens)",
+            lambda engine: engine.backend is Backend.NATIVE or engine.batching.max_prefill_tokens is None,
+            "spec.engine.batching.maxPrefillTokens: not allowed with spec.engine.backend VLLM; set "
+            "spec.engine.vllm.args.long_prefill_token_threshold instead",
+        ),
         *map(_of_vllm_only, ("kv_offload", "quantization", "speculative")),
         SpecRule(
             "!has(self.accelerator) || self.gpusPerPod > 0",
@@ -385,7 +405,9 @@ class EngineSpec(ApiModel):
 
 
 class Routing(ApiModel):
-    policy: RoutingPolicy = Field(default=RoutingPolicy.LOAD_BALANCED, description="Policy that chooses an engine.")
+    policy: RoutingPolicy | None = Field(
+        default=None, description="Policy that chooses an engine. If absent, LeastCost."
+    )
     alpha: Alpha = Field(
         default="0.5",
         description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string.",

@@ -56,7 +56,7 @@ _AT_LEAST_A_SECOND = FiniteRange(min=1)
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
 @click.option("--other-host", help="Host of the other coordinator of a pair, with the same ports; absent: none.")
 @click.option("--keys-dir", type=DIRECTORY, help="server.key and every role's .pub; absent: no encryption.")
-@click.option("--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced")
+@click.option("--routing-policy", type=ROUTING_POLICIES, default="LeastCost")
 @click.option("--alpha", type=FiniteRange(0, 1), default=0.5, help="Weight of a cached prefix.")
 @click.option("--pause-mode", type=click.Choice(["Hold", "Reject"]), default="Hold")
 @click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
@@ -86,6 +86,7 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 @device_option
 @click.option("--block-size-tokens", type=COUNT, default=256, help="Of a block hash.")
 @click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
+@click.option("--max-prefill-tokens", type=COUNT, help="Limit of prompt tokens in a step that also generates.")
 @click.option(
     "--prefix-eviction",
     type=click.Choice(["lru", "ref_zero"]),

@@ -202,7 +202,7 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 NEW_DIRECTORY = click.Path(file_okay=False, path_type=Path)
-ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix"])
+ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix", "LeastCost"])
 
 
 def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str) -> None:

@@ -56,7 +56,7 @@ _GRACE_SECONDS = 10.0
 @tensor_parallel
 @device_option
 @click.option(
-    "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
+    "--routing-policy", type=ROUTING_POLICIES, default="LeastCost", help="Distribution of requests to engines."
 )
 @server_options
 @click.option(

@@ -75,6 +75,8 @@ class RequestOptions(TypedDict, total=False):
     adapter:          name of the LoRA adapter that answers. Empty: the base model.
     request_id:       id by which logs and traces of all components name the request, of at most 128 characters.
     traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
+    session:          opaque id of at most 64 characters: requests of one session go to one engine while it holds their
+                      prefix. Empty: no session.
     on_tokens:        called with the number of new tokens when they arrive, on the connection's event loop, whether a
                       stream is read or not. Tokens then arrive as they are generated also without a stream.
     media:            images, audio and video of the prompt, which is tokens then. Open requests with the same ones send
@@ -87,6 +89,7 @@ class RequestOptions(TypedDict, total=False):
     adapter: str
     request_id: str
     traceparent: str
+    session: str
     on_tokens: Callable[[int], object] | None
     media: Media | None
 

@@ -97,6 +97,7 @@ class PendingRequest:
         adapter: str = "",
         request_id: str = "",
         traceparent: str = "",
+        session: str = "",
         on_tokens: Callable[[int], object] | None = None,
         media: Media | None = None,
     ) -> Self:
@@ -127,6 +128,7 @@ class PendingRequest:
                 request_id=request_id,
                 traceparent=traceparent,
                 needs=needs_of(params, has_media=media is not None),
+                session=session,
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),

@@ -202,6 +202,8 @@ class BackendStats:
     steps, last_step: number of finished engine steps, and the end of the last one (time.monotonic()).
     weights_digest:   of the weights that were loaded last; empty before, or if the backend computes none.
     prefix_coordination_waits: steps that a request waited while another request computed its prefix.
+    prefill_rate, decode_rate, queued_tokens: as in Heartbeat; None: unknown.
+    last_request:     the highest id of the requests that `queued_tokens` includes.
     """
 
     steps: int = counter("engine_steps", "engine steps; 0 with vLLM")
@@ -226,3 +228,7 @@ class BackendStats:
     )
     prefix_cache_hits: int = counter("prefix_cache_hits", "prompt tokens found in the prefix cache", vllm=True)
     prefix_coordination_waits: int = 0
+    prefill_rate: float | None = None
+    decode_rate: float | None = None
+    queued_tokens: int | None = None
+    last_request: int | None = None

@@ -31,6 +31,8 @@ class EngineSettings:
     max_requests:      limit of concurrent requests; None means 64, and with vLLM on a GPU its own limit.
     max_tokens:        limit of tokens of one step; None means 2048, and with vLLM on a GPU its own limit.
     chunked_prefill:   split prompts longer than max_tokens over several steps.
+    max_prefill_tokens: limit of prompt tokens of a step that also decodes, with chunked_prefill; native engines only.
+                       None: as many as fit max_tokens.
     kv_cache_memory:   size of the KV cache in bytes; None means 1 GiB on a CPU, and on a GPU what the weights leave.
     moe_enable_routing_replay: record the experts of each token; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
@@ -67,6 +69,7 @@ class EngineSettings:
     max_requests: int | None = None
     max_tokens: int | None = None
     chunked_prefill: bool = True
+    max_prefill_tokens: int | None = None
     kv_cache_memory: int | None = None
     moe_enable_routing_replay: bool = False
     prefix_caching: bool = True
@@ -96,6 +99,7 @@ class EngineSettings:
             max_tokens=max(self.max_tokens or DEFAULT_MAX_TOKENS, requests),
             max_sequence_length=self.max_sequence_length,
             enable_chunked_prefill=self.chunked_prefill,
+            max_prefill_tokens=self.max_prefill_tokens,
             moe_enable_routing_replay=self.moe_enable_routing_replay,
             enable_prefix_caching=self.prefix_caching,
             prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(self.prefix_eviction),

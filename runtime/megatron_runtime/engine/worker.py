@@ -231,6 +231,10 @@ class EngineWorker:
             steps=stats.steps,
             busy_for=self._busy_for,
             digest=stats.weights_digest,
+            prefill_rate=stats.prefill_rate,
+            decode_rate=stats.decode_rate,
+            queued_tokens=stats.queued_tokens,
+            last_dispatch=stats.last_request,
         )
 
     async def _report_until_registered(self) -> None:

@@ -58,6 +58,8 @@ Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 Fence = Annotated[int, Field(ge=0, le=limits.MAX_FENCE)]
 Epoch = Annotated[int, Field(ge=0, le=limits.MAX_EPOCH)]
 Seconds = Annotated[float, Field(ge=0, le=86400)]
+Rate = Annotated[float, Field(gt=0, le=1e15)]
+"""Tokens per second."""
 Text = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARACTERS)]
 Label = Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)]
 Key = Annotated[str, Field(max_length=64)]
@@ -204,6 +206,16 @@ class Heartbeat(ControlMessage):
     behind sends HELLO."""
     tasks: Tasks | None = None
     """From the coordinator: as in HELLO_ACK."""
+    prefill_rate: Rate | None = None
+    """Engines: prompt tokens that they compute per second. None: unknown."""
+    decode_rate: Rate | None = None
+    """Engines: tokens in the KV cache divided by the seconds that they add to an answer of average length. None:
+    unknown."""
+    queued_tokens: Count | None = None
+    """Engines: prompt tokens of open requests that they have not computed and do not have in their prefix cache. None:
+    not counted."""
+    last_dispatch: U64 | None = None
+    """Engines: the highest dispatch id that `queued_tokens` includes."""
 
 
 class Control(ControlMessage):

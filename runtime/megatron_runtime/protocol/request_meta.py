@@ -37,6 +37,8 @@ class RequestMeta(NamedTuple):
     needs: str = ""
     """Names of the features that an engine must have, and of the sampling parameters that it must know, to answer;
     separated by spaces. Empty: every engine may."""
+    session: str = ""
+    """Opaque id of a session whose requests go to one engine while it holds their prefix. Empty: no session."""
 
     def items(self) -> tuple[Any, ...]:
         """The elements to send. Optional ones are left out if they, and those after them, are empty."""
@@ -47,31 +49,33 @@ class RequestMeta(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Read the elements. The last eight may be absent, because peers of earlier releases do not send them.
+        """Read the elements. The last nine may be absent, because peers of earlier releases do not send them.
 
         Raises MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
             meta = cls._make((value + _META[len(value) :])[: len(_META)])
-            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter, request_id, trace, needs = meta
+            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter, *texts, session = meta
+            request_id, trace, needs = texts
             if (
                 type(streaming) is type(text) is bool
                 and type(seed) is type(priority) is int
                 and 0 <= seed < 1 << 64
                 and (deadline is None or type(deadline) is int)
                 and type(salt) is type(engine) is type(tenant) is type(adapter) is str
-                and type(request_id) is type(trace) is type(needs) is str
+                and type(request_id) is type(trace) is type(needs) is type(session) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
                 and len(tenant) <= limits.MAX_TENANT_CHARACTERS
                 and len(adapter) <= MAX_ADAPTER_NAME_CHARACTERS
                 and len(request_id) <= limits.MAX_REQUEST_ID_CHARACTERS
                 and len(trace) <= limits.MAX_TRACEPARENT_CHARACTERS
                 and len(needs) <= limits.MAX_NEEDS_CHARACTERS
+                and len(session) <= limits.MAX_SESSION_CHARACTERS
             ):
                 return meta
         raise MalformedMessageError(
             f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
-            "tenant, adapter, request_id, traceparent, needs]"
+            "tenant, adapter, request_id, traceparent, needs, session]"
         )
 
 

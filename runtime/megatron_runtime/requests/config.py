@@ -54,6 +54,9 @@ class RoutingPolicy(_Option):
     """An engine that has received a prompt with the same first block, weighed against its load."""
     LONGEST_PREFIX = "LongestPrefix"
     """The engine that has received the longest common prefix, weighed against its load."""
+    LEAST_COST = "LeastCost"
+    """The engine that has the least work: prompt tokens to compute, and tokens held in its KV cache. (Not in
+    Megatron-Core.)"""
 
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy
@@ -115,6 +118,8 @@ class InferenceConfig:
 
     Scheduling:
     enable_chunked_prefill: split prompts over several steps; otherwise a prompt must fit max_tokens.
+    max_prefill_tokens:    prompt tokens of a step that also decodes, with chunked prefill; None: as many as fit
+                           max_tokens. (Not in Megatron-Core.)
     materialize_only_last_token_logits: compute logits of prompt tokens only for requests that want their
                            log-probabilities.
     num_speculative_tokens: tokens proposed before each decode step.
@@ -165,6 +170,7 @@ class InferenceConfig:
     cuda_graph_max_tokens: int = 512
     use_cuda_graphs_for_non_decode_steps: bool = True
     enable_chunked_prefill: bool = False
+    max_prefill_tokens: int | None = None
     materialize_only_last_token_logits: bool = True
     num_speculative_tokens: int = 0
     async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.LEGACY
@@ -228,6 +234,12 @@ class InferenceConfig:
                 f"less than max_requests={self.request_slots}, and every running request needs one token per step: "
                 "raise max_tokens or lower max_requests",
             )
+        if self.max_prefill_tokens is not None and not self.enable_chunked_prefill:
+            raise InvalidConfigError(
+                "max_prefill_tokens",
+                self.max_prefill_tokens,
+                "a prompt that is not split has to fit one step: enable chunked prefill or leave it at None",
+            )
 
     @property
     def request_slots(self) -> int:
@@ -276,7 +288,7 @@ _RULES = field_rules(
     {
         "block_size_tokens max_waiting ep_consensus_interval": Rule(int_in(1), "an integer >= 1"),
         "cuda_graph_mixed_prefill_count cuda_graph_max_tokens": Rule(int_in(1), "an integer >= 1"),
-        "max_requests max_tokens": Rule(optional(int_in(1)), "an integer >= 1, or None"),
+        "max_requests max_tokens max_prefill_tokens": Rule(optional(int_in(1)), "an integer >= 1, or None"),
         "max_sequence_length": Rule(optional(int_in(2)), "an integer >= 2, or None"),
         "num_speculative_tokens logging_step_interval": Rule(int_in(0), "an integer >= 0"),
         "num_cuda_graphs": Rule(optional(int_in(0)), "an integer >= 0, or None"),

@@ -212,6 +212,11 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
     return _digest(f"megatron cache salt {tenant} {cache_salt or ''}".encode()).hex()[:TENANT_CHARACTERS]
 
 
+def tenant_session(tenant: str, session: str) -> str:
+    """Return the session of a request for the coordinator. No other tenant has it. Empty without a session."""
+    return _digest(f"megatron session {tenant} {session}".encode()).hex()[:TENANT_CHARACTERS] if session else ""
+
+
 class CertificateError(ValueError):
     """A certificate or its key cannot be read or do not belong together. Names the files and the remedy."""
 

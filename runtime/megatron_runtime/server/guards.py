@@ -35,7 +35,7 @@ _CONTAINER_BYTES, _MEMBER_BYTES, _ELEMENT_BYTES = 512, 100, 40
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
 _PIECE_BYTES = 64 * 1024
 _EXPOSED = "Retry-After, x-ignored-fields, x-ignored-keywords, x-request-id, x-should-retry"
-_COMMON_HEADERS = "authorization, content-type, x-api-key, api-key, x-request-id"
+_COMMON_HEADERS = "authorization, content-type, x-api-key, api-key, x-request-id, x-session-id"
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2048}")
 _JSON_TYPE = re.compile(r"application/(?:json|[\w.!#$&^-]+\+json)", re.ASCII)
 _CHARSET = re.compile(r"""charset\s*=\s*"?([^";\s]+)"?""", re.IGNORECASE)

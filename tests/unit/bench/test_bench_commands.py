@@ -47,7 +47,41 @@ def figures_of(path: Path, benchmark: str) -> dict[str, float]:
 
 def test_the_help_names_every_benchmark() -> None:
     output = bench("--help")
-    assert all(name in output for name in ("coordinator", "engine", "serve"))
+    assert all(name in output for name in ("coordinator", "engine", "routing", "serve"))
+
+
+def routing_figures(path: Path, *arguments: str) -> dict[str, dict[str, float]]:
+    bench("routing", *arguments, "--json", str(path))
+    return json.loads(path.read_text())["figures"]
+
+
+def test_routing_compares_policies_on_a_shape(tmp_path: Path) -> None:
+    options = ("--engines", "2", "--requests", "20", "--policy", "LoadBalanced", "--policy", "LeastCost")
+    figures = routing_figures(tmp_path / "figures.json", *options)
+    assert set(figures) == {f"{name}_{chunk}" for name in ("LoadBalanced", "LeastCost") for chunk in (512, 2048, 8192)}
+    for values in figures.values():
+        assert 0 < values["ttft_p50_ms"] <= values["ttft_p99_ms"]
+        assert values["gap_p50_ms"] > 0
+    assert routing_figures(tmp_path / "again.json", *options) == figures, "the time is simulated"
+
+
+def test_routing_reads_traces(tmp_path: Path) -> None:
+    azure, mooncake = tmp_path / "azure.csv", tmp_path / "mooncake.jsonl"
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    lines += [f"2023-11-16 18:17:0{second}.9799600,{500 * second + 100},5" for second in range(4)]
+    azure.write_text("\n".join(lines) + "\n")
+    rows = [
+        {"timestamp": 500 * n, "input_length": 1100, "output_length": 4, "hash_ids": [1, 2, n + 3]} for n in range(6)
+    ]
+    mooncake.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--engines", "2", "--policy", "LeastCost", "--trace")
+    assert routing_figures(tmp_path / "a.json", *options, str(azure))["LeastCost_512"]["hit_rate"] == 0
+    assert routing_figures(tmp_path / "m.json", *options, str(mooncake))["LeastCost_512"]["hit_rate"] > 0.5
+    azure.write_text("TIMESTAMP,ContextTokens\nnow,5\n")
+    for wrong, message in ((str(azure), "line 2"), ("no-such-shape", "azure-2024-code")):
+        result = CliRunner().invoke(main, ["bench", "routing", "--trace", wrong])
+        assert result.exit_code != 0
+        assert message in result.output
 
 
 def test_coordinator(tmp_path: Path) -> None:

@@ -34,6 +34,11 @@ def load(engine: Engine, requests: int) -> None:
     engine.in_flight = {number: object() for number in range(requests)}
 
 
+def have_rates(engine: Engine, *, prefill: float, decode: float, queued: int, held: int) -> None:
+    """Give an engine rates in tokens per second, and work."""
+    engine.prefill_cost, engine.held_cost, engine.queued, engine.held = 1 / prefill, 1 / decode, queued, held
+
+
 def router(policy=RoutingPolicy.LONGEST_PREFIX, **options) -> EngineRouter:
     return EngineRouter(policy, block_size_tokens=BLOCK, **options)
 
@@ -100,6 +105,99 @@ def test_the_search_by_load_and_by_holder_finds_what_a_look_at_every_engine_does
             if first is not None:
                 found = choose.with_prefix({BLOCK: chain}, least_loaded=first, fits=Engine.has_room)
                 assert found is choose.select(open_engines, {BLOCK: chain})
+
+
+@pytest.mark.parametrize("has_rates", [True, False])
+def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(has_rates) -> None:
+    for seed in range(400 if SOAK else 40):
+        rng = random.Random(seed)
+        choose = router(RoutingPolicy.LEAST_COST)
+        by_load = EnginesByLoad(Engine.cost)
+        pool = []
+        for number in range(rng.randint(2, 12)):
+            engine = Engine(f"engine-{number}", (1, bytes([number])), 1, number, 0.0, serving=True)
+            engine.state, engine.max_requests = EngineState.RUNNING, rng.choice([4, 8, 12])
+            pool.append(engine)
+        chains = [[rng.getrandbits(60) for _ in range(rng.randint(1, 6))] for _ in range(4)]
+        chains += [[*chains[0][:2], rng.getrandbits(60)], chains[1][:1] + chains[0][1:]]
+        for _ in range(60):
+            engine, chain = rng.choice(pool), rng.choice(chains)
+            load(engine, rng.randint(0, engine.max_requests))
+            if has_rates:
+                queued, held = rng.choice([0, 3, 30]), rng.choice([0, 10, 100])
+                have_rates(engine, prefill=rng.choice([10, 100]), decode=200, queued=queued, held=held)
+            for each in pool:
+                by_load.put(each)
+            choose.learn(rng.choice(pool), chain[: rng.randint(1, len(chain))])
+            choose.evicted(rng.choice(pool), rng.sample(chain, k=1))
+            open_engines = [each for each in by_load if each.has_room()]
+            if not open_engines:
+                continue
+            tokens, fastest = len(chain) * BLOCK + rng.randint(0, 3), min(each.prefill_cost for each in pool)
+            found = choose.cheapest(
+                open_engines, {BLOCK: chain}, tokens=tokens, min_prefill_cost=fastest, fits=Engine.has_room
+            )
+            costs = {}
+            for each in open_engines:
+                depth = next(
+                    (n for n in range(len(chain), 0, -1) if choose._blocks.holds(each, chain[n - 1])), 0
+                ) * choose._blocks.holds(each, chain[0])
+                cost = (each.queued + tokens - depth * BLOCK) * each.prefill_cost + each.held * each.held_cost
+                costs[each.index] = cost if has_rates else len(each.in_flight)
+            assert costs[found.index] == pytest.approx(min(costs.values()))
+
+
+def cheapest(choose: EngineRouter, pool: list[Engine], prompt: list[int], *, session: str = "") -> Engine:
+    by_load = EnginesByLoad(Engine.cost)
+    for engine in pool:
+        by_load.put(engine)
+    hashes = hashes_of(choose, prompt)
+    fastest = min(engine.prefill_cost for engine in pool)
+    chosen = choose.cheapest(
+        by_load, hashes, tokens=len(prompt), min_prefill_cost=fastest, fits=lambda _: True, session=session
+    )
+    choose.assigned(chosen, hashes, request=b"a", session=session)
+    return chosen
+
+
+def test_a_long_prompt_in_the_queue_weighs_more_than_many_short_ones(engines) -> None:
+    pool = engines(2)
+    load(pool[0], 1)
+    load(pool[1], 5)
+    have_rates(pool[0], prefill=1000, decode=100_000, queued=30_000, held=30_000)
+    have_rates(pool[1], prefill=1000, decode=100_000, queued=150, held=150)
+    assert cheapest(router(RoutingPolicy.LEAST_COST), pool, PROMPT) is pool[1]
+
+
+def test_without_rates_the_fewest_requests_and_then_the_longest_prefix_win(engines) -> None:
+    pool = engines(3)
+    choose = router(RoutingPolicy.LEAST_COST)
+    choose.learn(pool[2], hashes_of(choose, PROMPT)[BLOCK])
+    assert cheapest(choose, pool, PROMPT) is pool[2]
+    load(pool[2], 1)
+    assert cheapest(choose, pool, PROMPT) is pool[0]
+
+
+def test_a_session_stays_while_its_engine_holds_the_prompt_and_is_not_much_busier(engines) -> None:
+    pool = engines(2)
+    choose = router(RoutingPolicy.LEAST_COST)
+    for engine in pool:
+        have_rates(engine, prefill=1000, decode=1e6, queued=0, held=0)
+    assert cheapest(choose, pool, PROMPT, session="a") is pool[0]
+    pool[0].queued = 28  # 36 with 8 of its own; the other engine has 20, and 16 would be computed again
+    choose.learn(pool[1], hashes_of(choose, PROMPT[:4])[BLOCK])
+    turn = [*PROMPT, *range(50, 58)]
+    assert cheapest(choose, pool, turn) is pool[1]
+    choose.evicted(pool[1], hashes_of(choose, turn)[BLOCK][1:])
+    assert cheapest(choose, pool, turn, session="b") is pool[1], "another session"
+    choose.evicted(pool[1], hashes_of(choose, turn)[BLOCK][1:])
+    assert cheapest(choose, pool, turn, session="a") is pool[0]
+    pool[0].queued += len(turn)
+    assert cheapest(choose, pool, turn, session="a") is pool[1], "its engine is too busy"
+    pool[0].queued = 0
+    choose.evicted(pool[0], hashes_of(choose, turn)[BLOCK])
+    pool[1].queued = 1
+    assert cheapest(choose, pool, turn, session="a") is pool[1], "it moved with its last request"
 
 
 def test_the_first_block_is_all_that_counts_for_first_prefix_block(engines) -> None:

@@ -298,6 +298,7 @@ class FakeApi:
         values = {
             "megatron_num_requests_running": ("gauge", 4),
             "megatron_num_requests_waiting": ("gauge", 2),
+            "megatron_queued_prompt_tokens": ("gauge", 30_000 if "engine-0" in pod else 500),
             "megatron_kv_cache_usage_perc": ("gauge", min(0.99, 0.42 * wave)),
             "megatron_prefix_cache_hits_total": ("counter", 300 * requests),
             "megatron_prefix_cache_queries_total": ("counter", 400 * requests),

@@ -136,13 +136,21 @@ async def test_top_shows_each_engine_with_its_rates(run: Command) -> None:
     assert title.startswith("default/demo: Running, 2/2 engines ready; 3 queued in the coordinator; ")
     assert header.split("   ")[0].strip() == "ENGINE"
     for number, row in enumerate(engines):
-        name, _, queue, running, use, hits, drafts, rate, epoch, _ = row.split()
+        name, _, queue, tokens, running, use, hits, drafts, rate, epoch, _ = row.split()
+        assert tokens == ("30000", "500")[number]
         assert (name, queue, running, hits, epoch) == (f"demo-engine-{number}", "2", "4", "75%", "7")
         assert drafts == "-", "this engine does not speculate"
         assert use.endswith("%")
         assert int(rate) > 0
     found = json.loads((await run("top", "demo", "--interval", "0.5", "-o", "json"))[1])
     assert [engine["prefixHitRate"] for engine in found["engines"]] == [0.75, 0.75]
+
+
+async def test_explain_names_engines_with_uneven_queues(run: Command, fake: Any) -> None:
+    uneven = "load is uneven: demo-engine-0 has 30000 queued prompt tokens, demo-engine-1 has 500; use spec.coordinator"
+    assert uneven in (await run("explain", "demo"))[1]
+    fake.values["megatron_queued_prompt_tokens"] = "500"
+    assert "uneven" not in (await run("explain", "demo"))[1]
 
 
 async def test_top_names_metrics_that_the_user_may_not_read(run: Command, fake: Any) -> None:

@@ -67,8 +67,8 @@ async def test_a_resource_that_does_not_exist_has_no_actions(page: Page, setting
 async def test_a_resource_with_engines_charts_history_and_log(page: Page, settings: Any, fake: Any) -> None:
     await open_resource(page, settings)
     row = page.get_by_role("table", name="Engines").get_by_role("row").filter(has_text="demo-engine-1")
-    # queue, running, KV use, prefix hits
-    await expect(row).to_contain_text("Running24")
+    # queue, queued tokens, running, KV use, prefix hits
+    await expect(row).to_contain_text("Running25004")
     await expect(row).to_contain_text("75 %")
     await expect(page.get_by_label("Resource", exact=True)).to_contain_text("3 queued")
     charts = page.get_by_role("region", name="Last 15 minutes")

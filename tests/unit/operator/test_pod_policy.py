@@ -107,6 +107,7 @@ ALLOWED: list[dict[str, Any]] = [
     volume(configMap={"name": "c"}),
     volume(emptyDir={"medium": "Memory"}),
     pod(volumes=[{"name": "cache", "emptyDir": None, "persistentVolumeClaim": {"claimName": "c"}}]),
+    pod(volumes=[{"name": "cache", "persistentVolumeClaim": {"claimName": "c"}}]),
     container(volumeMounts=[{"name": "v", "mountPath": "/mnt/v", "subPath": "a", "readOnly": True}]),
     pod(initContainers=[{"name": "preflight", "resources": {"limits": {"cpu": "1"}}}]),
 ]

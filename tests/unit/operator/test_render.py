@@ -327,6 +327,41 @@ BASE: dict[str, Any] = {
 }
 
 
+CLAIM = {"persistentVolumeClaim": {"claimName": "compiled"}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [
+        (CLAIM, CLAIM),
+        ({"emptyDir": None, **CLAIM}, CLAIM),
+        ({"emptyDir": {"sizeLimit": "8Gi"}}, {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}),
+    ],
+)
+def test_a_volume_of_a_template_has_one_source(entry: dict[str, Any], source: dict[str, Any]) -> None:
+    rendered = {"name": "cache", "emptyDir": {"medium": "Memory"}}
+    overlay = {"spec": {"volumes": [{"name": "cache", **entry}]}}
+    merged = merge_template({"spec": {"volumes": [rendered, {"name": "tmp"}]}}, overlay, field="f")
+    assert merged["spec"]["volumes"] == [{"name": "cache", **source}, {"name": "tmp"}]
+
+
+@pytest.mark.parametrize("backend", ["Native", "VLLM"])
+def test_compiled_code_of_an_engine_is_on_the_claim_of_its_cache_volume(backend: str) -> None:
+    template = {"spec": {"volumes": [{"name": "cache", **CLAIM}]}}
+    children = all_children(_context(engine={"backend": backend, "podTemplate": template, "gpusPerPod": 1}))
+    (engine,) = (each for each in children if each["kind"] == "StatefulSet")
+    pod = engine["spec"]["template"]["spec"]
+    assert {"name": "cache", **CLAIM} in pod["volumes"]
+    (container,) = pod["containers"]
+    assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
+    variables = {each["name"]: each.get("value", "") for each in container.get("env", ())}
+    for each in children:
+        variables |= each["data"] if each["kind"] == "ConfigMap" else {}
+    names = {"XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"}
+    names |= {"VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE"} if backend == "VLLM" else set()
+    assert [name for name in names if not f"{variables[name]}/".startswith("/cache/")] == []
+
+
 def test_a_template_merges_containers_and_variables_by_name_and_replaces_other_lists() -> None:
     overlay = {
         "metadata": {"annotations": {"n": "1"}},

@@ -98,6 +98,31 @@ async def test_the_salt_of_the_prefix_cache_derives_from_the_key(start_with_keys
     assert await salt("first", cache_salt="x" * 256) is not None
 
 
+async def test_sessions_are_of_one_key(start_with_keys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = await start_with_keys("first\nsecond\n")
+    sessions: list[str] = []
+    add_request = running.service.client.add_request
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        sessions.append(options["session"])
+        return add_request(*arguments, **options)
+
+    monkeypatch.setattr(running.service.client, "add_request", recorded)
+
+    async def session(key: str, header: str | None = None, **fields: Any) -> str:
+        headers = {"Authorization": f"Bearer {key}"} | ({} if header is None else {"x-session-id": header})
+        body = {"model": "smollm2", "prompt": "Hi", **fields}
+        assert (await running.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        return sessions[-1]
+
+    assert await session("first") == ""
+    own = await session("first", prompt_cache_key="a")
+    assert 0 < len(own) <= 64
+    assert own == await session("first", "a") == await session("first", "b", prompt_cache_key="a")
+    assert own != await session("first", prompt_cache_key="b")
+    assert own != await session("second", prompt_cache_key="a")
+
+
 async def test_api_keys_guard_all_but_probes(start_with_keys: Any) -> None:
     running = await start_with_keys("# of the team\nfirst\n\nsecond-ключ\n")
     assert (await running.http.get("/readyz")).status_code == 200

@@ -127,12 +127,23 @@ def test_the_id_and_the_trace_of_a_request_may_be_absent() -> None:
                 RequestMeta.from_list([*items[:place], wrong])
 
 
-def test_needs_end_the_meta_and_are_sent_only_if_there_are_some() -> None:
+def test_the_session_ends_the_meta() -> None:
+    items = [True, 7, None, False, 0, "", "", "", "", "", "", "", "s"]
+    meta = RequestMeta.from_list(items)
+    assert meta.session == "s"
+    assert list(meta.items()) == items
+    assert RequestMeta.from_list([*items, "of a later release"]) == meta
+    assert RequestMeta.from_list(items[:12]).session == "", "of a peer of an earlier release"
+    for wrong in ("x" * 65, b"t", None, 5):
+        with pytest.raises(MalformedMessageError, match="session"):
+            RequestMeta.from_list([*items[:12], wrong])
+
+
+def test_needs_are_sent_only_if_there_are_some() -> None:
     items = [True, 7, None, False, 0, "", "", "", "", "", "", "HIGH_TEMPERATURE PRIORITY"]
     meta = RequestMeta.from_list(items)
     assert meta.needs == "HIGH_TEMPERATURE PRIORITY"
     assert list(meta.items()) == items
-    assert RequestMeta.from_list([*items, "of a later release"]) == meta
     assert RequestMeta.from_list(items[:11]).needs == "", "of a peer of an earlier release"
     assert len(RequestMeta(True, 7).items()) == 6
     for wrong in ("x" * 513, b"t", None, 5):

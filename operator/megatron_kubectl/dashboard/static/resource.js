@@ -140,7 +140,7 @@ function engineRows(resource, sample) {
   return (resource?.status.engines ?? []).map(engine => {
     const now = sample?.engines[engine.name] ?? {};
     const why = engine.diagnosis ? h("div", { class: "error" }, engine.diagnosis) : null;
-    return [h("div", {}, h("span", { class: "name" }, engine.name), why), stateOf(engine.state), shown(now.waiting, whole), shown(now.running, whole), shown(now.kv_usage, percent),
+    return [h("div", {}, h("span", { class: "name" }, engine.name), why), stateOf(engine.state), shown(now.waiting, whole), shown(now.queued_tokens, whole), shown(now.running, whole), shown(now.kv_usage, percent),
       shown(now.prefix_hit_rate, percent), shown(now.tokens_per_second, tokens), String(now.epoch ?? engine.epoch ?? "–"), String(engine.ranks ?? "–")];
   });
 }
@@ -231,7 +231,7 @@ export function showResource(main, namespace, name, back, signal) {
   const state = h("span", { class: "state soft" }, "…"), facts = h("span", { class: "soft" });
   const missing = h("p", { class: "soft", hidden: true }, "There is no such resource.");
   const actions = new Actions(where, title), log = logs(where, signal), plan = preview(where);
-  const engines = rowsTable("Engines", ["Engine", "State", "Queue", "Running", "KV use", "Prefix hits", "Tokens/s", "Epoch", "Ranks"], new Set([2, 3, 4, 5, 6, 7, 8]));
+  const engines = rowsTable("Engines", ["Engine", "State", "Queue", "Queued tokens", "Running", "KV use", "Prefix hits", "Tokens/s", "Epoch", "Ranks"], new Set([2, 3, 4, 5, 6, 7, 8, 9]));
   const history = rowsTable("Conditions, Events and history", ["Time", "Kind", "Message"], new Set(), new Set([0, 1]));
   const explain = h("pre", { role: "group", "aria-label": "Explanation", tabindex: "0" });
   const errors = Object.fromEntries(["resource", "events", "pods", "explain", "metrics"].map(part => [part, h("p", { class: "error", hidden: true })]));

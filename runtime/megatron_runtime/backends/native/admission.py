@@ -34,6 +34,7 @@ class CoreRequest(BackendRequest):
     rank:        order in the queues: (priority, place, arrival), the lowest first. `place` counts the open requests of
                  its tenant and priority that arrived before it; it is 0 while all requests are of one tenant.
     digests:     keys of the complete blocks of its prompt.
+    uncached:    tokens to compute when it began to wait: those that the prefix cache does not have.
     reads_cache: whether it may take these blocks from the prefix cache.
     grammar:     state of the answer's grammar after the generated tokens; None for an answer without a grammar.
     """
@@ -45,6 +46,7 @@ class CoreRequest(BackendRequest):
     reads_cache: bool
     grammar: AnswerState | None = None
     slot: int = -1
+    uncached: int = 0
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_top_n_logprobs: list[TopLogProbs] = field(default_factory=list)
     has_reported_prompt: bool = False

@@ -15,6 +15,7 @@ from megatron_runtime.backends.native.admission import Admission, CoreRequest
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.request_slots import RequestSlots
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
+from megatron_runtime.backends.native.step_rates import StepRates
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.engine_request import STEP_SIZES, BackendStats, EngineRequest, FinishReason, RequestOutput
 from megatron_runtime.process.metrics import Histogram
@@ -81,6 +82,7 @@ class EngineCore:
         self._scheduler = Scheduler(self.context, config)
         self._steps = self._prompt_tokens = self._generation_tokens = self._failed_rows = 0
         self._last_step: float | None = None
+        self._rates = StepRates()
         self._step_sizes = Histogram(STEP_SIZES)
         self._continued: list[CoreRequest] = []
         """Requests that were added with generated tokens since the last step."""
@@ -142,9 +144,15 @@ class EngineCore:
         """Run one step. Return its outputs, and those of the requests that ended without running."""
         outputs = self._end_overdue() + self._end_exhausted()
         self._wait_for_masks()
+        begun, computed = self._clock(), self._prompt_tokens
         plan = self.schedule()
         if plan is not None:
             outputs += self.collect(self.executor.execute(plan))
+            self._rates.observe(
+                prompt_tokens=self._prompt_tokens - computed,
+                held_tokens=int(plan.context_lengths.sum()),
+                seconds=self._clock() - begun,
+            )
         elif grammars := self._scheduler.without_mask():
             next(iter(grammars.values())).wait(_MASK_POLL_SECONDS)
         self._steps += 1
@@ -168,6 +176,8 @@ class EngineCore:
     ) -> RequestOutput:
         """Close `request` and return its last output. newest: the last token of prompt and answer."""
         routing = self._routing_of(request)
+        if request.slot >= 0:
+            self._rates.ended(int(self.context.num_tokens[request.slot]) - request.prompt_length)
         self._scheduler.remove(request)
         output = request.end(request.output(tokens), reason, now=self._clock())
         output.stop_token = newest if reason == "stop" and newest in request.stop_ids else None
@@ -370,6 +380,8 @@ class EngineCore:
     def stats(self) -> BackendStats:
         """Return the counters since the start, and the current load. May be called from any thread."""
         scheduler = self._scheduler
+        prefill_rate, decode_rate = self._rates.rates()
+        last_request = scheduler.last_request  # first: a request that is added meanwhile may only be in the tokens
         return BackendStats(
             steps=self._steps,
             last_step=self._last_step,
@@ -385,6 +397,10 @@ class EngineCore:
             prefix_cache_queries=scheduler.cache_queries,
             prefix_cache_hits=scheduler.cache_hits,
             prefix_coordination_waits=scheduler.coordination_waits,
+            prefill_rate=prefill_rate,
+            decode_rate=decode_rate,
+            queued_tokens=scheduler.queued_tokens,
+            last_request=last_request,
         )
 
     def check_integrity(self) -> None:

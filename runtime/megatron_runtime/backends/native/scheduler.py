@@ -7,6 +7,10 @@ starves only behind lower priority numbers.
 A waiting request preempts running ones only if their priority number is higher, and only if that makes room for it. So
 requests of one priority never alternate, and a preempted request waits until there is room.
 
+Half of the prompt tokens of a step go to prompts by rank, the other half to those with the fewest tokens left. So a
+short prompt does not wait for a long one, and the first prompt by rank gets at least half of each step, whatever
+arrives after it.
+
 Requests of several tenants are interleaved: within a priority, the first request of each tenant comes first, then the
 second of each, and so on. The n-th request of a tenant may also preempt a request beyond the n-th of another tenant.
 So each tenant gets an equal share of slots, pages and prompt tokens, as far as it has requests.
@@ -58,6 +62,7 @@ class Scheduler:
     """The queues of one engine.
 
     open:               every request, by id; each is in `waiting` or `running`, which are ordered by rank.
+    last_request:       the highest id of the requests that were added; 0: none was.
     preemptions:        how often a request lost its pages to other requests.
     coordination_waits: steps that a request skipped because another request was computing its prefix.
     cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
@@ -67,6 +72,7 @@ class Scheduler:
         self.open: dict[int, CoreRequest] = {}
         self.waiting: list[CoreRequest] = []
         self.running: list[CoreRequest] = []
+        self.last_request = 0
         self.preemptions = 0
         self.coordination_waits = 0
         self.cache_queries = 0
@@ -78,6 +84,8 @@ class Scheduler:
         self._is_interleaved = False
         self._has_changed = False
         """Whether requests were added or removed since the last interleaving."""
+        self._waiting_tokens = self._running_tokens = 0
+        """Prompt tokens to compute: of the waiting requests, and of the running ones after the last step."""
         self._next_deadline = math.inf
         """No open request has an earlier deadline."""
 
@@ -87,7 +95,8 @@ class Scheduler:
         self.open[request.request_id] = request
         self._tenants[request.tenant] += 1
         self._has_changed = True
-        insort(self.waiting, request, key=_rank)
+        self._enqueue(request)
+        self.last_request = max(self.last_request, request.request_id)
         self._next_deadline = min(self._next_deadline, request.deadline)
 
     def remove(self, request: CoreRequest) -> None:
@@ -100,7 +109,12 @@ class Scheduler:
         if request.slot >= 0:
             self._release(request)
         else:
-            _discard(self.waiting, request)
+            self._dequeue(request)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of open requests that are not computed. May be read from any thread."""
+        return self._waiting_tokens + self._running_tokens if self.open else 0
 
     def overdue(self, now: float) -> list[CoreRequest]:
         """Return the requests whose deadline has passed; the caller must remove them."""
@@ -120,7 +134,17 @@ class Scheduler:
         request.tokens = self._context.tokens_of(request.slot).copy()
         request.note(Event.EVICT)
         self._release(request)
+        self._enqueue(request)
+
+    def _enqueue(self, request: CoreRequest) -> None:
+        matched, _ = self._context.match(request)
+        request.uncached = len(request.tokens) - len(matched) * self._context.block_size
+        self._waiting_tokens += request.uncached
         insort(self.waiting, request, key=_rank)
+
+    def _dequeue(self, request: CoreRequest) -> None:
+        self._waiting_tokens -= request.uncached
+        _discard(self.waiting, request)
 
     def _release(self, request: CoreRequest) -> None:
         self._context.release(request.slot)
@@ -159,16 +183,18 @@ class Scheduler:
         victim = self._grow()
         left = self._left(self.running)
         if self.running and not self.waiting and left.max() == 1 and not self.without_mask():
+            self._running_tokens = 0
             return StepRows(list(self.running), _slots(self.running), left, np.ones(len(left), dtype=bool))
         self._admit(victim, now=now, epoch=epoch)
         if not self.running:
             return None
         left = self._left(self.running)
-        counts = self._shares(left, self._config.step_tokens)
+        counts = self._shares(self.running, left)
         counts[list(self.without_mask())] = 0
         if self._config.track_paused_request_events:
             for index in np.flatnonzero(counts == 0):
                 self.running[index].note(Event.PAUSE)
+        self._running_tokens = int((left - counts)[left > 1].sum())
         chosen = np.flatnonzero(counts)
         if not len(chosen):
             return None
@@ -186,14 +212,28 @@ class Scheduler:
     def _left(self, requests: list[CoreRequest]) -> npt.NDArray[np.int32]:
         return self._context.tokens_left(_slots(requests))
 
-    @staticmethod
-    def _shares(left: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-        """Return the number of tokens that each request computes: one for a decode, the rest for prompts in order."""
+    def _budgets(self, num_decodes: int) -> tuple[int, int]:
+        """Return the prompt tokens of a step that go by rank, and those that go by size."""
+        budget = self._config.step_tokens - num_decodes
+        if not self._config.enable_chunked_prefill:
+            return budget, 0  # a prompt is computed in one step, so none is cut for another
+        if num_decodes and self._config.max_prefill_tokens is not None:
+            budget = min(budget, self._config.max_prefill_tokens)
+        return budget - budget // 2, budget // 2
+
+    def _shares(self, requests: list[CoreRequest], left: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the number of tokens that each of `requests` computes in a step: one for a decode. Prompts share the
+        rest. requests: by rank."""
         shares = np.minimum(left, 1)
-        prompts = left > 1
+        prompts = np.flatnonzero(left > 1)
+        by_rank, by_size = self._budgets(len(left) - len(prompts))
         wanted = left[prompts]
-        before = np.cumsum(wanted) - wanted
-        shares[prompts] = np.clip(budget - int(shares[~prompts].sum()) - before, 0, wanted)
+        first = _filled(wanted, by_rank)
+        unmet = wanted - first
+        order = sorted(range(len(prompts)), key=lambda row: (*requests[prompts[row]].rank[:2], unmet[row]))
+        second = np.zeros_like(unmet)
+        second[order] = _filled(unmet[order], by_rank + by_size - int(first.sum()))
+        shares[prompts] = first + second
         return shares
 
     def _grow(self) -> CoreRequest | None:
@@ -212,14 +252,15 @@ class Scheduler:
         self.preemptions += len(victims)
 
     def _admit(self, victim: CoreRequest | None, *, now: float, epoch: int) -> None:
-        """Admit waiting requests in order, up to `victim`, which this step preempted. A request is overtaken only while
-        it waits for a prefix under computation.
+        """Admit waiting requests in order, up to `victim`, which this step preempted. A request is overtaken while it
+        waits for a prefix under computation, and while there is room but this step has no tokens for it: by shorter
+        ones.
 
         A request gets the pages of all its tokens at once, and only if a page is left for each running request, so the
         next few steps do not preempt it.
         """
         context = self._context
-        for request in list(self.waiting):
+        for request in self.waiting[: context.max_requests]:
             if victim is not None and victim.rank <= request.rank:
                 break
             if not context.has_free_slot and request.rank[:2] >= self.running[-1].rank[:2]:
@@ -232,8 +273,11 @@ class Scheduler:
             if victims is None:
                 break
             count = len(request.tokens) - len(matched) * context.block_size
-            budget = self._tokens_for(request, without=victims)
-            if budget <= 0 or (not self._config.enable_chunked_prefill and budget < count <= self._config.step_tokens):
+            budget = self._tokens_for(request, count, without=victims)
+            if self._config.enable_chunked_prefill:
+                if budget <= 0:
+                    continue
+            elif budget <= 0 or budget < count <= self._config.step_tokens:
                 break
             if victims:
                 self._preempt(victims)
@@ -260,14 +304,14 @@ class Scheduler:
         count = next(count for count in range(1, len(lower) + 1) if is_room(count))
         return lower[len(lower) - count :]
 
-    def _tokens_for(self, request: CoreRequest, *, without: Sequence[CoreRequest]) -> int:
-        """Return the tokens of a step that are left for `request` if the requests `without` are preempted: each decode
-        gets one, and prompts of lower rank get all they need.
+    def _tokens_for(self, request: CoreRequest, count: int, *, without: Sequence[CoreRequest]) -> int:
+        """Return how many tokens of the step `request`, which has to compute `count`, gets if it is admitted and the
+        requests `without` are preempted.
         """
         staying = [other for other in self.running if other not in without] if without else self.running
-        left = self._left(staying)
-        ahead = bisect_left(staying, request.rank, key=_rank)
-        return self._config.step_tokens - int(left[:ahead].sum()) - int((left[ahead:] == 1).sum())
+        place = bisect_left(staying, request.rank, key=_rank)
+        left = np.insert(self._left(staying), place, count)
+        return int(self._shares([*staying[:place], request, *staying[place:]], left)[place])
 
     def _admitted(self, request: CoreRequest, slot: int, *, num_cached: int, now: float, epoch: int) -> None:
         request.slot = slot
@@ -280,7 +324,7 @@ class Scheduler:
             if request.reads_cache:
                 self.cache_queries += request.prompt_length
                 self.cache_hits += num_cached
-        _discard(self.waiting, request)
+        self._dequeue(request)
         insort(self.running, request, key=_rank)
 
     def check_integrity(self) -> None:
@@ -291,6 +335,8 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             if any(first.rank >= second.rank for first, second in pairwise(queue)):
                 raise AssertionError("a queue is out of order")
+        if self._waiting_tokens != sum(request.uncached for request in self.waiting):
+            raise AssertionError("the tokens of waiting requests are miscounted")
         if self._tenants != Counter(request.tenant for request in self.open.values()):
             raise AssertionError("the requests of a tenant are miscounted")
         if not self._has_changed and [request.rank[1] for request in self.open.values()] != self._places():
@@ -306,6 +352,11 @@ def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
     if running.priority != waiting.priority:
         return running.priority > waiting.priority
     return running.rank[1] > waiting.rank[1] and running.tenant != waiting.tenant
+
+
+def _filled(wanted: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
+    """Return how much of `budget` each gets if each gets all it wants, in order, while the budget lasts."""
+    return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
 
 
 _NO_TOKENS = np.empty(0, np.int32)

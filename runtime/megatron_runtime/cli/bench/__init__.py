@@ -9,6 +9,7 @@ bench = LazyGroup(
     commands={
         "coordinator": ("coordinator", "What a request costs in the coordinator."),
         "engine": ("engine", "How fast one engine reads prompts and generates."),
+        "routing": ("routing", "How routing policies compare on a trace, with simulated engines."),
         "serve": ("serve", "How a running server answers many clients."),
     },
 )

@@ -18,7 +18,7 @@ import psutil
 import uvloop
 
 from megatron_runtime.cli.bench.report import Figure, json_file, percentiles, report
-from megatron_runtime.cli.options import COUNT
+from megatron_runtime.cli.options import COUNT, ROUTING_POLICIES
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
@@ -71,14 +71,14 @@ class Bench:
     open_socket: OpenSocket = open_dealer
 
     @classmethod
-    def start(cls, *, prompt_tokens: int, **load: Any) -> Self:
-        """Start a coordinator with longest-prefix routing. load: the other fields."""
+    def start(cls, *, prompt_tokens: int, policy: str = "LongestPrefix", **load: Any) -> Self:
+        """Start a coordinator with a routing policy. load: the other fields."""
         settings = CoordinatorSettings(
             listen="127.0.0.1",
             client_port=0,
             engine_port=0,
             admin_port=0,
-            routing_policy=RoutingPolicy.LONGEST_PREFIX,
+            routing_policy=RoutingPolicy(policy),
             timing=Timing(recovery=0.0),
         )
         rng, half = np.random.default_rng(1), prompt_tokens // 2
@@ -152,7 +152,7 @@ class Bench:
         return seconds, (after.user + after.system) - (before.user + before.system)
 
 
-async def run(**load: int) -> list[Figure]:
+async def run(**load: Any) -> list[Figure]:
     """Measure all parts, one after the other, on one coordinator. load: of Bench.start()."""
     bench = Bench.start(**load)
     try:
@@ -247,11 +247,12 @@ async def partials(bench: Bench) -> list[Figure]:
 @click.option("--engines", type=COUNT, default=4, help="They answer at once, with one token.")
 @click.option("--requests", type=COUNT, default=10_000, help="Of each part.")
 @click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024)
+@click.option("--policy", type=ROUTING_POLICIES, default="LongestPrefix", help="Routing policy.")
 @json_file
-def coordinator(*, json_file: Path | None, **values: int) -> None:
+def coordinator(*, json_file: Path | None, **values: Any) -> None:
     """What a request costs in the coordinator.
 
-    The coordinator runs in its own process, with longest-prefix routing. Clients and engines that do almost nothing run
+    The coordinator runs in its own process. Clients and engines that do almost nothing run
     in this one. The CPU time is that of all threads of the coordinator.
     """
     # The load shares the machine with the coordinator and must not be the slower part.

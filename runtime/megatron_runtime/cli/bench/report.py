@@ -60,12 +60,16 @@ def machine() -> dict[str, Any]:
 
 
 def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> None:
-    """Print the figures as a table. If `path` is given, write them as JSON with machine and options."""
+    """Print the figures as a table. If `path` is given, write them as with write_figures()."""
     table = Table("measured", Column(justify="right"), "unit", "goal", title=title, title_justify="left")
     for figure in figures:
         table.add_row(figure.what, f"{figure.value:,.4g}", figure.unit, figure.goal)
     Console().print(table)
     if path is not None:
-        values = {figure.key: figure.value for figure in figures}
-        document = {"benchmark": benchmark, "machine": machine(), "options": options, "figures": values}
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        write_figures(benchmark, options, {figure.key: figure.value for figure in figures}, path)
+
+
+def write_figures(benchmark: str, options: dict[str, Any], figures: dict[str, Any], path: Path) -> None:
+    """Write figures as JSON, with machine and options."""
+    document = {"benchmark": benchmark, "machine": machine(), "options": options, "figures": figures}
+    path.write_text(json.dumps(document, indent=2) + "\n")

@@ -22,6 +22,8 @@ from megatron_runtime.protocol.messages import Error, Outgoing
 SHARED_PORT = 3
 """Port number in the single-port mode. The other port numbers are the values of Role."""
 REMEMBERED_ANSWERS = 4096
+SIMILAR_RATES = 1.25
+"""An engine whose rate differs from the median by less than this factor counts as one of the median."""
 
 Effect: TypeAlias = tuple[PeerId, Outgoing | None]
 """Send this message to the peer. None: close its connection when everything before has been sent. No frames: report
@@ -78,11 +80,10 @@ class ClientRegistry:
 class EnginesByLoad:
     """Engines in the order in which they get work, so that a request need not look at each.
 
-    load: returns the place of an engine from its requests in flight and the most that it runs. Of equals, the lowest
-        index is first.
+    load: returns the place of an engine that is not full. Of equals, the lowest index is first.
     """
 
-    def __init__(self, load: Callable[[int, int], float]) -> None:
+    def __init__(self, load: Callable[[Engine], float]) -> None:
         self._load = load
         self._engines: dict[int, Engine] = {}
         self._loads: dict[int, float] = {}
@@ -97,8 +98,7 @@ class EnginesByLoad:
 
     def put(self, engine: Engine) -> None:
         """Add an engine, or move it to its place."""
-        waiting, slots = len(engine.in_flight), engine.max_requests
-        load = self._load(waiting, slots) if waiting < slots else math.inf
+        load = engine.load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
         if self._loads.get(engine.index) != load:
             self.remove(engine)
             self._engines[engine.index] = engine
@@ -118,9 +118,10 @@ class EngineRegistry:
     stopped:     all engines were sent STOP and none has registered since: there is nothing to wait for.
     block_sizes: the block sizes of their prefix caches; more than one while a change is rolled out.
     has_pooling: an engine has a pooling model, so not every engine may answer a request without needs.
+    min_prefill_cost: of the fastest engine, in seconds per prompt token; 0: requests are counted.
     """
 
-    def __init__(self, load: Callable[[int, int], float]) -> None:
+    def __init__(self, load: Callable[[Engine], float]) -> None:
         self._by_name: dict[str, Engine] = {}
         self._by_peer: dict[PeerId, Engine] = {}
         self.at: Callable[[PeerId], Engine | None] = self._by_peer.get
@@ -132,6 +133,7 @@ class EngineRegistry:
         self.stopped = False
         self.block_sizes: frozenset[int] = frozenset()
         self.has_pooling = False
+        self.min_prefill_cost = 0.0
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._by_name.values()))
@@ -161,9 +163,30 @@ class EngineRegistry:
         return (engine for engine in self._by_load if engine.has_room())
 
     def load_changed(self, engine: Engine) -> None:
-        """Call after every change of `engine.in_flight` or `engine.max_requests`."""
+        """Call after every change of what Engine.cost() reads, or of `engine.max_requests`."""
         if self.is_registered(engine):
             self._changed[engine.index] = engine
+
+    def update_costs(self) -> None:
+        """Take over the rates of the last heartbeats. An engine that reports none has the median of the others, as has
+        one that differs from it by less than SIMILAR_RATES, so noise does not order engines of one speed. If no engine
+        reports one of the rates, requests are counted.
+        """
+        reports = [engine.heartbeat for engine in self._by_name.values()]
+        prefill_rates = sorted(report.prefill_rate for report in reports if report.prefill_rate)
+        decode_rates = sorted(report.decode_rate for report in reports if report.decode_rate)
+        is_known = bool(prefill_rates and decode_rates)
+        for engine in self._by_name.values():
+            costs = 0.0, 0.0
+            if is_known:
+                costs = (
+                    _cost_of(engine.heartbeat.prefill_rate, prefill_rates[len(prefill_rates) // 2]),
+                    _cost_of(engine.heartbeat.decode_rate, decode_rates[len(decode_rates) // 2]),
+                )
+            if costs != (engine.prefill_cost, engine.held_cost):
+                engine.prefill_cost, engine.held_cost = costs
+                self.load_changed(engine)
+        self.min_prefill_cost = min((engine.prefill_cost for engine in self._by_name.values()), default=0.0)
 
     def announced(self, engine: Engine) -> None:
         """Call after a registered engine has announced its sizes and its task."""
@@ -204,6 +227,13 @@ class EngineRegistry:
             self.has_pooling = any(other.task for other in self._by_name.values())
         if len(self.block_sizes) > 1:
             self._collect_block_sizes()
+
+
+def _cost_of(rate: float | None, median: float) -> float:
+    """Return the seconds per token of an engine that reports `rate`."""
+    if not rate or median / SIMILAR_RATES < rate < median * SIMILAR_RATES:
+        rate = median
+    return 1 / rate
 
 
 class Context:

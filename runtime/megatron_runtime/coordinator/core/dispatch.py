@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from itertools import chain
 
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
@@ -214,6 +215,15 @@ class Dispatcher:
             return first
         if entry.hashes is None:
             entry.hashes = self._hashes_of(entry)
+        if self._router.by_cost:
+            return self._router.cheapest(
+                chain((first, second), by_load),
+                entry.hashes,
+                tokens=entry.num_tokens,
+                min_prefill_cost=self._engines.min_prefill_cost,
+                fits=lambda engine: engine.has_room() and (not needs_match or engine.runs(entry)),
+                session=entry.meta.session,
+            )
         if not entry.hashes:
             # A prompt without a complete block goes to the fewest requests, whichever order the policy has.
             return self._router.select([first, second, *by_load], {})
@@ -279,11 +289,11 @@ class Dispatcher:
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
         self.tenants.dispatched(entry)
-        engine.in_flight[dispatch_id] = entry
-        self._engines.load_changed(engine)
         if entry.hashes is None:  # without a choice of engines, the request need not wait for them
             entry.hashes = self._hashes_of(entry)
-        self._router.assigned(engine, entry.hashes, request=entry.uid)
+        cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
+        engine.give(entry, cached)
+        self._engines.load_changed(engine)
         if entry.deadline is not None or entry.slot is not None:
             self.deadlines.set(entry, entry.deadline)
 
@@ -305,7 +315,7 @@ class Dispatcher:
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
         """The connection of `engine` did not accept a dispatch: the request gets its place in the queue back."""
-        entry = engine.in_flight.pop(dispatch_id, None)
+        entry = engine.take(dispatch_id)
         if entry is None:
             return
         self._engines.load_changed(engine)
@@ -368,7 +378,8 @@ class Dispatcher:
         """Queue again what `engine` had in flight, before everything that came later."""
         self.quarantine.lost(engine)
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
-        engine.in_flight.clear()
+        for entry in entries:
+            engine.take(entry.dispatch_id)
         self._engines.load_changed(engine)
         for entry in entries:
             if entry.meta.engine:
@@ -401,7 +412,7 @@ class Dispatcher:
             self.queue.discard(entry)
             return
         self.withdraw(entry)
-        del engine.in_flight[entry.dispatch_id]
+        engine.take(entry.dispatch_id)
         self._engines.load_changed(engine)
         self._remember(entry, engine)
         self._leave_engine(entry)
@@ -426,6 +437,11 @@ class Dispatcher:
             self._dispatch(entry, engine)
             if entry.engine is engine:
                 self.quarantine.begin(entry)
+
+    def begun(self, entry: Entry, engine: Engine) -> None:
+        """The engine has computed the prompt of a request and sent its first token."""
+        engine.computed(entry, entry.uncached)
+        self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
         """A reserved engine has sent tokens, which may acquit its suspect."""
@@ -458,7 +474,7 @@ class Dispatcher:
         if entry.crashes:
             self.quarantine.forget(entry)
         if entry.engine is not None:
-            entry.engine.in_flight.pop(entry.dispatch_id, None)
+            entry.engine.take(entry.dispatch_id)
             self._engines.load_changed(entry.engine)
             self.tenants.returned(entry)
             entry.engine = None

@@ -339,6 +339,7 @@ class Membership:
                     client.stuck_since += late
         self._schedule()
         heartbeat = self._heartbeat()
+        self._engines.update_costs()
         for engine in self._engines:
             self._check_engine(engine, now, heartbeat)
         for client in self._clients:
@@ -401,6 +402,8 @@ class Membership:
         now = self._context.now
         engine.busy_until = now + message.busy_for if message.busy_for > 0 else 0.0
         before = engine.available()
+        if engine.report(message):
+            self._engines.load_changed(engine)
         engine.suspect = False
         engine.relieved.clear()
         if engine.unsettled and not message.running:

@@ -23,6 +23,7 @@ from megatron_runtime.protocol.messages import (
     AnswerFormats,
     ControlCommit,
     EngineStatus,
+    Heartbeat,
     Hello,
     Outgoing,
     RequestMeta,
@@ -39,6 +40,7 @@ from megatron_runtime.requests.capabilities import (
 _RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
 """Capacity of an engine that announced none: it has a queue of its own."""
+_NO_HEARTBEAT = Heartbeat(incarnation=0)
 ENTRY_OVERHEAD_BYTES = 1024
 """Estimate of what an open request costs beside its bodies."""
 TOKEN_BYTES = 4
@@ -154,7 +156,12 @@ class Engine:
     welcomed:  when the state to be in was last sent to it.
     owed:      the last commit sent to it, until a later heartbeat shows its state.
     entered_during: operation under way when this engine joined; it is sent the outcome.
-    in_flight: requests by dispatch id.
+    in_flight: requests by dispatch id; changed by give() and take().
+    queued:    tokens that it has to compute before its requests have their next token; those of Entry.uncached.
+    held:      tokens of its requests, when they were dispatched.
+    prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0: requests are counted.
+    load:      its place among the engines, which EnginesByLoad sets.
+    heartbeat: the last one.
     relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
     reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
     unsettled: it was sent an abort, and has not reported since that it runs nothing.
@@ -194,6 +201,12 @@ class Engine:
     owed: ControlCommit | None = None
     entered_during: str | None = None
     in_flight: dict[int, Entry] = field(default_factory=dict)
+    queued: int = 0
+    held: int = 0
+    prefill_cost: float = 0.0
+    held_cost: float = 0.0
+    load: float = 0.0
+    heartbeat: Heartbeat = _NO_HEARTBEAT
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
     unsettled: bool = False
@@ -215,6 +228,54 @@ class Engine:
             and not (self.draining or self.suspect or self.full or self.reserved)
             and len(self.in_flight) < self.max_requests
         )
+
+    def cost(self) -> float:
+        """Return the seconds of work that it has; without rates, the number of its requests."""
+        if not self.prefill_cost:
+            return len(self.in_flight)
+        return self.queued * self.prefill_cost + self.held * self.held_cost
+
+    def give(self, entry: Entry, cached: int) -> None:
+        """Add a request under its dispatch id, of whose tokens it has cached some."""
+        self.in_flight[entry.dispatch_id] = entry
+        size = entry.size = entry.num_tokens
+        uncached = entry.uncached = max(0, size - cached)
+        self.queued += uncached
+        self.held += size
+
+    def take(self, dispatch_id: int) -> Entry | None:
+        """Remove a request."""
+        entry = self.in_flight.pop(dispatch_id, None)
+        if entry is not None:
+            self.queued -= entry.uncached
+            self.held -= entry.size
+            entry.uncached = 0
+        return entry
+
+    def computed(self, entry: Entry, tokens: int) -> None:
+        """It computed `tokens` of those of a request."""
+        entry.uncached -= tokens
+        self.queued -= tokens
+
+    def report(self, heartbeat: Heartbeat) -> bool:
+        """Take over what it reports of its queue. Return whether `queued` changed.
+
+        The tokens that it has computed are counted for its oldest requests. Requests that it had not received when it
+        sent the heartbeat stay as they are.
+        """
+        self.heartbeat, before = heartbeat, self.queued
+        if heartbeat.queued_tokens is None or not before:
+            return False
+        last = heartbeat.last_dispatch or 0
+        received = [entry for number, entry in self.in_flight.items() if number <= last and entry.uncached]
+        done = sum(entry.uncached for entry in received) - heartbeat.queued_tokens
+        for entry in received:
+            if done <= 0:
+                break
+            tokens = min(done, entry.uncached)
+            self.computed(entry, tokens)
+            done -= tokens
+        return self.queued != before
 
     def has_model(self, model: str) -> bool:
         """Whether it may answer requests for `model`; if one of the two is unknown, it may."""
@@ -307,6 +368,8 @@ class Entry:
     dispatched_at, dispatches: its first dispatch that an engine's connection accepted, None before, and their number.
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
     media_route: route of the client that sent them.
+    uncached:   tokens that its engine has to compute before its next token, as estimated; 0 after that token.
+    size:       tokens of prompt and answer when it was dispatched. A text counts a token for four bytes.
     """
 
     uid: bytes
@@ -340,10 +403,17 @@ class Entry:
     num_indexed: int = 0
     media: Media | None = None
     media_route: int = 0
+    uncached: int = 0
+    size: int = 0
 
     @property
     def tokens_so_far(self) -> int:
         return len(self.generated) // TOKEN_BYTES
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer. A text counts a token for four bytes."""
+        return (len(self.prompt) + len(self.generated)) // TOKEN_BYTES
 
     @property
     def is_open(self) -> bool:

@@ -78,6 +78,8 @@ class Replies:
                 whole = False
             if not entry.model:
                 entry.model = engine.model
+            if entry.uncached:
+                self._dispatcher.begun(entry, engine)
             journal.append(entry, message.tokens[begin:position], details=extras, details_cost=share)
             accepted.append(entry)
         if whole and client is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
@@ -11,7 +13,15 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.media import MediaItem, media_of_blocks
 from megatron_runtime.requests.config import RoutingPolicy
 
-PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
+PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX, RoutingPolicy.LEAST_COST)
+MAX_COMPARED = 16
+"""Engines without a matching block that LeastCost compares for a request, the least loaded first. Of engines of one
+speed, the first has the least cost."""
+MAX_HOLDERS = 24
+"""Engines with one matching block that LeastCost compares. A prefix that more engines hold is common, and most of them
+are as good."""
+MAX_SESSIONS = 1 << 16
+"""Sessions whose engine is remembered; the least recently used is forgotten first."""
 MAX_KNOWN_BLOCKS = 1 << 16
 """Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
 _ROUNDING = 1e-9
@@ -39,6 +49,9 @@ class KnownBlocks:
     def __contains__(self, block: int) -> bool:
         return block in self._holders
 
+    def holds(self, engine: Engine, block: int) -> bool:
+        return block in self._held.get(engine.index, ())
+
     def count(self, engine: Engine) -> int:
         return len(self._held.get(engine.index, ()))
 
@@ -57,23 +70,39 @@ class KnownBlocks:
             depth -= 1
         return depth, given
 
-    def give(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """The engine was given these blocks now."""
+    def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
+        """Yield the engines that hold each block of a prompt, with the number of blocks up to it, the deepest first.
+        Depths with the same engines as the one before are left out."""
+        last: Collection[Engine] = ()
+        for depth in range(len(hashes), 0, -1):
+            found = self._holders.get(hashes[depth - 1])
+            if found is not None:
+                engines = found if isinstance(found, set) else (found,)
+                if engines != last:
+                    last = engines
+                    yield depth, engines
+
+    def give(self, engine: Engine, hashes: Sequence[int]) -> int:
+        """The engine was given these blocks now. Return how many of them it held, counted to the deepest one."""
         self.clock += 1
         if not hashes:
-            return
+            return 0
         held = self._held.get(engine.index)
         if held is None:
             held = self._held[engine.index] = OrderedDict()
         # The deepest first: where the table is full, a prompt is forgotten from its end.
+        depth, known = len(hashes), 0
         for block in reversed(hashes):
             if block in held:
                 held.move_to_end(block)
+                known = known or depth
             else:
                 self._add_holder(block, engine)
             held[block] = self.clock
+            depth -= 1
         while len(held) > MAX_KNOWN_BLOCKS:
             self._remove_holder(held.popitem(last=False)[0], engine)
+        return known
 
     def evict(self, engine: Engine, hashes: Iterable[int]) -> None:
         held = self._held.get(engine.index)
@@ -107,17 +136,26 @@ class KnownBlocks:
             del self._holders[block]
 
 
-def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[int, int], float]:
-    """Return the load by which a policy orders engines without a matching block: of the requests in flight and the most
-    that the engine runs."""
+def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]:
+    """Return the load by which a policy orders engines without a matching block."""
+    if policy is RoutingPolicy.LEAST_COST:
+        return Engine.cost
     if policy not in PREFIX_POLICIES:
-        return lambda waiting, slots: waiting
+        return lambda engine: len(engine.in_flight)
     # With alpha 1 the free share has no weight, so the lowest index is first.
-    return (lambda waiting, slots: waiting / slots) if alpha < 1 else (lambda waiting, slots: 0.0)
+    return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
 
 
 class EngineRouter:
-    """Chooses engines. With a prefix policy the score of an engine is
+    """Chooses engines. With LEAST_COST an engine's cost for a request, in seconds, is
+
+        (queued + uncached) / prefill rate + held / decode rate
+
+    where `queued` is the prompt tokens that the engine still has to compute, `uncached` those of the request that it
+    does not hold, and `held` the tokens of its requests. If rates are unknown, the cost is the number of its requests.
+    Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
+
+    With another prefix policy the score of an engine is
 
         alpha * match + (1 - alpha) * free slots / slots
 
@@ -143,11 +181,14 @@ class EngineRouter:
         self.decisions: list[dict[str, Any]] | None = [] if record else None
         self._alpha = alpha
         self.by_prefix = policy in PREFIX_POLICIES
+        self.by_cost = policy is RoutingPolicy.LEAST_COST
         self._by_first_block = policy is RoutingPolicy.FIRST_PREFIX_BLOCK
         self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
         self._blocks = KnownBlocks()
+        self._sessions: OrderedDict[str, tuple[Engine, int]] = OrderedDict()
+        """Session -> its last engine, and the last block of the prompt that the engine was given."""
         self._last_index = -1
         self._turn = 0
 
@@ -210,6 +251,78 @@ class EngineRouter:
                     best, rank = engine, found
         return best
 
+    def cheapest(
+        self,
+        by_load: Iterable[Engine],
+        hashes: PromptHashes,
+        *,
+        tokens: int,
+        min_prefill_cost: float,
+        fits: Callable[[Engine], bool],
+        session: str = "",
+    ) -> Engine:
+        """Return the engine of least cost for a prompt. Engines that hold no block of it are compared while they may
+        be cheaper than the best one, at most MAX_COMPARED, and of those that hold a block at most MAX_HOLDERS.
+
+        by_load:  the engines that fit, in the order of load_by(); not empty.
+        tokens:   of the prompt, and of an answer that another engine began.
+        min_prefill_cost: of the fastest engine, in seconds per token.
+        session:  empty: the request belongs to none.
+        """
+        best, rank, least_load = None, (math.inf, 0), 0.0
+        for engine in islice(by_load, MAX_COMPARED):
+            if best is None:
+                least_load = engine.load
+            elif engine.load + tokens * min_prefill_cost >= rank[0]:
+                break
+            if (found := self._cost_rank(engine, hashes, tokens)) < rank:
+                best, rank = engine, found
+        assert best is not None
+        for size, blocks in hashes.items():
+            for depth, engines in self._blocks.by_depth(blocks):
+                uncached = max(0, tokens - depth * size)
+                own = uncached * min_prefill_cost
+                if (least_load + own, uncached) >= rank:
+                    break
+                for engine in islice(engines, MAX_HOLDERS):
+                    # A common prefix has many holders, of which most are busier than the best one: skip those.
+                    if engine.load + own > rank[0] or engine is best or not fits(engine):
+                        continue
+                    if (found := self._cost_rank(engine, hashes, tokens)) < rank:
+                        best, rank = engine, found
+                        if (least_load + own, uncached) >= rank:
+                            break
+        return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
+
+    def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int]:
+        """Return what LEAST_COST compares, the lowest wins: the cost, and the tokens to compute."""
+        size = self._block_size or engine.block_size_tokens
+        blocks = hashes.get(size)
+        uncached = max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
+        return engine.load + uncached * engine.prefill_cost, uncached
+
+    def _session_engine(
+        self,
+        session: str,
+        best: Engine,
+        cost: float,
+        hashes: PromptHashes,
+        tokens: int,
+        fits: Callable[[Engine], bool],
+    ) -> Engine:
+        """Return the engine of a session while it holds the last prompt of the session, otherwise `best`.
+
+        A move computes the cached tokens again and stores them twice. So the session stays while its engine costs at
+        most the computation of these tokens more than `best`; if requests are counted, while it has at most twice the
+        requests and one.
+        """
+        engine, block = self._sessions.get(session, (best, 0))
+        if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
+            return best
+        own_cost, uncached = self._cost_rank(engine, hashes, tokens)
+        most = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
+        return engine if own_cost <= most else best
+
     def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
@@ -232,16 +345,26 @@ class EngineRouter:
         self._last_index = chosen.index
         return chosen
 
-    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes) -> None:
-        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
+    def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> int:
+        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded. Return how
+        many of its tokens the engine held before.
+        """
+        cached = 0
         if self.by_prefix or self.decisions is not None:
-            self.learn(engine, self._of_engine(hashes, engine))
+            blocks = self._of_engine(hashes, engine)
+            cached = self.learn(engine, blocks) * (self._block_size or engine.block_size_tokens)
+            if session and blocks and self.by_cost:
+                self._sessions[session] = engine, blocks[-1]
+                self._sessions.move_to_end(session)
+                if len(self._sessions) > MAX_SESSIONS:
+                    self._sessions.popitem(last=False)
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._blocks.clock})
+        return cached
 
-    def learn(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """`engine` was given these blocks now."""
-        self._blocks.give(engine, hashes)
+    def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
+        """`engine` was given these blocks now. Return how many of them it held, counted to the deepest one."""
+        return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""

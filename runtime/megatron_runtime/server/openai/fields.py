@@ -188,7 +188,7 @@ _NO_TEMPLATES_OF_CLIENTS = NotOffered(
 
 _ANNOTATIONS = frozenset(
     {
-        *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
+        *("metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"),
         *("service_tier", "store", "user"),
     }
 )

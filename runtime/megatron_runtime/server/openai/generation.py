@@ -19,7 +19,7 @@ from megatron_runtime.client.pending import TOKEN_BYTES
 from megatron_runtime.client.rejection import ModelChangedError, RequestFailedError, RequestRejectedError
 from megatron_runtime.process import tracing
 from megatron_runtime.process.tracing import Span
-from megatron_runtime.server.auth import ApiKey, tenant_salt
+from megatron_runtime.server.auth import ApiKey, tenant_salt, tenant_session
 from megatron_runtime.server.errors import ApiError, from_reply_error, try_again
 from megatron_runtime.server.formats.chat_format import AnswerFormat, AnswerParserError
 from megatron_runtime.server.json_text import to_json
@@ -130,7 +130,8 @@ def generation_of(
                 tracing.RESPONSE_MODEL: adapter or settings.served_name,
             }
         )
-    return Generation(service, key, adapter, jobs, field_names, request.state.request_id, span, answer)
+    session = tenant_session(tenant, body.prompt_cache_key or request.headers.get("x-session-id", ""))
+    return Generation(service, key, adapter, jobs, field_names, request.state.request_id, session, span, answer)
 
 
 async def _events(
@@ -196,6 +197,7 @@ class Generation:
     adapter:     the LoRA adapter that answers; empty: the base model.
     field_names: request fields by sampling parameter, for errors.
     request_id:  of the HTTP request.
+    session:     of the HTTP request, for the coordinator; empty: none.
     span:        of the HTTP request; None: it is not traced.
     answer:      as of generation_of().
     """
@@ -206,6 +208,7 @@ class Generation:
     jobs: Sequence[Job]
     field_names: Mapping[str, str]
     request_id: str = ""
+    session: str = ""
     span: Span | None = None
     answer: AnswerFormat | None = None
     usage: Usage = field(default_factory=Usage)
@@ -260,6 +263,7 @@ class Generation:
             "tenant": self.key.tenant,
             "adapter": self.adapter,
             "request_id": self.request_id,
+            "session": self.session,
             "traceparent": traceparent,
             "on_tokens": on_tokens,
         }

@@ -259,6 +259,10 @@ class SampledRequest(ModelRequest):
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = served(
         "Cached prefixes are shared only among requests of one salt, and of one API key."
     )
+    prompt_cache_key: Annotated[StrictStr, Field(max_length=1024)] | None = served(
+        "Requests of one key, and of one API key, go to one engine while it holds their prefix and is not much busier "
+        "than others. The header `x-session-id` has the same effect, and the field takes precedence."
+    )
     skip_special_tokens: StrictBool | None = served(
         "`false`: the text of the answer has its special tokens, but not the one that ended it."
     )

@@ -1,0 +1,258 @@
+"""`megatron bench routing`: routing policies on a trace of requests, with simulated engines.
+
+The shapes azure-* are drawn from published statistics of the Azure LLM inference traces
+(https://github.com/Azure/AzurePublicDataset): those of 2023 are described in Splitwise (ISCA 2024), those of 2024 in
+DynamoLLM (HPCA 2025). They have no texts, so no prompt shares a prefix with another one.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_runtime.cli.bench.report import json_file, write_figures
+from megatron_runtime.cli.bench.simulated_pool import SimulatedPool, StepModel, TraceRequest
+from megatron_runtime.cli.options import COUNT
+from megatron_runtime.process.options import FiniteRange
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.requests.config import RoutingPolicy
+
+SHORT_TOKENS = 2000
+"""Prompts with fewer tokens are reported apart."""
+TRACE_BLOCK_TOKENS = 512
+"""Tokens of a block of `hash_ids` in the traces of Mooncake."""
+MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 32_768, 4096
+FULL_ROWS = 48
+"""Rows that generate in a step of an engine at its capacity."""
+CHUNKS = (512, 2048, 8192)
+_VOCABULARY = 1 << 16
+
+ENGINES: Mapping[str, StepModel] = {
+    "h100-8b": StepModel(step=5.753e-3, prompt=17.25e-6, decode=6.0e-6, held=0.039e-6, kv_tokens=467_280),
+    "cpu-135m": StepModel(step=2.92e-3, prompt=0.523e-3, decode=0.395e-3, held=0.702e-6, kv_tokens=65_536),
+}
+"""h100-8b: Llama 3.1 8B in bfloat16 on one H100 with vLLM 0.8.4, from the coefficients that BLIS fitted
+(github.com/inference-sim/inference-sim, defaults.yaml); `held` is 128 KiB per token at 3.35 TB/s.
+cpu-135m: SmolLM2-135M in int4 on 2 CPUs with the native engine, fitted to its decode steps of 28 batches and contexts
+(docs/measurements/2026-11-25-decode-step-zen4.json); `prompt` is 1,912 tokens per second (2026-11-26-peers-zen4.md)."""
+
+Sample = Callable[[np.random.Generator], tuple[int, int]]
+"""Draws the tokens of a prompt and of its answer."""
+
+
+def _quantiles(*points: tuple[float, float]) -> Callable[[np.random.Generator], int]:
+    """Draw from the distribution with these (quantile, tokens), whose logarithm is linear between them."""
+    places, tokens = zip(*points, strict=True)
+    logs = np.log(tokens)
+    return lambda rng: round(math.exp(np.interp(rng.random(), places, logs)))
+
+
+def _lognormal(median: float, mean: float, most: int) -> Callable[[np.random.Generator], int]:
+    sigma = math.sqrt(2 * math.log(mean / median))
+    return lambda rng: min(most, max(1, round(rng.lognormal(math.log(median), sigma))))
+
+
+def _pair(prompt: Callable[[np.random.Generator], int], answer: Callable[[np.random.Generator], int]) -> Sample:
+    return lambda rng: (prompt(rng), answer(rng))
+
+
+def _mixed(rng: np.random.Generator) -> tuple[int, int]:
+    is_long = rng.random() < 0.1
+    prompt = rng.integers(8000, 30_001) if is_long else min(2000, 1 + round(rng.lognormal(math.log(400), 0.8)))
+    return int(prompt), min(1000, 1 + round(rng.lognormal(math.log(100), 0.9)))
+
+
+SHAPES: Mapping[str, Sample] = {
+    "azure-2023-conversation": _pair(_lognormal(1020, 1155, 14_050), _lognormal(129, 211, 1000)),
+    "azure-2023-code": _pair(_lognormal(1500, 2048, 7437), _lognormal(13, 28, 1899)),
+    "azure-2024-conversation": _pair(
+        _quantiles((0, 8), (0.5, 928), (0.9, 3830), (0.99, 6683), (1, 7999)),
+        _quantiles((0, 1), (0.5, 41), (0.9, 342), (0.99, 694), (1, 1500)),
+    ),
+    "azure-2024-code": _pair(
+        _quantiles((0, 16), (0.5, 1930), (0.9, 6251), (0.99, 7685), (1, 7743)),
+        _quantiles((0, 1), (0.5, 8), (0.9, 43), (0.99, 271), (1, 5000)),
+    ),
+    "uniform": lambda rng: (1000, 200),
+    "mixed": _mixed,
+}
+"""Prompts and answers of a trace by its name. Arrivals are a Poisson process."""
+
+
+def synthesised(name: str, *, requests: int, rate: float, seed: int) -> list[TraceRequest]:
+    """Return a trace of this shape. rate: requests per second."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate, requests))
+    trace = []
+    for arrival in arrivals.tolist():
+        prompt, answer = SHAPES[name](rng)
+        tokens = rng.integers(_VOCABULARY, size=max(2, prompt), dtype=np.int32)
+        trace.append(TraceRequest(arrival=arrival, prompt=tokens, tokens=max(1, answer)))
+    return trace
+
+
+def read_trace(path: Path, *, requests: int) -> list[TraceRequest]:
+    """Return the first requests of a file: CSV as of Azure (TIMESTAMP, ContextTokens, GeneratedTokens), or JSON lines
+    as of Mooncake (timestamp in ms, input_length, output_length, hash_ids).
+
+    Raises ValueError with the line that cannot be read.
+    """
+    read = _mooncake if path.suffix == ".jsonl" else _azure
+    trace: list[TraceRequest] = []
+    with path.open() as lines:
+        for number, request in enumerate(read(lines), 1):
+            trace.append(request)
+            if number == requests:
+                break
+    first = min((request.arrival for request in trace), default=0.0)
+    return [replace(request, arrival=request.arrival - first) for request in trace]
+
+
+def _azure(lines: Iterable[str]) -> Iterable[TraceRequest]:
+    rng = np.random.default_rng(1)
+    for number, row in enumerate(csv.DictReader(lines), 2):
+        try:
+            arrival = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp()
+            prompt, answer = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"line {number}: want TIMESTAMP, ContextTokens and GeneratedTokens ({error!r})") from error
+        tokens = rng.integers(_VOCABULARY, size=_bounded(prompt, MAX_PROMPT_TOKENS), dtype=np.int32)
+        yield TraceRequest(arrival=arrival, prompt=tokens, tokens=_bounded(answer, MAX_ANSWER_TOKENS))
+
+
+def _mooncake(lines: Iterable[str]) -> Iterable[TraceRequest]:
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            arrival, ids = row["timestamp"] / 1000, [int(block) for block in row["hash_ids"]]
+            prompt, answer = int(row["input_length"]), int(row["output_length"])
+        except (KeyError, TypeError, ValueError) as error:
+            message = "want timestamp, input_length, output_length and hash_ids"
+            raise ValueError(f"line {number}: {message} ({error!r})") from error
+        blocks = [
+            np.random.default_rng(block).integers(_VOCABULARY, size=TRACE_BLOCK_TOKENS, dtype=np.int32)
+            for block in ids[: MAX_PROMPT_TOKENS // TRACE_BLOCK_TOKENS]
+        ]
+        tokens = np.concatenate([*blocks, np.zeros(2, np.int32)])[: _bounded(prompt, MAX_PROMPT_TOKENS)]
+        session = str(ids[0]) if ids else ""
+        yield TraceRequest(arrival=arrival, prompt=tokens, tokens=_bounded(answer, MAX_ANSWER_TOKENS), session=session)
+
+
+def _bounded(tokens: int, most: int) -> int:
+    return max(2, min(tokens, most))
+
+
+def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) -> float:
+    """Return the requests per second that occupy `utilisation` of the engines' time, with FULL_ROWS in a step."""
+    rng = np.random.default_rng(0)
+    draws = [SHAPES[name](rng) for _ in range(2000)]
+    seconds = [
+        prompt * model.prompt + answer * (model.decode + (prompt + answer / 2) * model.held + model.step / FULL_ROWS)
+        for prompt, answer in draws
+    ]
+    return utilisation * engines / float(np.mean(seconds))
+
+
+def measure(
+    trace: Sequence[TraceRequest], model: StepModel, policy: RoutingPolicy, *, engines: int, chunk: int
+) -> dict[str, float]:
+    """Run a trace and return percentiles in milliseconds, and the hit rate of the prefix caches."""
+    run = [replace(request, gaps=[]) for request in trace]
+    pool = SimulatedPool(model, engines=engines, policy=policy, chunk=chunk)
+    pool.run(run)
+    first = [request.first_token - request.arrival for request in run]
+    short = [wait for wait, request in zip(first, run, strict=True) if len(request.prompt) < SHORT_TOKENS]
+    series = {
+        "ttft": first,
+        "ttft_short": short or first,
+        "gap": [gap for request in run for gap in request.gaps] or [0.0],
+        "queue": [request.admitted - request.arrival for request in run],
+    }
+    figures = {
+        f"{key}_p{percent}_ms": 1000 * float(np.percentile(seconds, percent))
+        for key, seconds in series.items()
+        for percent in (50, 90, 99)
+    }
+    return {**figures, "hit_rate": pool.hit_rate}
+
+
+_COLUMNS = {
+    "first token p50": "ttft_p50_ms",
+    "p99": "ttft_p99_ms",
+    f"under {SHORT_TOKENS} p50": "ttft_short_p50_ms",
+    "p99 ": "ttft_short_p99_ms",
+    "gap p50": "gap_p50_ms",
+    " p99": "gap_p99_ms",
+    "queue p99": "queue_p99_ms",
+}
+"""Columns of the table, in milliseconds: time to first token, of all prompts and of short ones, gap between tokens, and
+wait for a slot of an engine."""
+
+
+def _source(context: click.Context, parameter: click.Parameter, value: str) -> str | Path:
+    if value in SHAPES:
+        return value
+    if not Path(value).is_file():
+        raise click.BadParameter(f"{value!r} is no file; or one of {', '.join(SHAPES)}")
+    return Path(value)
+
+
+@click.command()
+@click.option(
+    "--trace",
+    callback=_source,
+    default="mixed",
+    help="A file (CSV as of Azure, .jsonl as of Mooncake), or one of " + ", ".join(SHAPES) + ".",
+)
+@click.option("--engines", type=COUNT, default=8, help="Engines of the pool.")
+@click.option("--engine", type=click.Choice(list(ENGINES)), default="h100-8b", help="Duration of steps.")
+@click.option("--requests", type=COUNT, default=2000, help="Requests of the trace.")
+@click.option(
+    "--utilisation", type=FiniteRange(0.01, 1), default=0.85, help="Share of the engines' time that a shape occupies."
+)
+@click.option("--seed", type=int, default=1, help="Of arrivals and sizes.")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice([policy.value for policy in RoutingPolicy]),
+    default=("LoadBalanced", "LongestPrefix", "LeastCost"),
+    help="Policies to compare; repeatable.",
+)
+@json_file
+def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:
+    """Compare routing policies on one trace, at a simulated time.
+
+    The coordinator's core, and the schedulers and prefix caches of the engines are those of the product. The duration
+    of a step is a formula. All policies get the same requests, with 512, 2048 and 8192 prompt tokens per step.
+    """
+    model, engines = ENGINES[options["engine"]], options["engines"]
+    if isinstance(trace, Path):
+        try:
+            requests = read_trace(trace, requests=options["requests"])
+        except (ValueError, OSError) as error:
+            raise click.BadParameter(f"{trace}: {error}", param_hint="--trace") from error
+    else:
+        rate = rate_of(trace, model, engines=engines, utilisation=options["utilisation"])
+        requests = synthesised(trace, requests=options["requests"], rate=rate, seed=options["seed"])
+    table = Table("policy", "chunk", *_COLUMNS, "hit rate", title="Routing, in ms", title_justify="left")
+    figures: dict[str, dict[str, float]] = {}
+    for chunk in CHUNKS:
+        for name in options["policies"]:
+            found = measure(requests, model, RoutingPolicy(name), engines=engines, chunk=chunk)
+            cells = (f"{found[key]:.4g}" for key in _COLUMNS.values())
+            table.add_row(name, str(chunk), *cells, f"{found['hit_rate']:.0%}")
+            figures[f"{name}_{chunk}"] = found
+    Console().print(table)
+    if json_file is not None:
+        write_figures("routing", {"trace": str(trace), **options}, figures, json_file)

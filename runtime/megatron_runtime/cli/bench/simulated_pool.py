@@ -1,0 +1,282 @@
+"""A coordinator's core and cores of native engines at a simulated time: only the model is simulated.
+
+Engines run the real scheduler, slots and prefix cache. A step takes as long as StepModel says.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.executor import StepPlan, StepResult
+from megatron_runtime.coordinator.core.context import SHARED_PORT
+from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.protocol import messages
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.requests.config import InferenceConfig, PrefixCachingEvictionPolicy
+from megatron_runtime.requests.hashing import hash_of_digest
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.sampling.batch import NO_TOKEN
+
+PAGE_TOKENS = 16
+BLOCK_TOKENS = 256
+HEARTBEAT_SECONDS = 0.5
+_CLIENT = (SHARED_PORT, b"client")
+_REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length"})
+_PARAMS = messages.pack({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """The seconds of a step, and the memory of an engine.
+
+    step:   of each step. prompt: per prompt token. decode: per row that generates. held: per token in the KV cache.
+    kv_tokens: tokens that the KV cache holds.
+    """
+
+    step: float
+    prompt: float
+    decode: float
+    held: float
+    kv_tokens: int
+
+    def seconds(self, plan: StepPlan) -> float:
+        prompts = plan.query_lengths > 1
+        prompt_tokens, decodes = int(plan.query_lengths[prompts].sum()), int((~prompts).sum())
+        return (
+            self.step
+            + self.prompt * prompt_tokens
+            + self.decode * decodes
+            + self.held * int(plan.context_lengths.sum())
+        )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TraceRequest:
+    """A request of a trace and, after a run, its times in seconds.
+
+    prompt:  int32 [n].
+    tokens:  of the answer.
+    session: id for affinity; empty: none.
+    """
+
+    arrival: float
+    prompt: np.ndarray
+    tokens: int
+    session: str = ""
+    admitted: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+
+
+class _Model:
+    """An Executor without a model. `now`: the end of the last step."""
+
+    vocab_size = 1 << 16
+    short_length = None
+    eos_ids: tuple[int, ...] = ()
+    page_size = PAGE_TOKENS
+    kv_cache_bytes = 0
+    has_weights = True
+    digest = ""
+
+    def __init__(self, model: StepModel, *, max_sequence_length: int) -> None:
+        self.max_sequence_length = max_sequence_length
+        self.num_pages = model.kv_tokens // PAGE_TOKENS + 1
+        self.now = 0.0
+        self._model = model
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.now += self._model.seconds(plan)
+        return StepResult(np.where(plan.needs_sample, 1, NO_TOKEN).astype(np.int32))
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"the simulation does not use {name}()")
+
+
+class _Engine:
+    """One engine of the pool. `received`: dispatches that its next step takes up."""
+
+    def __init__(self, number: int, model: StepModel, config: InferenceConfig, max_sequence_length: int) -> None:
+        self.name = f"engine-{number}"
+        self.peer = (SHARED_PORT, self.name.encode())
+        self.model = _Model(model, max_sequence_length=max_sequence_length)
+        self.core = EngineCore(self.model, config, clock=lambda: self.model.now)  # type: ignore[arg-type]
+        self.dispatches: dict[int, tuple[messages.Dispatch, float]] = {}
+        """By id: the open dispatches, and when each had its last token; 0: it has none."""
+        self.received: list[messages.Dispatch] = []
+        self.is_stepping = False
+        self.outputs: list[Any] = []
+
+
+class SimulatedPool:
+    """Runs traces on `engines` engines of one speed.
+
+    chunk:   prompt tokens of a step.
+    options: of CoordinatorSettings.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        *,
+        engines: int,
+        policy: RoutingPolicy,
+        chunk: int,
+        max_requests: int = 64,
+        max_sequence_length: int = 40_960,
+        **options: Any,
+    ) -> None:
+        timing = Timing(recovery=0.0, client_dead=1e9)
+        settings = CoordinatorSettings(single_port=True, routing_policy=policy, timing=timing, **options)
+        self.now = 0.0
+        self._core = CoordinatorCore(settings, now=0.0, randbits=random.Random(7).getrandbits)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._requests: dict[bytes, TraceRequest] = {}
+        config = InferenceConfig(
+            max_requests=max_requests,
+            max_tokens=chunk + max_requests,
+            max_sequence_length=max_sequence_length,
+            enable_chunked_prefill=True,
+            max_prefill_tokens=chunk,
+            enable_prefix_caching=True,
+            prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
+            block_size_tokens=BLOCK_TOKENS,
+        )
+        self._engines = {
+            engine.peer: engine
+            for engine in (_Engine(number, model, config, max_sequence_length) for number in range(engines))
+        }
+        self._core.start(0.0)
+        for engine in self._engines.values():
+            self._say(
+                engine.peer,
+                messages.Hello(
+                    role=Role.ENGINE,
+                    name=engine.name,
+                    incarnation=1,
+                    serving=True,
+                    state=EngineState.RUNNING,
+                    max_requests=max_requests,
+                    block_size_tokens=BLOCK_TOKENS,
+                ),
+            )
+        self._say(_CLIENT, messages.Hello(role=Role.CLIENT, name="client", incarnation=1))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt tokens that engines had in their prefix cache."""
+        stats = [engine.core.stats() for engine in self._engines.values()]
+        return sum(one.prefix_cache_hits for one in stats) / max(1, sum(one.prefix_cache_queries for one in stats))
+
+    def run(self, trace: Sequence[TraceRequest]) -> None:
+        """Serve all requests, and write their times."""
+        for index, request in enumerate(trace):
+            self._at(request.arrival, lambda index=index, request=request: self._submit(index, request))  # type: ignore[misc]
+        for place, engine in enumerate(self._engines.values()):
+            self._at(HEARTBEAT_SECONDS * place / len(self._engines), lambda engine=engine: self._beat(engine))  # type: ignore[misc]
+        open_requests = len(trace)
+        while open_requests:
+            due = self._core.context.next_timer
+            if due <= self._events[0][0]:
+                self.now = max(self.now, due)
+                self._core.run_timers(self.now)
+                self._perform()
+                continue
+            self.now, _, act = heapq.heappop(self._events)
+            ended = self._core.counters.completed
+            act()
+            open_requests -= self._core.counters.completed - ended
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), act))
+
+    def _say(self, peer: tuple[int, bytes], message: messages.NativeMessage) -> None:
+        self._core.received(self.now, peer, message.to_frames())
+        self._perform()
+
+    def _perform(self) -> None:
+        context = self._core.context
+        while context.effects:
+            effects, context.effects = context.effects, []
+            for peer, message in effects:
+                engine = self._engines.get(peer)
+                if engine is not None and isinstance(message, messages.Dispatch):
+                    engine.received.append(message)
+                    if not engine.is_stepping:
+                        engine.is_stepping = True
+                        self._at(self.now, lambda engine=engine: self._step(engine))  # type: ignore[misc]
+                elif isinstance(message, messages.Error):
+                    raise RuntimeError(f"the coordinator rejected a message: {message}")
+
+    def _submit(self, index: int, request: TraceRequest) -> None:
+        uid = index.to_bytes(16, "little")
+        self._requests[uid] = request
+        meta = messages.RequestMeta(streaming=True, seed=1, session=request.session)
+        self._say(_CLIENT, messages.Submit(uid, meta, messages.tokens_to_bytes(request.prompt), b"", _PARAMS))
+
+    def _beat(self, engine: _Engine) -> None:
+        stats = engine.core.stats()
+        heartbeat = messages.Heartbeat(
+            incarnation=1,
+            state=EngineState.RUNNING,
+            running=len(engine.dispatches),
+            prefill_rate=stats.prefill_rate,
+            decode_rate=stats.decode_rate,
+            queued_tokens=stats.queued_tokens,
+            last_dispatch=stats.last_request,
+        )
+        self._say(engine.peer, heartbeat)
+        self._at(self.now + HEARTBEAT_SECONDS, lambda: self._beat(engine))
+
+    def _step(self, engine: _Engine) -> None:
+        """Run one step of an engine, whose outputs are sent when it ends."""
+        engine.model.now = self.now
+        for dispatch in engine.received:
+            request = self._requests[dispatch.uid]
+            params = SamplingParams(num_tokens_to_generate=request.tokens, termination_id=IGNORE_EOS, temperature=0.0)
+            engine.dispatches[dispatch.dispatch_id] = dispatch, 0.0
+            engine.core.add_request(EngineRequest(dispatch.dispatch_id, request.prompt, np.empty(0, np.int32), params))
+        engine.received.clear()
+        outputs = engine.core.step()
+        self._at(engine.model.now, lambda: self._stepped(engine, outputs))
+
+    def _stepped(self, engine: _Engine, outputs: list[Any]) -> None:
+        for output in outputs:
+            dispatch, last_token = engine.dispatches[output.request_id]
+            request = self._requests[dispatch.uid]
+            if last_token:
+                request.gaps.append(self.now - last_token)
+            else:
+                request.first_token = self.now
+            if output.finish_reason is not None:
+                del engine.dispatches[output.request_id]
+                request.admitted = request.first_token - output.summary.prefill_seconds
+                request.ended = self.now
+                tokens = b"\1\0\0\0" * request.tokens
+                self._say(engine.peer, messages.Final(dispatch.dispatch_id, dispatch.uid, tokens, _REPLY))
+                continue
+            engine.dispatches[output.request_id] = dispatch, self.now
+            if not last_token:
+                # The policies need no later tokens.
+                entry = messages.PartialEntry(dispatch.uid, dispatch.dispatch_id, 0, 1)
+                self._say(engine.peer, messages.Partial(dispatch.route, [entry], b"\1\0\0\0"))
+        if evicted := engine.core.take_block_events().evicted:
+            hashes = np.array([hash_of_digest(digest) for digest in evicted], "<i8")
+            self._say(engine.peer, messages.CachedBlocks(hashes.tobytes()))
+        if engine.received or engine.core.has_work:
+            self._step(engine)
+        else:
+            engine.is_stepping = False

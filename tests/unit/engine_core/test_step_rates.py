@@ -1,0 +1,74 @@
+"""The rates that an engine reports, fitted to the durations of its steps."""
+
+import random
+
+import pytest
+
+from megatron_runtime.backends.native.step_rates import MIN_STEPS, StepRates
+
+from .echo_core import make_engine, request
+
+
+def observed(rates: StepRates, steps: int, *, seed: int = 1, prompt: float = 2e-4, held: float = 1e-6) -> StepRates:
+    rng = random.Random(seed)
+    for _ in range(steps):
+        prompt_tokens, held_tokens = rng.choice([0, 0, 100, 2000]), rng.randint(0, 50_000)
+        seconds = 5e-3 + prompt_tokens * prompt + held_tokens * held
+        noise = rng.uniform(0.95, 1.05)
+        rates.observe(prompt_tokens=prompt_tokens, held_tokens=held_tokens, seconds=seconds * noise)
+    return rates
+
+
+def test_the_costs_of_steps_are_found_in_noise() -> None:
+    costs = observed(StepRates(), 400).costs()
+    assert costs is not None
+    assert costs.prompt == pytest.approx(2e-4, rel=0.1)
+    assert costs.held == pytest.approx(1e-6, rel=0.2)
+
+
+def test_rates_need_steps_that_differ() -> None:
+    rates = StepRates()
+    assert rates.rates() == (None, None)
+    for _ in range(2 * MIN_STEPS):
+        rates.observe(prompt_tokens=0, held_tokens=100, seconds=0.01)
+    assert rates.rates() == (None, None)
+
+
+def test_the_decode_rate_counts_an_average_answer() -> None:
+    rates = observed(StepRates(), 400)
+    assert rates.rates()[1] is None
+    rates.ended(50)
+    prefill, decode = rates.rates()
+    assert prefill == pytest.approx(5000, rel=0.1)
+    assert decode == pytest.approx(1e6 / 50, rel=0.2)
+
+
+def test_rates_follow_a_change_and_keep_their_value_without_new_steps_of_a_kind() -> None:
+    rates = observed(StepRates(), 400)
+    observed(rates, 3000, seed=2, prompt=4e-4)
+    assert rates.rates()[0] == pytest.approx(2500, rel=0.1)
+    rng = random.Random(3)
+    for _ in range(20_000):
+        held = rng.randint(0, 50_000)
+        rates.observe(prompt_tokens=0, held_tokens=held, seconds=5e-3 + held * 1e-6)
+    assert rates.rates()[0] == pytest.approx(2500, rel=0.1)
+
+
+def test_an_engine_measures_its_steps() -> None:
+    now = [0.0]
+    engine = make_engine(max_tokens=32, clock=lambda: now[0])
+    execute = engine.executor.execute
+
+    def timed(plan):
+        prompt_tokens = int(plan.query_lengths[plan.query_lengths > 1].sum())
+        now[0] += 0.01 + prompt_tokens * 1e-3 + int(plan.context_lengths.sum()) * 1e-4
+        return execute(plan)
+
+    engine.executor.execute = timed
+    for number in range(30):
+        engine.add_request(request(number, [number + 1] * (number % 7 + 3), 10 + number))
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert stats.prefill_rate == pytest.approx(1000, rel=0.05)
+    assert stats.decode_rate is not None
