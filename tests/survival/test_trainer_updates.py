@@ -98,14 +98,18 @@ class Pool:
         self._model = model
         self._rng = rng
 
-    async def start(self) -> None:
+    async def start(self, *, ranks: int = 1) -> None:
+        """ranks: tensor parallel ranks of an engine. Engines of several ranks are not started again."""
         options = ("--backend", "native", "--model", self._model, "--dtype", "float32", "--threads", "1")
         memory = ("--kv-cache-memory", "1Mi", "--block-size-tokens", "16")
         self.coordinator = await self.fleet.coordinator()
-        for name in ENGINES:
-            await self.fleet.keep_running(name, *options, *memory)
+        for name in ENGINES[: 2 if ranks == 1 else 1]:
+            if ranks == 1:
+                await self.fleet.keep_running(name, *options, *memory)
+            else:
+                await self.fleet.engine(name, *options, *memory, "--tensor-parallel", str(ranks), warm=False)
         self.link = await self.fleet.admin()
-        await until_serving(self.link, ENGINES)
+        await until_serving(self.link, self.fleet.engines)
         self.client: InferenceClient = await self.fleet.client()
         assert await self.trainer.start() == 0
 
@@ -195,7 +199,6 @@ async def pool(fleet: Fleet, tmp_path: Path, seed: int) -> AsyncIterator[Pool]:
     config = replace(LLAMA, num_layers=2, num_heads=4)
     model = str(write_model(tmp_path / "model", config, random_tensors(config)))
     pool = Pool(fleet, model, random.Random(seed))
-    await pool.start()
     yield pool
     await pool.trainer.kill()
 
@@ -203,6 +206,7 @@ async def pool(fleet: Fleet, tmp_path: Path, seed: int) -> AsyncIterator[Pool]:
 @pytest.mark.timeout(size(600, soak=7200))
 @repeated(soak=1)
 async def test_updates_with_faults_in_every_phase(pool: Pool, seed: int) -> None:
+    await pool.start()
     faults = [*FAULTS] * size(1, soak=142)
     faults += ["none"] * (size(20, soak=1000) - len(faults))
     random.Random(seed).shuffle(faults)
@@ -213,6 +217,7 @@ async def test_updates_with_faults_in_every_phase(pool: Pool, seed: int) -> None
 @pytest.mark.timeout(600)
 @repeated(soak=5)
 async def test_an_engine_that_starts_without_its_trainer_serves_nothing_until_it_returns(pool: Pool, seed: int) -> None:
+    await pool.start()
     await pool.update("none")
     await pool.trainer.kill()
     exits = len(pool.fleet.exits)
@@ -230,3 +235,16 @@ async def test_an_engine_that_starts_without_its_trainer_serves_nothing_until_it
     prompt, reply = await waiting
     pool._check(prompt, reply, epochs=(1,), says_epochs=True)
     assert len(pool.fleet.exits) == exits + 2
+
+
+@pytest.mark.timeout(600)
+@repeated(soak=5)
+async def test_each_rank_of_an_engine_receives_its_part(pool: Pool, seed: int) -> None:
+    """The ranks receive at the same time, while they run steps."""
+    await pool.start(ranks=2)
+    streams = [asyncio.create_task(pool.ask()) for _ in range(4)]
+    assert "source" in await pool.trainer.publish(1)
+    assert (await pool.link.status()).engines[0].epoch == 1
+    for prompt, reply in [*await asyncio.gather(*streams), await pool.ask()]:
+        pool._check(prompt, reply, epochs=(0, 1), says_epochs=True)
+    assert reply["policy_epoch"] == [[0, 1]]

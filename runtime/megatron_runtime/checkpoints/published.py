@@ -23,10 +23,10 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import Frames, MalformedMessageError
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.published_weights import (
-    Manifest,
     OpenSession,
     PublishedSource,
     SessionOpened,
+    WeightsManifest,
     WeightsUnavailableError,
     digest_of,
 )
@@ -58,7 +58,7 @@ class PublishedCheckpoint(Checkpoint):
         if digest_of(opened.manifest) != self._source.digest:
             raise self._unavailable("its manifest has another digest")
         try:
-            manifest = Manifest.from_bytes(opened.manifest)
+            manifest = WeightsManifest.from_bytes(opened.manifest)
         except MalformedMessageError as error:
             raise self._unavailable(str(error)) from error
         self._tensors = {tensor.name: (number, tensor) for number, tensor in enumerate(manifest.tensors)}

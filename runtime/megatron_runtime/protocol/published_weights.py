@@ -102,7 +102,7 @@ class PublishedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class WeightsManifest:
     """The tensors of one update."""
 
     epoch: int
@@ -117,7 +117,7 @@ class Manifest:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
+    def from_bytes(cls, data: bytes) -> WeightsManifest:
         """Raises MalformedMessageError."""
         try:
             epoch, tensors = unpack(data, _MANIFEST)

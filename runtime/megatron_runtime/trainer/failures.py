@@ -20,7 +20,7 @@ class Lost(StrEnum):
     OPERATOR = "operator"
 
 
-class Phase(StrEnum):
+class UpdatePhase(StrEnum):
     """How far the update is: of the engine that is lost, otherwise of the engine that is the least far."""
 
     CONNECTING = "connecting"
@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class UpdateOutcome:
     """
     epoch:   the weights that all engines serve afterwards, those that restart included.
     publish: what the call in progress does.
@@ -42,20 +42,20 @@ class Outcome:
     retry: str
 
 
-_ENGINE = Outcome(epoch="new", publish="returns", retry="the engine, when it restarts: it waits for the trainer")
-_COORDINATOR = Outcome(epoch="new", publish="returns", retry="the trainer's connection, to the next coordinator")
-_OPERATOR = Outcome(epoch="new", publish="returns", retry="none: it has no part in the update")
-_BEFORE = Outcome(epoch="old", publish="ends with its process", retry="the trainer: publish() after its restart")
-_AFTER = Outcome(
+_ENGINE = UpdateOutcome(epoch="new", publish="returns", retry="the engine, when it restarts: it waits for the trainer")
+_COORDINATOR = UpdateOutcome(epoch="new", publish="returns", retry="the trainer's connection, to the next coordinator")
+_OPERATOR = UpdateOutcome(epoch="new", publish="returns", retry="none: it has no part in the update")
+_BEFORE = UpdateOutcome(epoch="old", publish="ends with its process", retry="the trainer: publish() after its restart")
+_AFTER = UpdateOutcome(
     epoch="new", publish="ends with its process", retry="the trainer: the same publish() serves engines that restart"
 )
 
-FAILURES: dict[tuple[Lost, Phase], Outcome] = {
-    **{(Lost.ENGINE, phase): _ENGINE for phase in Phase},
-    **{(Lost.COORDINATOR, phase): _COORDINATOR for phase in Phase},
-    **{(Lost.OPERATOR, phase): _OPERATOR for phase in Phase},
-    (Lost.TRAINER, Phase.CONNECTING): _BEFORE,
-    (Lost.TRAINER, Phase.RECEIVING): _BEFORE,
-    (Lost.TRAINER, Phase.STAGED): _AFTER,
-    (Lost.TRAINER, Phase.COMMITTING): _AFTER,
+FAILURES: dict[tuple[Lost, UpdatePhase], UpdateOutcome] = {
+    **{(Lost.ENGINE, phase): _ENGINE for phase in UpdatePhase},
+    **{(Lost.COORDINATOR, phase): _COORDINATOR for phase in UpdatePhase},
+    **{(Lost.OPERATOR, phase): _OPERATOR for phase in UpdatePhase},
+    (Lost.TRAINER, UpdatePhase.CONNECTING): _BEFORE,
+    (Lost.TRAINER, UpdatePhase.RECEIVING): _BEFORE,
+    (Lost.TRAINER, UpdatePhase.STAGED): _AFTER,
+    (Lost.TRAINER, UpdatePhase.COMMITTING): _AFTER,
 }

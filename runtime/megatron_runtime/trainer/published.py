@@ -11,7 +11,7 @@ import torch
 from megatron_runtime.checkpoints.checkpoint import is_finite
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.published import block_digest
-from megatron_runtime.protocol.published_weights import VALUE_BYTES, Manifest, PublishedTensor, digest_of
+from megatron_runtime.protocol.published_weights import VALUE_BYTES, PublishedTensor, WeightsManifest, digest_of
 
 _HASHING_THREADS = 4
 
@@ -30,7 +30,7 @@ class PublishedWeights:
         with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             self._entries = tuple(pool.map(_entry, self._tensors))
         self.epoch = epoch
-        self.manifest = Manifest(epoch, self._entries).to_bytes()
+        self.manifest = WeightsManifest(epoch, self._entries).to_bytes()
         self.digest = digest_of(self.manifest)
 
     @property
