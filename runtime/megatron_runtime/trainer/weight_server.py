@@ -241,7 +241,7 @@ class WeightServer:
             return
         weights = self._held.get(session)
         if weights is None:
-            held = ", ".join(str(one.epoch) for one in self._held.values()) or "none"
+            held = ", ".join(str(one.epoch) for one in list(self._held.values())) or "none"
             cause = f"it does not hold session {session[:24]}; epochs that it holds: {held}. Publish again"
             connection.send([SessionOpened(error=cause).to_bytes()])
             return
