@@ -20,7 +20,7 @@ class Lost(StrEnum):
     OPERATOR = "operator"
 
 
-class UpdatePhase(StrEnum):
+class PublishPhase(StrEnum):
     """How far the update is: of the engine that is lost, otherwise of the engine that is the least far."""
 
     CONNECTING = "connecting"
@@ -50,12 +50,12 @@ _AFTER = UpdateOutcome(
     epoch="new", publish="ends with its process", retry="the trainer: the same publish() serves engines that restart"
 )
 
-FAILURES: dict[tuple[Lost, UpdatePhase], UpdateOutcome] = {
-    **{(Lost.ENGINE, phase): _ENGINE for phase in UpdatePhase},
-    **{(Lost.COORDINATOR, phase): _COORDINATOR for phase in UpdatePhase},
-    **{(Lost.OPERATOR, phase): _OPERATOR for phase in UpdatePhase},
-    (Lost.TRAINER, UpdatePhase.CONNECTING): _BEFORE,
-    (Lost.TRAINER, UpdatePhase.RECEIVING): _BEFORE,
-    (Lost.TRAINER, UpdatePhase.STAGED): _AFTER,
-    (Lost.TRAINER, UpdatePhase.COMMITTING): _AFTER,
+FAILURES: dict[tuple[Lost, PublishPhase], UpdateOutcome] = {
+    **{(Lost.ENGINE, phase): _ENGINE for phase in PublishPhase},
+    **{(Lost.COORDINATOR, phase): _COORDINATOR for phase in PublishPhase},
+    **{(Lost.OPERATOR, phase): _OPERATOR for phase in PublishPhase},
+    (Lost.TRAINER, PublishPhase.CONNECTING): _BEFORE,
+    (Lost.TRAINER, PublishPhase.RECEIVING): _BEFORE,
+    (Lost.TRAINER, PublishPhase.STAGED): _AFTER,
+    (Lost.TRAINER, PublishPhase.COMMITTING): _AFTER,
 }

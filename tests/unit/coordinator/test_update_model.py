@@ -15,14 +15,14 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timi
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit, Heartbeat, Hello, HelloAck, decode
-from megatron_runtime.trainer.failures import FAILURES, Lost, UpdatePhase
+from megatron_runtime.trainer.failures import FAILURES, Lost, PublishPhase
 
 from .core_driver import CoreDriver, Peer
 
 OLD, NEW = (f"trainer://10.0.0.1:7000/{epoch}-{str(epoch) * 64}" for epoch in (1, 2))
 EPOCHS = {OLD: 1, NEW: 2}
 HEARTBEAT = 0.5
-ORDER = list(UpdatePhase)
+ORDER = list(PublishPhase)
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class Engine:
     staging: Control | None = None
     staged: Control | None = None
     unsent: ControlAck | None = None
-    phase: UpdatePhase = UpdatePhase.CONNECTING
+    phase: PublishPhase = PublishPhase.CONNECTING
 
     @property
     def epoch(self) -> int:
@@ -124,7 +124,7 @@ class World:
         message = self.inboxes[engine.peer].popleft()
         match message:
             case Control():
-                engine.staged, engine.staging, engine.phase = None, message, UpdatePhase.CONNECTING
+                engine.staged, engine.staging, engine.phase = None, message, PublishPhase.CONNECTING
             case ControlCommit(discard=True):
                 engine.staged = None
             case ControlCommit() if engine.staged is not None and engine.staged.operation_id == message.operation_id:
@@ -152,12 +152,12 @@ class World:
         control = engine.staging
         assert control is not None
         assert control.source is not None
-        if self.available(control.source) and engine.phase is UpdatePhase.CONNECTING:
-            engine.phase = UpdatePhase.RECEIVING
+        if self.available(control.source) and engine.phase is PublishPhase.CONNECTING:
+            engine.phase = PublishPhase.RECEIVING
             return
         ok = self.available(control.source)
         engine.staging, engine.staged = None, control if ok else None
-        engine.phase = UpdatePhase.STAGED
+        engine.phase = PublishPhase.STAGED
         engine.unsent = ControlAck(operation_id=control.operation_id or "-", ok=ok, state=EngineState.RUNNING, ranks=1)
 
     def acknowledge(self, engine: Engine) -> None:
@@ -190,9 +190,9 @@ class World:
             events.append((self.trainer_reads,))
         return events
 
-    def phase(self, lost: Lost) -> UpdatePhase:
+    def phase(self, lost: Lost) -> PublishPhase:
         if self.driver.core.verbs.source == NEW:
-            return UpdatePhase.COMMITTING
+            return PublishPhase.COMMITTING
         engines = self.engines[:1] if lost is Lost.ENGINE else self.engines
         return min((engine.phase for engine in engines), key=ORDER.index)
 
@@ -282,6 +282,6 @@ def test_engines_that_restart_without_the_trainer_serve_nothing_until_it_publish
 def test_the_page_about_verbs_has_the_table() -> None:
     page = (Path(__file__).parents[3] / "docs/concepts/verbs.md").read_text()
     for lost in Lost:
-        for outcome in {FAILURES[lost, phase] for phase in UpdatePhase}:
-            phases = ", ".join(phase for phase in UpdatePhase if FAILURES[lost, phase] == outcome)
+        for outcome in {FAILURES[lost, phase] for phase in PublishPhase}:
+            phases = ", ".join(phase for phase in PublishPhase if FAILURES[lost, phase] == outcome)
             assert f"| {lost} | {phases} | {outcome.epoch} | {outcome.publish} | {outcome.retry} |" in page
