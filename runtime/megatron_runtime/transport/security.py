@@ -163,7 +163,7 @@ def public_keys(directory: Path, role: Role) -> frozenset[bytes]:
     return frozenset(_read_keys(directory / f"{_file_name(role)}.pub"))
 
 
-def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin", TRAINER)) -> dict[str, str]:
+def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:
     """Generate key pairs as `{file name: Z85 text}`."""
     files = {}
     for role in roles:

@@ -28,7 +28,7 @@ from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.trainer import PublishError, WeightServer
 from megatron_runtime.trainer.published import PublishedWeights
 from megatron_runtime.transport.control_calls import ControlRejectedError
-from megatron_runtime.transport.security import generate_key_files
+from megatron_runtime.transport.security import TRAINER, generate_key_files
 
 MODEL = replace(LLAMA, num_layers=2)
 
@@ -37,7 +37,7 @@ MODEL = replace(LLAMA, num_layers=2)
 def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
     folder.mkdir()
-    for name, text in generate_key_files().items():
+    for name, text in {**generate_key_files(), **generate_key_files(roles=(TRAINER,))}.items():
         (folder / name).write_text(text)
     return folder
 
