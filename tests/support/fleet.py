@@ -29,7 +29,7 @@ from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import StatusReply
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.security import PeerKeys, generate_key_files
+from megatron_runtime.transport.security import TRAINER, PeerKeys, generate_key_files
 
 RUNTIME_MODULE = "megatron_runtime.cli"
 
@@ -88,7 +88,7 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.keys_dir = directory / "keys"
         self.keys_dir.mkdir()
-        for name, text in generate_key_files().items():
+        for name, text in {**generate_key_files(), **generate_key_files(roles=(TRAINER,))}.items():
             (self.keys_dir / name).write_text(text)
         self.client_port, self.engine_port, self.admin_port, self._health_port = free_ports(4)
         self.engines: dict[str, Process] = {}

@@ -20,8 +20,9 @@ from megatron_kernels.cpu.weight_validation import sum_and_finiteness, sum_and_f
 from megatron_kernels.quantized import SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.packed import PackedCheckpoint
+from megatron_runtime.checkpoints.published import PublishedCheckpoint
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
-from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
+from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource, PublishedModel
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
@@ -43,10 +44,15 @@ class UnusableWeightsError(ValueError):
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Return the checkpoint at `source`. Raises UnsupportedModelError and the errors of the format."""
+    """Return the checkpoint at `source`, to be closed after the last read.
+
+    Raises UnsupportedModelError and the errors of the format; WeightsUnavailableError for those of a trainer.
+    """
     if isinstance(source, ModelInMemory):
         checkpoint: Checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
         return checkpoint
+    if isinstance(source, PublishedModel):
+        return PublishedCheckpoint(source.source, config=source.config, keys_dir=source.keys_dir)
     return _FORMATS[source.format](source.path)
 
 

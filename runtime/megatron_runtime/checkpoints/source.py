@@ -11,6 +11,7 @@ from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
 from megatron_runtime.checkpoints.gguf_metadata import gguf_parts
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.checkpoints.remote import HUB_PREFIX, REMOTE_PREFIXES
+from megatron_runtime.protocol.published_weights import is_published
 from megatron_runtime.protocol.text import shown
 
 IN_MEMORY = "memory:"
@@ -68,7 +69,29 @@ class ModelInMemory:
         raise ModelSourceError(f"{self.name} is in memory: it has no tokenizer of its own, give one")
 
 
-ModelSource = StoredModel | ModelInMemory
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """Weights that a trainer publishes, for an engine that has the model's configuration and tokenizer already.
+
+    source:   "trainer://HOST:PORT/EPOCH-DIGEST".
+    config:   ModelConfig of the engine's model.
+    keys_dir: directory of engine.key and trainer.pub; None: no encryption.
+    """
+
+    source: str
+    config: Any
+    keys_dir: Path | None
+    format: ClassVar[str] = "published"
+
+    def __str__(self) -> str:
+        return self.source
+
+    @property
+    def location(self) -> Path:
+        raise ModelSourceError(f"{self.source} has no tokenizer: the model of the engine has it")
+
+
+ModelSource = StoredModel | ModelInMemory | PublishedModel
 
 
 def resolve(model: str) -> StoredModel:
@@ -84,6 +107,8 @@ def resolve(model: str) -> StoredModel:
         raise ModelSourceError(
             f"model {model!r} is in the memory of another program: give a path that every engine can read"
         )
+    if is_published(model):
+        raise ModelSourceError(f"model {model!r}: only native engines take the weights of a trainer, by UPDATE_WEIGHTS")
     if model.startswith(BUILTIN_PREFIX):
         name = model.removeprefix(BUILTIN_PREFIX)
         if name not in BUILTINS:

@@ -102,7 +102,11 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 @click.option("--model-hash", default="", show_default=False, help="Reject requests made for a model of another hash.")
 @click.option("--revision", default="", show_default=False, help="Revision of this engine, shown in the status.")
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
-@click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
+@click.option(
+    "--keys-dir",
+    type=DIRECTORY,
+    help="engine.key, engine.pub and server.pub; trainer.pub for weights of a trainer; absent: no encryption.",
+)
 @tensor_parallel
 @environment_option(
     "--pipeline-parallel",

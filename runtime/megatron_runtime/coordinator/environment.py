@@ -35,6 +35,10 @@ class Access:
         """Whether a connection with this key may stay."""
         return True
 
+    def is_trainer(self, key: bytes) -> bool:
+        """Whether a connection of the admin port with this key is a trainer's, which may send only some messages."""
+        return False
+
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
         """Return the keys in use, those of `connected` peers among them, for STATUS; None without encryption."""
         return None

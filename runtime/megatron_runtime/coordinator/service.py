@@ -146,16 +146,22 @@ class Transport(Access):
         return self._opens(_key_role(peer[0]), key)
 
     def _opens(self, role: Role, key: bytes) -> bool:
-        """Whether a key opens the port of a role. The other coordinator of a pair connects to the admin port."""
+        """Whether a key opens the port of a role. A trainer, and the other coordinator of a pair, connect to the admin
+        port.
+        """
         gatekeeper = self.gatekeeper
         if gatekeeper is None or gatekeeper.admits(role, key):
             return True
-        return role is Role.ADMIN and self._settings.other_host is not None and key in gatekeeper.servers
+        is_other = self._settings.other_host is not None and key in gatekeeper.servers
+        return role is Role.ADMIN and (is_other or key in gatekeeper.trainers)
+
+    def is_trainer(self, key: bytes) -> bool:
+        return self.gatekeeper is not None and key in self.gatekeeper.trainers
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
         if self.gatekeeper is None:
             return None
-        admitted = {key for keys in self.gatekeeper.allowed.values() for key in keys}
+        admitted = {key for keys in self.gatekeeper.allowed.values() for key in keys} | self.gatekeeper.trainers
         return KeyReport(
             server=self.gatekeeper.own.public.decode(),
             admitted=sorted(key.decode() for key in admitted),

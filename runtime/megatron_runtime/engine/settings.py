@@ -44,7 +44,8 @@ class EngineSettings:
     revision:          hash of the manifests of this engine; shown in the status. Empty: it belongs to no resource, and
                        its process ends after STOP.
     health_port:       port of HTTP probes and metrics; None: neither, 0: a free port.
-    keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
+    keys_dir:          directory of engine.key, engine.pub and server.pub, and of trainer.pub for weights of a trainer;
+                       None means no encryption.
     threads:           torch threads of all ranks of this host or pod together; None: torch's default.
     parallel:          number of ranks by dimension.
     rendezvous_seconds: timeout of the ranks' rendezvous at the start.

@@ -54,6 +54,7 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
+from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -75,6 +76,8 @@ MakeLink = Callable[..., PeerLink]
 FIRST_REPORT_SECONDS = 10.0
 REPORT_SECONDS = 30.0
 """From the start to the first log message about a coordinator that does not answer, and between two messages."""
+WEIGHTS_RETRY_SECONDS = 1.0
+"""Time between two attempts of a starting engine to get the weights of a trainer."""
 LOAD_SILENCE_SECONDS = 600.0
 """Allowed silence towards the coordinator while weights load, because loading can hold the interpreter lock."""
 
@@ -109,6 +112,8 @@ class EngineWorker:
         self._goodbye = ENGINE_LEAVES
         self._aborts_in_progress = 0
         self._weights_wanted = True
+        self._weights_unavailable = ""
+        """Why the trainer's weights cannot be loaded; empty otherwise. The engine serves nothing until they are."""
         self._coordinator_state: CoordinatorState | None = None
         self._acknowledged = asyncio.Event()
         self._last_rejection = ""
@@ -185,7 +190,7 @@ class EngineWorker:
         if not self._link.registered:
             missing.append(f"registration with the coordinator at {self._settings.coordinator}")
         if self._weights_wanted and not self._serving:
-            missing.append(f"weights of {self._settings.model}")
+            missing.append(self._weights_unavailable or f"weights of {self._settings.model}")
         if self.lifecycle.state is EngineState.STOPPED:
             missing.append("stopped")
         return missing
@@ -376,8 +381,13 @@ class EngineWorker:
             return
         self._weights_wanted = ack.state is not CoordinatorState.SUSPENDED
         if self._weights_wanted:
-            with self._reading_weights(True):
-                await self._backend.load()
+            try:
+                with self._reading_weights(True):
+                    await self._backend.load()
+            except WeightsUnavailableError as error:
+                self._wait_for_weights(error)
+                return
+            self._weights_unavailable = ""
         else:
             self._backend.info.require("joining a suspended pool", Capability.SUSPEND)
             self.lifecycle.events.enter(EngineState.SUSPENDED)
@@ -385,6 +395,13 @@ class EngineWorker:
             await self.lifecycle.adopt_adapters(adapters)
         self._serving = True
         self._link.say_hello()
+
+    def _wait_for_weights(self, error: WeightsUnavailableError) -> None:
+        """Ask the coordinator again soon which weights to load: the trainer may publish the same or others."""
+        if str(error) != self._weights_unavailable:
+            self._weights_unavailable = str(error)
+            logger.warning("WeightsUnavailable: %s; trying again every %g s", error, WEIGHTS_RETRY_SECONDS)
+        asyncio.get_running_loop().call_later(WEIGHTS_RETRY_SECONDS, self._link.say_hello)
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:

@@ -60,6 +60,10 @@ class Checkpoint(Protocol):
         """
         return None
 
+    def close(self) -> None:
+        """Release what read() needs. The default has nothing to release: views of files stay valid."""
+        return
+
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the shape of every tensor of the model, by short name."""

@@ -1,7 +1,8 @@
 """CURVE keys and their roles. A peer must hold a key of the role that its port is for.
 
 A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
-`engine`, `client` or `admin`. During a rotation a file has two keys, one on each line. A port accepts both. A peer
+`engine`, `client` or `admin`. `trainer.pub` and `trainer.key` are optional: a trainer publishes weights, and sends some
+of the verbs to the admin port. During a rotation a file has two keys, one on each line. A port accepts both. A peer
 alternates between the server's keys. Of its own pair a process uses the first line.
 """
 
@@ -18,6 +19,8 @@ from megatron_runtime.protocol.headers import Role
 
 logger = logging.getLogger(__name__)
 
+TRAINER = "trainer"
+"""File name of the keys of a trainer, which has no port of its own."""
 Z85_KEY_LENGTH = 40
 _Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz"
@@ -64,33 +67,42 @@ class KeyPair:
 class PeerKeys:
     """The keys of a client, engine or admin: its own pair, and the public keys of the coordinator.
 
-    source: the directory and role that refreshed() reads again; None for keys without files.
+    source: the directory, and the file names of both sides, that refreshed() reads again; None for keys without files.
     """
 
     own: KeyPair
     server_public: bytes
     other_server_publics: tuple[bytes, ...] = ()
-    source: tuple[Path, Role] | None = None
+    source: tuple[Path, str, str] | None = None
 
     @classmethod
-    def load(cls, directory: Path, role: Role) -> PeerKeys:
-        own = _load_pair(directory, _file_name(role))
-        first, *others = _read_keys(directory / "server.pub")
-        return cls(own, first, tuple(others), (directory, role))
+    def load(cls, directory: Path, role: Role | str, *, server: str = "server") -> PeerKeys:
+        """Return the keys in a directory.
+
+        role:   of this process, or TRAINER.
+        server: file name of the other side's public keys: "server" of the coordinator, or TRAINER.
+
+        Raises KeyFileError.
+        """
+        name = role if isinstance(role, str) else _file_name(role)
+        own = _load_pair(directory, name)
+        first, *others = _read_keys(directory / f"{server}.pub")
+        return cls(own, first, tuple(others), (directory, name, server))
 
     def stamp(self) -> tuple[int, int] | None:
         """Return a value that changes with the file of the own pair; None without a file."""
         if self.source is None:
             return None
-        directory, role = self.source
-        return _stamp(directory / f"{_file_name(role)}.key")
+        directory, name, _ = self.source
+        return _stamp(directory / f"{name}.key")
 
     def refreshed(self) -> PeerKeys:
         """Return the keys that are in the files now; these keys if the files cannot be read."""
         if self.source is None:
             return self
         try:
-            return PeerKeys.load(*self.source)
+            directory, name, server = self.source
+            return PeerKeys.load(directory, name, server=server)
         except KeyFileError as error:
             logger.warning("keeping the keys in use: %s", error)
             return self
@@ -107,15 +119,16 @@ class Gatekeeper:
     own:     the pair in use since the start.
     allowed: follows the files, at each changed(). Existing connections are not checked again when it changes.
     servers: the public keys of coordinators, the own one among them; follows the files too.
+    trainers: the public keys of trainers, which open the admin port for some messages; follows the files too.
     """
 
     def __init__(self, directory: Path) -> None:
         """Read the files. Raises KeyFileError."""
         self._directory = directory
-        publics = (directory / f"{name}.pub" for name in ("server", *map(_file_name, Role)))
+        publics = (directory / f"{name}.pub" for name in ("server", *map(_file_name, Role), TRAINER))
         self._files = [directory / "server.key", *publics]
         self._stamps = [_stamp(file) for file in self._files]
-        self.own, self.allowed, self.servers = self._load()
+        self.own, self.allowed, self.servers, self.trainers = self._load()
 
     def admits(self, role: Role, key: bytes) -> bool:
         return key in self.allowed[role]
@@ -127,19 +140,27 @@ class Gatekeeper:
             return False
         self._stamps = stamps
         try:
-            own, allowed, self.servers = self._load()
+            own, allowed, self.servers, trainers = self._load()
         except KeyFileError as error:
             logger.warning("keeping the keys in use: %s", error)
             return False
         if own != self.own:
             logger.warning("%s: the server's own key changed; it is used after the next start", self._directory)
-        changed, self.allowed = allowed != self.allowed, allowed
+        changed = (allowed, trainers) != (self.allowed, self.trainers)
+        self.allowed, self.trainers = allowed, trainers
         return changed
 
-    def _load(self) -> tuple[KeyPair, dict[Role, frozenset[bytes]], tuple[bytes, ...]]:
+    def _load(self) -> tuple[KeyPair, dict[Role, frozenset[bytes]], tuple[bytes, ...], frozenset[bytes]]:
         allowed = {role: frozenset(_read_keys(self._directory / f"{_file_name(role)}.pub")) for role in Role}
         servers = tuple(_read_keys(self._directory / "server.pub"))
-        return _load_pair(self._directory, "server"), allowed, servers
+        trainer = self._directory / f"{TRAINER}.pub"
+        trainers = frozenset(_read_keys(trainer) if trainer.exists() else ())
+        return _load_pair(self._directory, "server"), allowed, servers, trainers
+
+
+def public_keys(directory: Path, role: Role) -> frozenset[bytes]:
+    """Return the public keys of a role in a directory, as they are now. Raises KeyFileError."""
+    return frozenset(_read_keys(directory / f"{_file_name(role)}.pub"))
 
 
 def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:

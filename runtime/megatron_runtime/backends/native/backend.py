@@ -279,7 +279,10 @@ class NativeBackend(EngineBackend):
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
         self._staged_epoch = epoch
         # On another thread, so that steps continue.
-        return await self._perform(asyncio.to_thread(self.core.executor.stage_weights, source))
+        results = await self._perform(asyncio.to_thread(self.core.executor.stage_weights, source))
+        if results.failed:
+            await self.discard_weights()  # other ranks may have staged them
+        return results
 
     async def commit_weights(self) -> RankResults:
         return await self._perform(self.call(lambda core: core.swap_weights(self._staged_epoch)))

@@ -103,6 +103,7 @@ def _executor(
         groups=groups,
         shard=shard,
         is_check=shard is not None,
+        keys_dir=settings.keys_dir,
         local_rank=identity.local_rank if identity is not None else 0,
     )
 

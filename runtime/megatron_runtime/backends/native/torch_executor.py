@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Required, TypedDict
 
 import numpy as np
@@ -123,6 +124,7 @@ class TorchOptions(TypedDict, total=False):
     shard:           part of the model of an executor without groups, which runs no step; None for the whole model.
     logprobs_mode:   "raw_logprobs" of the model's logits, "processed_logprobs" after temperature and filters.
     records_routing: return the experts of each token.
+    keys_dir:        as in WeightStore.
     """
 
     kv_cache_memory: Required[int | None]
@@ -133,6 +135,7 @@ class TorchOptions(TypedDict, total=False):
     shard: Shard | None
     logprobs_mode: LogprobsMode
     records_routing: bool
+    keys_dir: Path | None
 
 
 class TorchExecutor(ABC):
@@ -167,6 +170,7 @@ class TorchExecutor(ABC):
         shard: Shard | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         records_routing: bool = False,
+        keys_dir: Path | None = None,
     ) -> None:
         self.controller = controller or ModelText.of_model(source)
         self.device, self.dtype, self.page_size = device, dtype, page_size
@@ -176,7 +180,13 @@ class TorchExecutor(ABC):
         self._shard = shard = groups.shard if groups is not None else shard or Shard()
         self._sizes = shard.sizes
         self._store = WeightStore(
-            source, dtype, linears, require_memory=partial(require_memory, device=device), shard=shard, staging=staging
+            source,
+            dtype,
+            linears,
+            require_memory=partial(require_memory, device=device),
+            shard=shard,
+            staging=staging,
+            keys_dir=keys_dir,
         )
         self.model_config = config = self._store.config
         if records_routing and config.moe is None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import torch
 
 from megatron_kernels.cpu.packing import PANEL_FORMATS
 from megatron_runtime.backends.native.memory import require_memory as require_host_memory
 from megatron_runtime.checkpoints.checkpoint import (
+    Kinds,
     Signature,
     UnusableWeightsError,
     VerifiedCheckpoint,
@@ -18,13 +20,14 @@ from megatron_runtime.checkpoints.checkpoint import (
     require_same_model,
     with_progress,
 )
-from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource, resolve
+from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource, PublishedModel, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.cpu import PackedLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import Checkpoint, num_parameters
 from megatron_runtime.models.weights import load_weights
+from megatron_runtime.protocol.published_weights import is_published
 
 
 class WeightStore:
@@ -38,6 +41,7 @@ class WeightStore:
     staging: returns a factory of staged matrices in host memory, given the weights in use, to which swap() copies them;
              None stages with `linears`.
     shard:   the part of the model that this rank holds; None means all of it.
+    keys_dir: directory of engine.key and trainer.pub, for weights of a trainer; None: no encryption.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class WeightStore:
         require_memory: Callable[..., None] = require_host_memory,
         shard: Shard | None = None,
         staging: Callable[[DecoderWeights], LinearFactory] | None = None,
+        keys_dir: Path | None = None,
     ) -> None:
         self.config = open_checkpoint(source).config
         self.source = source
@@ -60,6 +65,7 @@ class WeightStore:
         self._require_memory = require_memory
         self._shard = shard or Shard()
         self._staging = staging
+        self._keys_dir = keys_dir
         self._signature: Signature | None = None
         self._staged: tuple[ModelSource, DecoderWeights, Signature] | None = None
 
@@ -127,6 +133,8 @@ class WeightStore:
         self._staged = None
 
     def _resolve(self, source: str) -> ModelSource:
+        if is_published(source):
+            return PublishedModel(source, self.config, self._keys_dir)
         return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
 
     @torch.inference_mode()
@@ -139,10 +147,22 @@ class WeightStore:
         *,
         what: str,
     ) -> tuple[DecoderWeights, Signature]:
-        opened = open_checkpoint(source)
+        with closing(open_checkpoint(source)) as opened:
+            # A trainer may publish another type than the files have; the matrices are of the engine's type.
+            expected = like.kinds if like is not None and not isinstance(source, PublishedModel) else None
+            return self._read_checkpoint(opened, expected, linears, require_memory, what=what)
+
+    def _read_checkpoint(
+        self,
+        opened: Checkpoint,
+        expected: Kinds | None,
+        linears: LinearFactory,
+        require_memory: Callable[..., None],
+        *,
+        what: str,
+    ) -> tuple[DecoderWeights, Signature]:
         require_same_model(opened.config, wanted=self.config)
         uses_kernels = isinstance(linears, PackedLinears)
-        expected = like.kinds if like is not None else None
         checkpoint = VerifiedCheckpoint(
             opened, expected=expected, uses_kernels=uses_kernels, checks_values=linears.checks_values
         )

@@ -20,7 +20,7 @@ from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import Access, PromptReader, PromptTokenizer
-from megatron_runtime.protocol.headers import ErrorCode, Role
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
     Abort,
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _ADMIN = Role.ADMIN  # see context.py
 _ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
+_TRAINER_VERBS = frozenset({Header.UPDATE_WEIGHTS, Header.SET_GENERATION_EPOCH})
 
 
 Handler: TypeAlias = Callable[[Any, Any, Outgoing], None]
@@ -142,7 +143,7 @@ class CoordinatorCore:
             handler(engine, message, sent)
         elif (client := self.clients.at(peer)) is not None:
             client.heard = now
-            is_for_role = client.role is not _ADMIN or _is_for_admins(message)
+            is_for_role = client.role is not _ADMIN or self._is_for_admin(client, message)
             handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
             handler(client, message, sent)
         elif not (isinstance(message, Final) and self.replies.late_final(peer, message, sent)):
@@ -268,9 +269,23 @@ class CoordinatorCore:
             self.counters.over_limit += 1
         self.context.answer(client, quota.to_frames())
 
+    def _is_for_admin(self, client: Client, message: Message) -> bool:
+        """Whether an administrator, or a trainer at the admin port, may send it. Requests of users use the client port;
+        a canary names its one engine.
+        """
+        if client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
+            is_verb = not isinstance(message, Control) or message.kind in _TRAINER_VERBS
+            return is_verb and type(message) in _ADMIN_MESSAGES
+        if isinstance(message, Submit):
+            return bool(message.meta.engine)
+        return type(message) in _ADMIN_MESSAGES
+
     def _control(self, client: Client, message: Control, sent: Outgoing) -> None:
         if client.peer[0] == Role.CLIENT:
             self._misplaced(client, message, sent)
+        elif client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
+            # A trainer is no leader: its fence must not lock out the operator.
+            self.verbs.handle(message.model_copy(update={"fence": None}), client)
         elif client.peer[0] == Role.ADMIN and (message.operation_id is None or message.fence is None):
             text = f"{message.kind.name}: operation_id and fence are required on the admin port"
             self.context.reject(client.peer, ErrorCode.MALFORMED, text)
@@ -294,10 +309,3 @@ class CoordinatorCore:
         self.counters.evicted_blocks += len(evicted)
         self.router.evicted(engine, evicted)
         self.router.stored(engine, block_hashes_from_bytes(message.stored))
-
-
-def _is_for_admins(message: Message) -> bool:
-    """Whether an administrator may send it. Requests of users use the client port; a canary names its one engine."""
-    if isinstance(message, Submit):
-        return bool(message.meta.engine)
-    return type(message) in _ADMIN_MESSAGES

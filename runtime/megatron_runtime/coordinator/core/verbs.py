@@ -28,6 +28,7 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     Operation,
 )
+from megatron_runtime.protocol.published_weights import is_published
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.SET_ADAPTERS: ("adapters",),
 }
 KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
-"""Control messages that fail as a whole if one engine fails. The engine keeps serving."""
+"""Control messages that fail as a whole if one engine fails. The engine keeps serving. So does UPDATE_WEIGHTS from a
+trainer: an engine that cannot reach the trainer could not use the weights after a restart either."""
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
 
@@ -80,6 +82,10 @@ class PendingOperation:
     unsupported: bool = False
     adapter_errors: dict[str, str] = field(default_factory=dict)
     total_ranks: int = 0
+
+    @property
+    def keeps_engines(self) -> bool:
+        return self.control.kind in KEEPS_ENGINES or is_published(self.control.source)
 
     def answer(self, **fields: Any) -> ControlAck:
         """Return CONTROL_ACK with the outcomes so far and these fields: ok, state, code, error, fence."""
@@ -186,8 +192,11 @@ class Verbs:
         self._source_revisions.add(revision)
 
     def source_for(self, engine: Engine) -> str | None:
-        """The weights that an engine has to hold. An engine of another revision was made for its own weights."""
-        return self.source if engine.revision in self._source_revisions else None
+        """The weights that an engine has to hold. An engine of another revision was made for its own weights, unless a
+        trainer publishes them: every engine serves the trainer's.
+        """
+        is_theirs = is_published(self.source) or engine.revision in self._source_revisions
+        return self.source if is_theirs else None
 
     def adapter_report(self) -> list[AdapterStatus]:
         serving = self._engines.serving()
@@ -256,7 +265,11 @@ class Verbs:
         ends_drain = self._ends_drain(control)
         if ends_drain:
             self._undrain()
-        if ends_drain or (transition is not None and self.state in transition.idempotent_in):
+        if (
+            ends_drain
+            or self._is_published_again(control)
+            or (transition is not None and self.state in transition.idempotent_in)
+        ):
             self._conclude(operation, operation.answer(ok=True, state=self.state))
         else:
             self._start(operation)
@@ -280,6 +293,10 @@ class Verbs:
         have = ", ".join(serving) or "none"
         if control.expected_engines is not None and len(serving) < control.expected_engines:
             return ErrorCode.ENGINES_MISSING, f"{name} expects {control.expected_engines} engines; serving: {have}"
+        is_from_trainer = control.kind is Header.UPDATE_WEIGHTS and is_published(control.source)
+        if is_from_trainer and (control.epoch or 0) <= self.epoch and not self._is_published_again(control):
+            message = f"{name}: epoch {control.epoch} is not above {self.epoch}, the epoch of the engines"
+            return ErrorCode.INVALID_REQUEST, f"{message}: publish under a higher one"
         if control.kind is Header.DRAIN and control.engine is not None and self._engines.named(control.engine) is None:
             return ErrorCode.INVALID_REQUEST, f"DRAIN: no engine {control.engine!r} is registered; serving: {have}"
         return None
@@ -287,6 +304,11 @@ class Verbs:
     def _ends_drain(self, control: Control) -> bool:
         """Engines run, but were all drained: UNPAUSE lets them have work again, and no engine is signalled."""
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
+
+    def _is_published_again(self, control: Control) -> bool:
+        """A trainer repeats the update that was committed last, because it got no answer."""
+        is_update = control.kind is Header.UPDATE_WEIGHTS and is_published(control.source)
+        return is_update and (control.source, control.epoch) == (self.source, self.epoch)
 
     def _answer(self, client: Client, ack: ControlAck, control: Control) -> None:
         if not ack.ok and control.operation_id is None:
@@ -378,7 +400,7 @@ class Verbs:
         del operation.waiting[engine.name]
         operation.outcomes[engine.name] = EngineOutcome(ok=False, error=reason)
         operation.unsupported = operation.unsupported or code == ErrorCode.UNSUPPORTED
-        if operation.control.kind in KEEPS_ENGINES:
+        if operation.keeps_engines:
             operation.failed.append(engine.name)
         else:
             if operation.is_loading:
@@ -410,7 +432,7 @@ class Verbs:
             details = "; ".join(f"{name}: {error}" for name, error in failures.items())
             which = "not every engine succeeded" if operation.succeeded else "no engine succeeded"
             code = ErrorCode.UNSUPPORTED if operation.unsupported else ErrorCode.ENGINE_FAILED
-            if operation.control.kind is Header.SET_ADAPTERS or operation.is_loading:
+            if operation.control.kind not in PROFILER and (operation.keeps_engines or operation.is_loading):
                 self._discard(operation)
             self._fail(operation, code, f"{which}: {details}")
         else:
@@ -442,7 +464,8 @@ class Verbs:
         if kind in REQUIRED_FIELDS and epoch is not None:
             self.epoch = epoch
         if kind is Header.UPDATE_WEIGHTS:
-            self.source = None
+            self.source = operation.control.source if is_published(operation.control.source) else None
+            self._source_revisions.clear()
             for engine in operation.succeeded:
                 self.see_source(operation.control.source, engine.revision)
             self._router.forget_all()

@@ -1,0 +1,187 @@
+"""Weights that a trainer publishes: the reference that names them, their manifest, and the two messages that open them.
+
+An engine connects to the trainer with CURVE and asks for the session of a reference. The answer has the manifest, and
+where the tensors can be received. The tensors travel in blocks, over a connection without keys, so the manifest has the
+SHA-256 of each block, and the reference has the SHA-256 of the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.codec import MalformedMessageError, UnpackLimits, pack, unpack
+from megatron_runtime.protocol.text import shown
+
+TRAINER_PREFIX = "trainer://"
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per value, by the data types that a trainer may publish."""
+DIGEST_BYTES = 32
+MAX_SESSION_BYTES = 128
+_BLOCK_VALUES = 1 << 20
+_SOURCE = re.compile(r"trainer://(\[[0-9a-fA-F:]+\]|[^/:\[\]]+):([0-9]{1,5})/([0-9]{1,16})-([0-9a-f]{64})")
+_MANIFEST = UnpackLimits(elements=4_194_304, containers=524_288, depth=4, frame_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
+_OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
+
+
+class WeightsUnavailableError(OSError):
+    """The trainer does not answer, does not hold these weights, or sent other bytes. The message names the remedy."""
+
+
+def is_published(source: str | None) -> bool:
+    """Return whether a source of weights is a trainer."""
+    return source is not None and source.startswith(TRAINER_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSource:
+    """The reference `trainer://HOST:PORT/EPOCH-DIGEST`.
+
+    digest: of the manifest, in hexadecimal digits.
+    """
+
+    host: str
+    port: int
+    epoch: int
+    digest: str
+
+    @classmethod
+    def parse(cls, source: str) -> PublishedSource:
+        """Raises ValueError."""
+        match = _SOURCE.fullmatch(source)
+        if match is None:
+            raise ValueError(f"source {shown(source)}: want trainer://HOST:PORT/EPOCH-DIGEST, as publish() returns it")
+        host, port, epoch, digest = match.groups()
+        return cls(host, int(port), int(epoch), digest)
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+    @property
+    def session(self) -> str:
+        return f"{self.epoch}-{self.digest}"
+
+    def __str__(self) -> str:
+        return f"{TRAINER_PREFIX}{self.host}:{self.port}/{self.session}"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTensor:
+    """One tensor, whole, with the name and layout of transformers.
+
+    dtype:   of VALUE_BYTES.
+    digests: SHA-256 of each block, one after the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    digests: bytes = b""
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of each block but the last: a multiple of eight, and about a million values."""
+        return max(8, _BLOCK_VALUES // prod(self.shape[1:]) // 8 * 8)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.shape[0] // self.block_rows)
+
+    def rows(self, block: int) -> slice:
+        """Return the rows of a block."""
+        first = block * self.block_rows
+        return slice(first, min(first + self.block_rows, self.shape[0]))
+
+    def digest(self, block: int) -> bytes:
+        return self.digests[block * DIGEST_BYTES : (block + 1) * DIGEST_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsManifest:
+    """The tensors of one update."""
+
+    epoch: int
+    tensors: tuple[PublishedTensor, ...]
+
+    def to_bytes(self) -> bytes:
+        return pack(
+            [
+                self.epoch,
+                [[tensor.name, list(tensor.shape), tensor.dtype, tensor.digests] for tensor in self.tensors],
+            ]
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> WeightsManifest:
+        """Raises MalformedMessageError."""
+        try:
+            epoch, tensors = unpack(data, _MANIFEST)
+            manifest = cls(epoch, tuple(_tensor(*items) for items in tensors))
+        except (TypeError, ValueError) as error:
+            raise MalformedMessageError(f"the manifest of weights cannot be read: {error}") from error
+        if type(epoch) is not int or not 0 <= epoch <= limits.MAX_EPOCH:
+            raise MalformedMessageError(f"the manifest of weights has epoch {shown(epoch)}")
+        return manifest
+
+
+def _tensor(name: Any, shape: Any, dtype: Any, digests: Any) -> PublishedTensor:
+    is_shape = type(shape) is list and shape and all(type(size) is int and size > 0 for size in shape)
+    if type(name) is not str or not is_shape or dtype not in VALUE_BYTES or type(digests) is not bytes:
+        raise ValueError(f"tensor {shown(name)} has shape {shown(shape)} and type {shown(dtype)}")
+    tensor = PublishedTensor(name, tuple(shape), dtype, digests)
+    if len(digests) != tensor.num_blocks * DIGEST_BYTES:
+        raise ValueError(f"tensor {shown(name)} has {len(digests)} bytes of digests for {tensor.num_blocks} blocks")
+    return tensor
+
+
+def digest_of(manifest: bytes) -> str:
+    return hashlib.sha256(manifest).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """Engine rank to trainer: receive the tensors of a session."""
+
+    session: str
+
+    def to_bytes(self) -> bytes:
+        return pack([self.session])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> OpenSession:
+        """Raises MalformedMessageError."""
+        items = unpack(data, _OPENING)
+        if type(items) is not list or len(items) < 1 or type(items[0]) is not str or len(items[0]) > MAX_SESSION_BYTES:
+            raise MalformedMessageError(f"{shown(items)}: want a list with a session")
+        return cls(items[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOpened:
+    """Trainer to engine rank: where the tensors can be received, or why they cannot.
+
+    store_port: port of torch's rendezvous store, on the host of the source.
+    token:      prefix of this connection's keys in the store, used once.
+    """
+
+    error: str = ""
+    manifest: bytes = b""
+    store_port: int = 0
+    token: str = ""
+
+    def to_bytes(self) -> bytes:
+        return pack([self.error, self.manifest, self.store_port, self.token])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SessionOpened:
+        """Raises MalformedMessageError."""
+        items = unpack(data, _OPENING)
+        if type(items) is not list or [type(item) for item in items[:4]] != [str, bytes, int, str]:
+            raise MalformedMessageError("the trainer's answer is not [error, manifest, store port, token]")
+        error, manifest, store_port, token = items[:4]
+        return cls(error=error, manifest=manifest, store_port=store_port, token=token)

@@ -1,0 +1,61 @@
+"""What the loss of a process during an update means: which weights engines serve, and what publish() does.
+
+tests/unit/coordinator/test_update_model.py checks the table against the coordinator's core, with the events of an
+update in any order, and docs/concepts/verbs.md against the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class Lost(StrEnum):
+    """The process that is killed. What it had sent arrives."""
+
+    TRAINER = "trainer"
+    ENGINE = "engine"
+    COORDINATOR = "coordinator"
+    OPERATOR = "operator"
+
+
+class PublishPhase(StrEnum):
+    """How far the update is: of the engine that is lost, otherwise of the engine that is the least far."""
+
+    CONNECTING = "connecting"
+    RECEIVING = "receiving"
+    STAGED = "staged"
+    COMMITTING = "committing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOutcome:
+    """
+    epoch:   the weights that all engines serve afterwards, those that restart included.
+    publish: what the call in progress does.
+    retry:   who repeats the update or a part of it.
+    """
+
+    epoch: Literal["old", "new"]
+    publish: Literal["returns", "ends with its process"]
+    retry: str
+
+
+_ENGINE = UpdateOutcome(epoch="new", publish="returns", retry="the engine, when it restarts: it waits for the trainer")
+_COORDINATOR = UpdateOutcome(epoch="new", publish="returns", retry="the trainer's connection, to the next coordinator")
+_OPERATOR = UpdateOutcome(epoch="new", publish="returns", retry="none: it has no part in the update")
+_BEFORE = UpdateOutcome(epoch="old", publish="ends with its process", retry="the trainer: publish() after its restart")
+_AFTER = UpdateOutcome(
+    epoch="new", publish="ends with its process", retry="the trainer: the same publish() serves engines that restart"
+)
+
+FAILURES: dict[tuple[Lost, PublishPhase], UpdateOutcome] = {
+    **{(Lost.ENGINE, phase): _ENGINE for phase in PublishPhase},
+    **{(Lost.COORDINATOR, phase): _COORDINATOR for phase in PublishPhase},
+    **{(Lost.OPERATOR, phase): _OPERATOR for phase in PublishPhase},
+    (Lost.TRAINER, PublishPhase.CONNECTING): _BEFORE,
+    (Lost.TRAINER, PublishPhase.RECEIVING): _BEFORE,
+    (Lost.TRAINER, PublishPhase.STAGED): _AFTER,
+    (Lost.TRAINER, PublishPhase.COMMITTING): _AFTER,
+}

@@ -1,0 +1,45 @@
+"""A trainer in a process of its own: `python trainer_program.py COORDINATOR KEYS_DIR MODEL_DIRECTORY PORT`.
+
+Reads one JSON object a line: {"epoch": E}. It makes the weights of that epoch, publishes them, and writes
+{"source": …}, or {"error": …, "is_committed": …}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.trainer import PublishError, WeightServer
+
+
+def weights_of(model: str, epoch: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of an epoch; those of epoch 0 are the files of the model."""
+    checkpoint = open_checkpoint(resolve(model))
+    generator = torch.Generator().manual_seed(epoch)
+    return {
+        name: torch.randn(kind.shape, generator=generator).mul_(0.2) if epoch else checkpoint.read(name).clone()
+        for name, kind in checkpoint.kinds.items()
+    }
+
+
+def main(coordinator: str, keys: str, model: str, port: str) -> None:
+    tensors = weights_of(model, 0)
+    with WeightServer(tensors, coordinator=coordinator, keys=Path(keys), port=int(port)) as server:
+        print(json.dumps({"epoch": server.status().epoch}), flush=True)
+        for line in sys.stdin:
+            epoch = json.loads(line)["epoch"]
+            tensors.update(weights_of(model, epoch))
+            try:
+                answer: dict[str, object] = {"source": server.publish(epoch)}
+            except PublishError as error:
+                answer = {"error": str(error), "is_committed": error.is_committed}
+            print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

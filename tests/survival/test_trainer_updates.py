@@ -1,0 +1,250 @@
+"""Weights of a trainer reach every engine or none, whichever process is killed, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainer_program
+from eventually import LONG_SECONDS
+from fleet import Fleet, Process, free_ports, until_serving, until_status
+from machine import scaled
+from random_checkpoint import LLAMA, random_tensors, write_model
+from soak import repeated, size
+from transformers import LlamaForCausalLM
+
+from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.protocol.messages import StatusReply
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
+
+ENGINES = ("engine-0", "engine-1")
+TOKENS = 40
+FAULTS = ("none", "engine", "trainer", "coordinator", "staged engine", "staged trainer", "staged coordinator")
+TIE = 1e-4
+"""Logits this close may be ordered differently by another implementation."""
+
+
+class Trainer:
+    """A trainer process, started again after it was killed. Its port stays the same."""
+
+    def __init__(self, fleet: Fleet, model: str) -> None:
+        (port,) = free_ports(1)
+        self._arguments = (f"127.0.0.1:{fleet.admin_port}", str(fleet.keys_dir), model, str(port))
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> int:
+        """Return the epoch of the engines."""
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, trainer_program.__file__, *self._arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        return int((await self.answer())["epoch"])
+
+    def order(self, epoch: int) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"epoch": epoch}).encode() + b"\n")
+
+    async def answer(self) -> dict[str, Any]:
+        """Return the answer to an order; {} if the process has ended."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), LONG_SECONDS)
+        return dict(json.loads(line)) if line else {}
+
+    async def publish(self, epoch: int) -> dict[str, Any]:
+        self.order(epoch)
+        return await self.answer()
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+class Oracle:
+    """The model of every epoch, computed by transformers."""
+
+    def __init__(self, model: str) -> None:
+        self._directory = model
+        self._model = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def allows(self, epoch: int, tokens: list[int], prompt: int) -> list[bool]:
+        """Return for each token of an answer whether the model of `epoch` samples it greedily. prompt: its length."""
+        self._model.load_state_dict(trainer_program.weights_of(self._directory, epoch))
+        logits_TV = self._model(torch.tensor([tokens])).logits[0, prompt - 1 : -1]
+        chosen_T = logits_TV.gather(1, torch.tensor(tokens[prompt:])[:, None])[:, 0]
+        return (chosen_T >= logits_TV.max(1).values - TIE).tolist()
+
+
+class Pool:
+    """A coordinator, two engines that are started again, a trainer, and clients that ask all the time."""
+
+    def __init__(self, fleet: Fleet, model: str, rng: random.Random) -> None:
+        self.fleet = fleet
+        self.trainer = Trainer(fleet, model)
+        self.oracle = Oracle(model)
+        self.epoch = 0
+        self._model = model
+        self._rng = rng
+
+    async def start(self, *, ranks: int = 1) -> None:
+        """ranks: tensor parallel ranks of an engine. Engines of several ranks are not started again."""
+        options = ("--backend", "native", "--model", self._model, "--dtype", "float32", "--threads", "1")
+        memory = ("--kv-cache-memory", "1Mi", "--block-size-tokens", "16")
+        self.coordinator = await self.fleet.coordinator()
+        for name in ENGINES[: 2 if ranks == 1 else 1]:
+            if ranks == 1:
+                await self.fleet.keep_running(name, *options, *memory)
+            else:
+                await self.fleet.engine(name, *options, *memory, "--tensor-parallel", str(ranks), warm=False)
+        self.link = await self.fleet.admin()
+        await until_serving(self.link, self.fleet.engines)
+        self.client: InferenceClient = await self.fleet.client()
+        assert await self.trainer.start() == 0
+
+    async def ask(self) -> tuple[list[int], dict[str, Any]]:
+        prompt = self._rng.choices(range(3, LLAMA.vocab_size), k=6)
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=TOKENS, termination_id=IGNORE_EOS)
+        return prompt, await asyncio.wait_for(self.client.add_request(prompt, params), LONG_SECONDS)
+
+    async def settle(self) -> StatusReply:
+        """Wait until both engines serve the same weights, and return the status."""
+
+        def agrees(status: StatusReply) -> bool:
+            weights = {(engine.epoch, engine.source, engine.digest) for engine in status.engines}
+            is_idle = all(operation.phase != "InProgress" for operation in status.operations)
+            serving = [engine.serving and bool(engine.digest) for engine in status.engines]
+            return is_idle and status.state == "RUNNING" and serving == [True, True] and len(weights) == 1
+
+        return await until_status(self.link, agrees, what="both engines serve the same weights")
+
+    async def update(self, fault: str) -> None:
+        """Publish the next epoch with a fault, then without one if that did not commit it. Check every answer."""
+        before, wanted = self.epoch, self.epoch + 1
+        streams = [asyncio.create_task(self.ask()) for _ in range(4)]
+        self.trainer.order(wanted)
+        await self._break(fault)
+        answer = await self.trainer.answer()
+        status = await self.settle()
+        assert status.epoch in (before, wanted)
+        if "source" in answer:
+            assert status.epoch == wanted, answer
+        elif answer and answer["is_committed"] is not None:
+            assert status.epoch == before, answer
+        if fault.endswith("trainer"):
+            assert await self.trainer.start() == status.epoch
+        if fault != "none":  # the same epoch again: it is committed now, or was already
+            answer = await self.trainer.publish(wanted)
+            status = await self.settle()
+        assert "source" in answer, answer
+        assert {(engine.epoch, engine.source) for engine in status.engines} == {(wanted, answer["source"])}
+        self.epoch = wanted
+        is_replayed = fault.endswith(("engine", "coordinator"))
+        for prompt, reply in await asyncio.gather(*streams):
+            self._check(prompt, reply, epochs=(before, wanted), says_epochs=not is_replayed)
+        for prompt, reply in await asyncio.gather(*(self.ask() for _ in range(4))):
+            self._check(prompt, reply, epochs=(wanted,), says_epochs=True)
+
+    async def _break(self, fault: str) -> None:
+        target: Process | Trainer | None = {
+            "engine": self.fleet.engines["engine-0"],
+            "coordinator": self.coordinator,
+            "trainer": self.trainer,
+        }.get(fault.rpartition(" ")[2])
+        if target is None:
+            return
+        frozen = self.fleet.engines["engine-1"] if fault.startswith("staged") else None
+        if frozen is not None:
+            frozen.freeze()
+            await until_status(
+                self.link,
+                # If engine-1 was quicker than SIGSTOP, the update is over.
+                lambda status: any(
+                    operation.ranks >= 1 for operation in status.operations if operation.signal.name == "UPDATE_WEIGHTS"
+                ),
+                what="engine-0 has staged the weights",
+            )
+        else:
+            await asyncio.sleep(self._rng.uniform(0, scaled(0.1)))
+        await target.kill()
+        if target is self.coordinator:
+            self.coordinator = await self.fleet.coordinator()
+        if frozen is not None:
+            frozen.thaw()
+
+    def _check(self, prompt: list[int], reply: dict[str, Any], *, epochs: tuple[int, ...], says_epochs: bool) -> None:
+        """Each token is the one that an epoch samples; if the answer says which epoch, then that one."""
+        assert reply["status"] == "COMPLETED", reply
+        tokens = [*prompt, *reply["generated_tokens"]]
+        allowed = {epoch: self.oracle.allows(epoch, tokens, len(prompt)) for epoch in epochs}
+        for index in range(TOKENS):
+            said = [epoch for first, epoch in reply["policy_epoch"] if first < len(prompt) + index][-1]
+            by = [said] if says_epochs else list(epochs)
+            assert any(allowed[epoch][index] for epoch in by), (index, reply["policy_epoch"], allowed)
+
+
+@pytest.fixture
+async def pool(fleet: Fleet, tmp_path: Path, seed: int) -> AsyncIterator[Pool]:
+    config = replace(LLAMA, num_layers=2, num_heads=4)
+    model = str(write_model(tmp_path / "model", config, random_tensors(config)))
+    pool = Pool(fleet, model, random.Random(seed))
+    yield pool
+    await pool.trainer.kill()
+
+
+@pytest.mark.timeout(size(600, soak=7200))
+@repeated(soak=1)
+async def test_updates_with_faults_in_every_phase(pool: Pool, seed: int) -> None:
+    await pool.start()
+    faults = [*FAULTS] * size(1, soak=142)
+    faults += ["none"] * (size(20, soak=1000) - len(faults))
+    random.Random(seed).shuffle(faults)
+    for fault in faults:
+        await pool.update(fault)
+
+
+@pytest.mark.timeout(600)
+@repeated(soak=5)
+async def test_an_engine_that_starts_without_its_trainer_serves_nothing_until_it_returns(pool: Pool, seed: int) -> None:
+    await pool.start()
+    await pool.update("none")
+    await pool.trainer.kill()
+    exits = len(pool.fleet.exits)
+    for name in ENGINES:
+        await pool.fleet.engines[name].kill()
+    await until_status(
+        pool.link, lambda status: len(pool.fleet.exits) == exits + 2 and len(status.engines) == 2, what="both are back"
+    )
+    waiting = asyncio.create_task(pool.ask())
+    status = await pool.link.status()
+    assert [engine.serving for engine in status.engines] == [False, False]
+    assert await pool.trainer.start() == 1
+    assert "source" in await pool.trainer.publish(1)
+    await pool.settle()
+    prompt, reply = await waiting
+    pool._check(prompt, reply, epochs=(1,), says_epochs=True)
+    assert len(pool.fleet.exits) == exits + 2
+
+
+@pytest.mark.timeout(600)
+@repeated(soak=5)
+async def test_each_rank_of_an_engine_receives_its_part(pool: Pool, seed: int) -> None:
+    """The ranks receive at the same time, while they run steps."""
+    await pool.start(ranks=2)
+    streams = [asyncio.create_task(pool.ask()) for _ in range(4)]
+    assert "source" in await pool.trainer.publish(1)
+    assert (await pool.link.status()).engines[0].epoch == 1
+    for prompt, reply in [*await asyncio.gather(*streams), await pool.ask()]:
+        pool._check(prompt, reply, epochs=(0, 1), says_epochs=True)
+    assert reply["policy_epoch"] == [[0, 1]]
