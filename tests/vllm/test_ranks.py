@@ -134,7 +134,11 @@ async def test_the_prefix_caches_of_all_data_parallel_ranks_are_reported(tmp_pat
     await backend.start(listener)
     try:
         await backend.load()
-        assert (PROGRESS.page() or {})["stage"] == Stage.COMPILE, "the last stage on a CPU, from vLLM's log"
+
+        async def has_loaded() -> bool:
+            return (PROGRESS.page() or {})["stage"] == Stage.COMPILE
+
+        await eventually(has_loaded, what="the last stage on a CPU is read from vLLM's log")
         assert backend.info.kv_cache_bytes == 64 << 20
         (await backend.unpause()).require("UNPAUSE")
         size = backend.info.block_size_tokens
