@@ -338,7 +338,7 @@ class EngineSpec(ApiModel):
             "remove spec.engine.native",
         ),
         SpecRule(
-            "self.backend == 'Native' || !has(self.batching.maxPrefillTokens)",
+            "self.backend == 'Native' || !has(self.batching) || !has(self.batching.maxPrefillTokens)",
             lambda engine: engine.backend is Backend.NATIVE or engine.batching.max_prefill_tokens is None,
             "spec.engine.batching.maxPrefillTokens: not allowed with spec.engine.backend VLLM; set "
             "spec.engine.vllm.args.long_prefill_token_threshold instead",
