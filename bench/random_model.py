@@ -12,7 +12,7 @@ import torch
 
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.tensors import Part, TensorKind, tensor_shapes
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind, tensor_shapes
 
 LLAMA_8B = ModelConfig(
     family="llama",
@@ -40,8 +40,8 @@ _MAX_OFFSET = 1 << 16
 
 
 @dataclass(frozen=True)
-class RandomCheckpoint:
-    """Implements Checkpoint. Repeated reads of a tensor on the same type of device return the same values.
+class RandomCheckpoint(Checkpoint):
+    """Repeated reads of a tensor on the same type of device return the same values.
 
     All tensors are windows of one random vector: a row of a matrix begins _ROW_STEP values after the row before it. So
     a read generates nothing.

@@ -109,7 +109,10 @@ def engine_metrics() -> Table:
     from megatron_runtime.engine.lifecycle import Lifecycle
     from megatron_runtime.engine.metrics import EngineMetrics
 
-    backend = SimpleNamespace(stats=lambda: BackendStats(last_step=0.0, queued_tokens=0, prefill_rate=1.0, decode_rate=1.0), metrics=lambda: None)
+    backend = SimpleNamespace(
+        stats=lambda: BackendStats(last_step=0.0, queued_tokens=0, prefill_rate=1.0, decode_rate=1.0),
+        metrics=lambda: None,
+    )
     registry = CollectorRegistry()
     registry.register(EngineMetrics(Lifecycle(SimpleNamespace()), backend))
     return _with_vllm(_families(registry))

@@ -20,7 +20,6 @@ from megatron_kernels.cpu.weight_validation import sum_and_finiteness, sum_and_f
 from megatron_kernels.quantized import SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.packed import PackedCheckpoint
-from megatron_runtime.checkpoints.published import PublishedCheckpoint
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource, PublishedModel
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
@@ -52,6 +51,9 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
         checkpoint: Checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
         return checkpoint
     if isinstance(source, PublishedModel):
+        # A load of files need not import the connections.
+        from megatron_runtime.checkpoints.published import PublishedCheckpoint
+
         return PublishedCheckpoint(source.source, config=source.config, keys_dir=source.keys_dir)
     return _FORMATS[source.format](source.path)
 
