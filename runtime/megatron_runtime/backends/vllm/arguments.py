@@ -36,10 +36,10 @@ SUPPORTED = ((0, 26), (0, 34))
 """Versions of vLLM: from the first, below the second. Its interface changes between minor versions."""
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-"""Since vLLM 0.31. Before, V2 has no logits processors of others, and vLLM chooses V1 where there is one."""
+"""Since vLLM 0.31. Before that, V2 accepts no external logits processors, and vLLM chooses V1 if there is one."""
 
 LONGEST_THAT_FITS = -1
-"""Value of max_model_len in each supported version: the model's limit, or less if the KV cache has less room."""
+"""Value of max_model_len in each supported version: the model's limit, or less if the KV cache is too small for it."""
 
 SHARED_GPU = 0.01
 """Value of gpu_memory_utilization with a KV cache of a fixed size. vLLM then only requires at its start that this share
