@@ -228,7 +228,7 @@ def _check(settings: EngineSettings) -> None:
 
 
 def _run_pod(settings: EngineSettings) -> None:
-    """Run the ranks of another pod than the first of a vLLM engine."""
+    """Run the ranks of a vLLM engine's pod other than the first."""
     from megatron_runtime.backends.vllm.nodes import follow
     from megatron_runtime.distributed.errors import RankError
 
