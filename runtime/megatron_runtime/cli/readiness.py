@@ -63,7 +63,7 @@ async def _is_ready(url: str) -> bool:
 
 
 async def _set_adapters(adapters: AdapterList, *, admin: str) -> None:
-    """Have every engine load the adapters. Raises ClickException with engine, adapter and cause."""
+    """Make every engine load the adapters. Raises ClickException with engine, adapter and cause."""
     link = PeerLink(
         CoordinatorAddresses(admin),
         keys=None,

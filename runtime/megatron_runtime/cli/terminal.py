@@ -21,7 +21,7 @@ from megatron_runtime.protocol import strict_json as json
 HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."
 _QUOTES = '"""'
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
-"""A path such as /etc/hosts is no command."""
+"""Matches commands only: a path such as /etc/hosts is a message."""
 SETTINGS: Mapping[str, click.ParamType] = {
     "temperature": FiniteRange(0, 2),
     "max-tokens": COUNT,
@@ -36,7 +36,7 @@ chat_options = together(
     click.option("--temperature", type=SETTINGS["temperature"], default=0.7, help="0 is greedy."),
     click.option("--seed", type=int, help="Makes sampled answers repeatable."),
 )
-"""Of a conversation, as `megatron chat` and `megatron run` have them."""
+"""Options of a conversation, shared by `megatron chat` and `megatron run`."""
 
 
 class _LeaveError(Exception):
@@ -47,8 +47,8 @@ class _LeaveError(Exception):
 class Conversation:
     """A conversation with one model, and the commands that change it.
 
-    messages: with their roles, as the server takes them. The system message is the first one, if there is any.
-    settings: of the requests, by their names in SETTINGS with `_` for `-`.
+    messages: messages with their roles, as the server accepts them. A system message comes first.
+    settings: settings of the requests, by their names in SETTINGS with `_` for `-`.
     """
 
     client: ApiClient

@@ -358,7 +358,7 @@ class VllmBackend(EngineBackend):
         self._enter_part(opened)
 
     def _enter_part(self, opened: VllmRequest) -> None:
-        """Run the next part of an answer when vLLM has dropped the one before."""
+        """Run the next part of an answer once vLLM has dropped the previous one."""
         opened.grammar = asyncio.create_task(self._begin_part(opened))
 
     async def _begin_part(self, opened: VllmRequest) -> None:

@@ -86,7 +86,7 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
 
     @abstractmethod
     def _values(self, chunk: C, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a chunk at one index of the leading axes, a last axis for those of each value.
+        """Return the bytes of a chunk at one index of the leading axes. The last axis has the bytes of each value.
 
         Raises ModelFileError if the chunk has another type.
         """
