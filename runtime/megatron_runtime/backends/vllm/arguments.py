@@ -272,8 +272,8 @@ def _described(declared: Any) -> str:
 def logits_processor_of(config: VllmConfig) -> type | None:
     """Return the class of logits processors for the model runner of `config`, which was built without one.
 
-    A logits processor with the wrong interface is an error at vLLM's start. Return None if vLLM accepts no logits
-    processor: it speculates with V1, or with a V2 that has no interface for them.
+    A logits processor with the wrong interface is an error at vLLM's start. Return None if vLLM accepts none:
+    it speculates with V1, or with a V2 that has no interface for them.
     """
     if config.use_v2_model_runner and find_spec(V2_INTERFACE) is not None:
         # Older versions of vLLM do not have the module that it imports.
