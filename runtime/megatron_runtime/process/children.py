@@ -1,8 +1,8 @@
-"""Starts Python modules as child processes, and ends them with their parent: the one place that does so. No torch.
+"""Starts Python modules as child processes that exit with their parent. The only place that does so. No torch.
 
-A child imports what its parent imports and nothing from the working directory, which may be a downloaded model. It ends
-on SIGINT alone: its parent sends it, or the kernel when the parent dies. Service managers send SIGTERM to all processes
-of a group at once, and the parent must end its children in order.
+A child imports what its parent imports and nothing from the working directory, which may be a downloaded model. It
+exits only on SIGINT, which its parent sends, or the kernel when the parent dies. Service managers send SIGTERM to all
+processes of a group at once, but the parent must stop its children in order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 PARENT_VARIABLE = "MEGATRON_PARENT_PID"
-"""A parent sets it for its children, which end when the parent ends for any reason."""
+"""A parent sets this variable for its children, which exit when the parent exits for any reason."""
 END_SIGNAL = signal.SIGINT
-"""Ends a child in order."""
+"""Signal that stops a child in order."""
 
 STOP_SECONDS = 10.0
 ENDED_SECONDS = 1.0
 LAST_LINES = 10
-"""Of a child's messages, for an error."""
+"""Number of last lines of a child's output that an error quotes."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,10 +40,10 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_parent: bool = False) -> dict[str, str]:
     """Return the environment of a child.
 
-    The child finds modules where this process does, also in folders that a program has added to sys.path.
+    The child finds modules in the same places as this process, including folders that a program has added to sys.path.
 
-    variables:        which differ from those of this process.
-    ends_with_parent: the child calls end_with_parent(). The kernel takes the thread that starts it for its parent.
+    variables:        variables that differ from this process's.
+    ends_with_parent: the child calls end_with_parent(). The kernel treats the thread that starts it as its parent.
     """
     here = os.path.realpath(os.getcwd())
     entries = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -57,14 +57,14 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
 
 
 def be_child() -> None:
-    """Ignore SIGTERM: the parent ends this process."""
+    """Ignore SIGTERM, because the parent stops this process."""
     global _is_child
     _is_child = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:
-    """If this process is a child, ignore SIGTERM, and have the kernel send END_SIGNAL when the parent dies."""
+    """If this process is a child, ignore SIGTERM, and let the kernel send END_SIGNAL when the parent dies."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return
@@ -78,15 +78,15 @@ def end_with_parent() -> None:
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that end this process in order. Call it after end_with_parent()."""
+    """Return the signals that shut this process down in order. Call it after end_with_parent()."""
     return (END_SIGNAL,) if _is_child else (signal.SIGTERM, signal.SIGINT)
 
 
 class WatchedChild:
-    """A module as a child process, whose messages are copied to standard error and whose end is reported.
+    """A module as a child process. Its messages are copied to standard error, and its exit is reported.
 
-    what:  names it in the description of its end.
-    ended: describes how the process ended, when it has, for whatever reason. Callbacks run on a thread.
+    what:  name of the process in the description of its exit.
+    ended: future with a description of how the process exited, for whatever reason. Callbacks run on a thread.
     """
 
     def __init__(self, what: str, module: str, *arguments: str) -> None:
@@ -116,7 +116,7 @@ class WatchedChild:
     def exchange(self, line: bytes, *, seconds: float) -> bytes:
         """Write a line to its standard input, and return the first line of its standard output.
 
-        Raises an OSError, TimeoutError after `seconds`, or ValueError if it ended before.
+        Raises OSError, TimeoutError after `seconds`, or ValueError if the process exited before answering.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -131,7 +131,9 @@ class WatchedChild:
         return answer
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
-        """End the process: END_SIGNAL, then, after the grace time, SIGKILL. Blocks until it has ended. Idempotent."""
+        """Stop the process with END_SIGNAL and, after the grace period, SIGKILL. Block until it has exited.
+        Idempotent.
+        """
         with self._lock, self.process:  # the process closes its pipes and is waited for
             self.process.send_signal(END_SIGNAL)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -141,7 +143,7 @@ class WatchedChild:
             self.ended.result(ENDED_SECONDS)
 
     def _watch(self, errors: int) -> None:
-        """Copy what the process writes to the pipe `errors` to this process's standard error until it ends."""
+        """Copy what the process writes to the pipe `errors` to this process's standard error until the pipe ends."""
         lines: deque[bytes] = deque(maxlen=LAST_LINES)
         with open(errors, "rb") as pipe:
             for line in pipe:

@@ -1,4 +1,4 @@
-"""What a process must not take from the environment that starts it: closed standard streams, proxies for loopback.
+"""Protects a process from its environment: closed standard streams, and proxies for loopback.
 
 No torch.
 """
@@ -30,7 +30,7 @@ def prepare_process() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)  # gets the lowest free descriptor
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)  # os.open() returns the lowest free descriptor
             setattr(sys, name, stream)
     if getproxies_environment():
         # Libraries read one or the other spelling.
@@ -42,9 +42,9 @@ def prepare_process() -> None:
 
 
 def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
-    """Return the message for a module that an installation without `extra` lacks. Raises the error of another module.
+    """Return the message for a module that is missing without `extra`. Re-raise the error for any other module.
 
-    extra: optional dependencies of this project's distribution.
+    extra: name of optional dependencies of this project's distribution.
     """
     name = (error.name or "").partition(".")[0]
     if not name or name.startswith("megatron_"):
@@ -56,14 +56,14 @@ def http_client(make: Callable[..., C], url: str, **options: Any) -> C:
     """Return an HTTP client for `url` with the proxy of the environment, unless NO_PROXY or loopback exempts the host.
 
     make:    httpx.Client, httpx.AsyncClient or httpx2.Client.
-    options: of it.
-    Raises UnusableProxyError.
+    options: options of the client. Raises UnusableProxyError.
     """
     import httpx  # an optional dependency, which the operator's image lacks
 
     host = urlsplit(url).hostname or ""
     if host in _LOOPBACK or proxy_bypass(host):
-        # httpx reads no variable for a proxy, not even one that it cannot use; it still reads those of certificates.
+        # With this, httpx reads no proxy variable, not even one that it cannot use. It still reads the variables for
+        # certificates.
         return make(trust_env=False, verify=httpx.create_ssl_context(trust_env=True), **options)
     try:
         return make(**options)

@@ -1,4 +1,4 @@
-"""Work that waits for a few threads, shared fairly between keys: round robin, with a budget of seconds per minute.
+"""Shares a few threads fairly between keys: round robin, with a budget of seconds per minute.
 
 `FairQueue` and `Budget` are the discipline, without clock and threads. `FairThreads` runs jobs in the order of a queue.
 `FairLanes` runs jobs of an event loop in named lanes of threads with one budget. A key is the tenant that submits the
@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 FREE_SECONDS = 0.05
-"""Time of each job that is not charged. Ordinary jobs take less, so a budget limits expensive jobs alone."""
+"""Part of each job that is not charged. Ordinary jobs take less time, so a budget limits only expensive jobs."""
 
 _T = TypeVar("_T")
 _Job = TypeVar("_Job")
@@ -36,7 +36,7 @@ class BudgetExceededError(Exception):
 class Budget:
     """The seconds of work that each key may use per minute: a bucket for each key, which drains at a constant rate.
 
-    A key may exceed its budget by the jobs that run: how long a job takes is known when it ends.
+    A key may exceed its budget by its running jobs, because the duration of a job is known only at its end.
     """
 
     def __init__(self, seconds_per_minute: float) -> None:
@@ -59,9 +59,9 @@ class Budget:
 class FairQueue(Generic[_Job]):
     """The order of jobs for a number of workers: round robin over keys.
 
-    Each job has a turn: the one after the last turn of its key, but at least the current one. The next job is of the
-    key with the fewest running jobs, and among these of the lowest turn. So a key has one job at a time while another
-    key waits, and waits for at most one further job of each other key. The jobs of a key keep their order.
+    Each job has a turn: one after the last turn of its key, but at least the current turn. The next job belongs to the
+    key with the fewest running jobs; among equals, to the lowest turn. So a key has one job at a time while another key
+    waits, and waits for at most one further job of each other key. The jobs of a key keep their order.
     """
 
     def __init__(self, *, workers: int) -> None:
@@ -90,7 +90,7 @@ class FairQueue(Generic[_Job]):
                 del self._waiting[key]
 
     def take(self) -> tuple[str, _Job] | None:
-        """Return the next job and its key; None if none waits or no worker is free. It runs until release()."""
+        """Return the next job and its key; None if no job waits or no worker is free. The job runs until release()."""
         if not self._waiting or self._running.total() >= self._workers:
             return None
         key = min(self._waiting, key=lambda key: (self._running[key], self._next_turn[key]))
@@ -104,7 +104,7 @@ class FairQueue(Generic[_Job]):
         return key, job
 
     def release(self, key: str) -> None:
-        """End a job that runs."""
+        """Record that a running job has ended."""
         self._running[key] -= 1
         if not self._running[key]:
             del self._running[key]
@@ -123,7 +123,7 @@ class FairThreads:
     def submit(self, key: str, call: Callable[[], _T]) -> Future[_T]:
         """Return the future result of `call`, which a thread runs when it is the turn of `key`.
 
-        Cancelling the future removes work that waits. Work that runs goes on, and its result is dropped.
+        Cancelling the future removes waiting work. Running work continues, and its result is dropped.
         """
         future: Future[_T] = Future()
         job = future, call
@@ -134,7 +134,7 @@ class FairThreads:
         return future
 
     def close(self) -> None:
-        """End the threads when the work that runs has ended. Work that waits fails with RuntimeError."""
+        """Stop the threads when running work has ended. Waiting work fails with RuntimeError."""
         self._threads.shutdown(wait=False)
 
     def _remove(self, key: str, job: tuple[Future[Any], Callable[[], Any]]) -> None:
@@ -167,7 +167,7 @@ class FairLanes:
     """Runs work of an event loop in threads.
 
     lanes:              number of threads by lane.
-    what:               the work, for the error of a key that has used its budget.
+    what:               name of the work, for the error of a key that has used its budget.
     seconds_per_minute: budget of each key over all lanes.
     clock:              returns monotonic seconds.
     """
@@ -183,14 +183,14 @@ class FairLanes:
         self._what = what
         self._budget = Budget(seconds_per_minute)
         self._lock = threading.Lock()
-        """Of the budget."""
+        """Protects the budget."""
         self._clock = clock
         self._threads = {lane: FairThreads(threads, f"lane-{lane}") for lane, threads in lanes.items()}
 
     async def run(self, lane: str, key: str, call: Callable[[], _T], *, is_metered: bool = True) -> _T:
         """Return the result of `call`, called in a thread of `lane`.
 
-        If the caller is cancelled, work that waits is removed. Work that runs goes on, and its result is dropped.
+        If the caller is cancelled, waiting work is removed. Running work continues, and its result is dropped.
 
         is_metered: the work counts against the budget of its key.
 
@@ -200,7 +200,7 @@ class FairLanes:
         return await asyncio.wrap_future(self._threads[lane].submit(key, work))
 
     def close(self) -> None:
-        """End the threads when the work that runs has ended. Work that waits fails with RuntimeError."""
+        """Stop the threads when running work has ended. Waiting work fails with RuntimeError."""
         for threads in self._threads.values():
             threads.close()
 

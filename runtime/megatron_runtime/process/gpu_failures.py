@@ -1,8 +1,8 @@
 """Error texts of GPUs, their drivers and NCCL, with the cause and the remedy. No torch.
 
 The texts come from the driver, CUDA, NCCL, PyTorch and vLLM, so they are the same in all containers. An engine writes
-cause and remedy into its termination message; the operator reads the same table for the status, also of containers that
-ended without one.
+cause and remedy into its termination message; the operator uses the same table for the status, including containers
+that exited without a termination message.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
 
 
 def gpu_failure(text: str) -> GpuFailure | None:
-    """Return the failure that an error text names; None if it names none."""
+    """Return the failure that an error text matches; None if there is none."""
     return next((failure for failure in GPU_FAILURES if failure.pattern.search(text)), None)
 
 

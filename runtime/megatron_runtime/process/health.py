@@ -5,12 +5,11 @@
     GET /metrics  the Prometheus registry
 
 The server runs on the caller's event loop, so a blocked loop fails its liveness probe. Any host that reaches the port
-may use it, so no load of connections keeps a probe from its answer:
+may use it, so the server answers probes under any number of connections:
 
-- A connection gets its answer in the callback that accepts it if its request has arrived. Nothing waits in front of it
-  but the connections that the kernel accepted earlier, of which each iteration of the loop takes BATCH.
-- A connection without a complete request waits. A new one beyond MAX_CONNECTIONS, or MAX_PER_PEER of its address,
-  replaces the oldest.
+- If the request has arrived, the callback that accepts the connection answers it. Only connections that the kernel
+accepted earlier come first, and each iteration of the loop takes BATCH of them. - A connection without a complete
+request waits. A new connection beyond MAX_CONNECTIONS, or beyond MAX_PER_PEER of its address, replaces the oldest.
 - Metrics are rendered on a thread, one at a time, for all requests that wait for them. A pause after each bounds their
   share of a CPU, because the thread and the loop share the interpreter.
 
@@ -40,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_SECONDS = 5.0
-"""To send the request, and to read the answer."""
+"""Timeout for sending the request, and for reading the answer."""
 MAX_CONNECTIONS = 256
 MAX_PER_PEER = 64
-"""Concurrent connections from one address."""
+"""Maximum number of concurrent connections from one address."""
 BACKLOG = 1024
 BATCH = 32
-"""Connections that one iteration of the event loop accepts. It takes about 1 ms."""
+"""Maximum number of connections that one iteration of the event loop accepts, which takes about 1 ms."""
 MAX_SCRAPES = 16
-"""Requests that wait for metrics; further ones get 503."""
+"""Maximum number of requests that wait for metrics; further ones get 503."""
 RENDERING_SHARE = 0.1
-"""Of one CPU."""
+"""Share of one CPU for rendering metrics."""
 _RETRY_SECONDS = 0.1
 _UNAVAILABLE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -68,7 +67,7 @@ class HealthServer:
     """Answers probes on one listening socket.
 
     missing:  returns the conditions that the process needs to be ready, one phrase each. Called for each probe.
-    liveness: returns the content of /livez; `alive` decides about the status.
+    liveness: returns the content of /livez; `alive` decides its status.
     registry: metrics to expose; None answers 404. Its collectors run on a thread.
     pages:    further paths, and the function that returns the content of each; None answers 503.
     port:     the port in use; for port 0, known after start().
@@ -84,7 +83,7 @@ class HealthServer:
     def __post_init__(self) -> None:
         self._listener: socket.socket | None = None
         self._open: dict[_Connection, None] = {}
-        """The oldest is first."""
+        """Open connections, the oldest first."""
         self._metrics = MetricsPage(self.registry) if self.registry is not None else None
 
     async def start(self) -> None:
@@ -136,7 +135,7 @@ class HealthServer:
             connection.read()
 
     def _pause_accepting(self) -> None:
-        """The process has no file for a connection: release those of the connections here, and try again later."""
+        """The process has run out of file descriptors: close the connections here, and accept again later."""
         for connection in list(self._open):
             connection.close()
 
@@ -152,7 +151,7 @@ class HealthServer:
         self._open.pop(connection, None)
 
     def answer(self, connection: _Connection, request: bytes) -> None:
-        """Answer a request now, or after its metrics have been rendered. request: up to the empty line."""
+        """Answer a request now, or after its metrics have been rendered. request: bytes up to the empty line."""
         match = _REQUEST.fullmatch(request)
         if match is None or not _is_well_framed(match):
             connection.send(_response(HTTPStatus.BAD_REQUEST, {"error": "expected a request of HTTP/1.1"}))
@@ -186,7 +185,7 @@ class HealthServer:
             content = {"error": f"{MAX_SCRAPES} requests wait for metrics: try again"}
             connection.send(_response(HTTPStatus.SERVICE_UNAVAILABLE, content, "Retry-After: 1\r\n"))
             return
-        self._open[connection] = self._open.pop(connection)  # it is no longer the oldest
+        self._open[connection] = self._open.pop(connection)  # the connection is no longer the oldest
         connection.scrape = text
 
         def answer(rendered: asyncio.Future[bytes]) -> None:
@@ -202,7 +201,7 @@ class HealthServer:
 
 
 class MetricsPage:
-    """Renders a registry on a thread, once for all requests that wait for it, and one time after the other."""
+    """Renders a registry on a thread, once for all waiting requests, and never twice at the same time."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -210,7 +209,9 @@ class MetricsPage:
         self._rendering: asyncio.Task[None] | None = None
 
     def request(self) -> asyncio.Future[bytes] | None:
-        """Return the future text; None if too many requests wait. A request that is no longer needed is cancelled."""
+        """Return a future with the text; None if too many requests wait. Cancel the future if it is no longer
+        needed.
+        """
         self._waiting = [future for future in self._waiting if not future.done()]
         if len(self._waiting) >= MAX_SCRAPES:
             return None
@@ -249,7 +250,7 @@ class MetricsPage:
 
 
 def serve_on_thread(server: HealthServer) -> Callable[[], None]:
-    """Start a server on a thread of its own, and return the function that ends both. Raises OSError as start() does.
+    """Start a server on its own thread, and return a function that stops both. Raises OSError like start().
 
     May be called on an event loop, which it blocks until the server listens.
     """
@@ -272,7 +273,7 @@ def serve_on_thread(server: HealthServer) -> Callable[[], None]:
 
 
 class _Connection:
-    """One request and its answer, on a socket that does not block."""
+    """One request and its answer, on a non-blocking socket."""
 
     def __init__(
         self, server: HealthServer, accepted: socket.socket, peer: str, loop: asyncio.AbstractEventLoop
@@ -290,7 +291,7 @@ class _Connection:
         self._is_reading = self._is_writing = False
 
     def read(self) -> None:
-        """Read what has arrived, and answer if it is the whole request; else wait for the rest."""
+        """Read the data that has arrived. Answer if the request is complete, otherwise wait for the rest."""
         try:
             data = self._socket.recv(MAX_REQUEST_BYTES)
         except BlockingIOError:
@@ -339,7 +340,7 @@ class _Connection:
             self._loop.remove_reader(self._socket)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the connection. Idempotent."""
         self._stop_reading()
         if self._is_writing:
             self._is_writing = False
@@ -377,7 +378,7 @@ def _status(is_good: bool) -> HTTPStatus:
 
 
 def _response(status: HTTPStatus, content: Body, more: str = "") -> tuple[bytes, bytes]:
-    """Return header and body. content: bytes are metrics. more: lines of the header."""
+    """Return header and body. content: bytes stand for metrics. more: additional header lines."""
     if isinstance(content, bytes):
         content_type, body = CONTENT_TYPE_LATEST, content
     else:

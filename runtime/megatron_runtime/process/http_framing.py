@@ -1,9 +1,9 @@
 """uvicorn's protocol for HTTP/1.1, with requests framed as RFC 9112 demands. No torch.
 
-h11 parses. This module rejects what h11 accepts and the RFC does not.
+h11 parses the requests. This module rejects requests that h11 accepts and the RFC does not allow.
 
-If two parsers in a row see different boundaries between requests, one client can put a request into the connection of
-another. So each request whose boundaries are ambiguous gets an error, and its connection is closed.
+If two parsers in a row see different boundaries between requests, a client can smuggle a request into another client's
+connection. So each request whose boundaries are ambiguous gets an error, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
-"""Of request line and headers. One slice more may be read before the limit is checked."""
+"""Size limit of request line and headers. One more slice may be read before the limit is checked."""
 
 _FOLDED_LINE = re.compile(rb"\n[ \t]")
 _CODINGS = re.compile(rb"^transfer-encoding:(.*)$", re.IGNORECASE | re.MULTILINE)
@@ -34,7 +34,9 @@ _ABSOLUTE_FORM = re.compile(rb"https?://(?P<authority>[^/?#]+)(?P<path>[^#]*)", 
 
 
 class FramingError(Exception):
-    """A request that is not HTTP/1.1. status: of the answer, after which the server closes the connection."""
+    """A request that is not HTTP/1.1. status: HTTP status of the answer, after which the server closes the
+    connection.
+    """
 
     def __init__(self, status: int, message: str = "The request is not valid HTTP/1.1.") -> None:
         super().__init__(message)
@@ -87,7 +89,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        """Write an answer in place of the application, unless its answer has begun."""
+        """Write an answer instead of the application's, unless that one has begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             length = {"content-length": str(len(body)), "connection": "close"}
             fields = [(name.encode(), value.encode()) for name, value in {**headers, **length}.items()]
@@ -114,7 +116,7 @@ def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
 def _checked(request: h11.Request, *, head: bytes) -> h11.Request:
     """Return the request, with the target in origin form. Raises FramingError.
 
-    head: the bytes of request line and headers.
+    head: bytes of the request line and the headers.
     """
     version, headers = request.http_version, dict(request.headers)
     if not version.startswith(b"1."):

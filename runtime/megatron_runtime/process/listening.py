@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EVERY_ADDRESS = "::"
-"""Every address of the host: IPv4 and IPv6 where the system has IPv6, else IPv4."""
+"""Every address of the host: IPv4 and IPv6 if the system has IPv6, otherwise IPv4."""
 
 
 def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.socket:
@@ -19,7 +19,7 @@ def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.sock
     host: address or name; EVERY_ADDRESS accepts clients of both protocols. port: 0 picks a free one.
     backlog: limit of connections that wait to be accepted.
 
-    Raises OSError: the address is in use or is none of this host.
+    Raises OSError: the address is in use or does not belong to this host.
     """
     if host == EVERY_ADDRESS and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
@@ -28,7 +28,7 @@ def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.sock
 
 
 MAX_FOLDER_BYTES = 80
-"""Of the path of a folder of sockets: the path of a Unix socket has at most 107 bytes."""
+"""Maximum length of the path of a folder of sockets: the path of a Unix socket has at most 107 bytes."""
 
 
 @contextmanager

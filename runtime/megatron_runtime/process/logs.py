@@ -26,7 +26,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 TERMINATION_LOG = Path("/dev/termination-log")
 """A container's termination log, which its status shows."""
 TERMINATION_CHARACTERS = 2000
-"""A container's status takes 4096 bytes."""
+"""Maximum length of a termination message: a container's status accepts 4096 bytes."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -36,7 +36,7 @@ def of_request(request_id: str) -> dict[str, str]:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """Return what the call added to the record, and the id of the request that the task serves."""
+    """Return the fields that the log call added to the record, and the id of the request that the task serves."""
     found = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     if request_id := REQUEST_ID.get():
         found.setdefault("request_id", request_id)
@@ -75,7 +75,7 @@ class TextFormatter(logging.Formatter):
 def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
     """Configure the root logger: all records go to standard error in one format.
 
-    quiet: loggers of which only warnings and errors are shown.
+    quiet: loggers that only log warnings and errors.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
@@ -89,11 +89,11 @@ def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
 def write_termination_message(
     failure: BaseException, path: Path = TERMINATION_LOG, *, driver_version: Path = DRIVER_VERSION
 ) -> None:
-    """Write the cause of this process's end to the container's termination log, if it exists, as one line of JSON.
+    """Write the cause of this process's failure to the container's termination log, if it exists, as one line of JSON.
 
-    Its fields: `reason` is `failure.reason`, the cause in the table of GPU failures, or the type; `rank` is
-    `failure.rank` or 0; `message`; `remedy` is that of the table, or `failure.remedy`. A failure of the driver has the
-    version of the node's driver.
+    Fields: `reason` is `failure.reason`, the cause in the table of GPU failures, or the type of the exception; `rank`
+            is `failure.rank` or 0; `message`; `remedy` comes from the table or from `failure.remedy`. A failure of the
+            driver includes the version of the node's driver.
     """
     known = gpu_failure(str(failure))
     driver = nvidia_driver(driver_version) if known and known.cause == DRIVER else ""

@@ -1,4 +1,4 @@
-"""The memory that this process can still allocate: the one place that reads it. No torch."""
+"""The memory that this process can still allocate. The only place that reads it. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _VERSIONS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Of control groups v2 and v1, by the controller in /proc/self/cgroup: mount point, files of limit and use, and the
-counter of the page cache that the kernel drops first."""
+"""Controller in /proc/self/cgroup (cgroups v2 and v1) -> mount point, files of limit and usage, and the counter of the
+page cache that the kernel drops first."""
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
@@ -30,10 +30,10 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_control_groups(root: Path) -> Iterator[int]:
-    """Yield what is left of the limit of this process's control group, and of each one above it.
+    """Yield the remaining bytes of the limit of this process's cgroup, and of each cgroup above it.
 
-    Without a namespace of control groups, a container sees the path of its group on the host, and its own group at the
-    mount point.
+    Without a cgroup namespace, a container sees the path of its cgroup on the host, but its own cgroup at the mount
+    point.
     """
     listing = root / "proc/self/cgroup"
     for line in listing.read_text().splitlines() if listing.is_file() else ():

@@ -1,7 +1,7 @@
-"""Metrics of a process, declared as fields of a dataclass: the one place of a metric's name, type and help text.
+"""Metrics of a process, declared as fields of a dataclass: the only place of a metric's name, type and help text.
 
-The process counts in the fields, which cost little. What /metrics shows, the reference and the panels of the dashboard
-are derived from the declarations.
+Counting in fields is cheap. The output of /metrics, the reference, and the panels of the dashboard are derived from the
+declarations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Histogram:
     """Numbers of values by size.
 
     bounds: ascending.
-    counts: of the values up to each bound, which are above the bound before, and of those above the last.
+    counts: number of values in each bucket (above the previous bound, up to this one), and above the last bound.
     total:  sum of the values.
     """
 
@@ -43,7 +43,7 @@ class Histogram:
 class Declaration:
     """A metric.
 
-    name:  without the prefix of its component, and without `_total` of a counter.
+    name:  without the prefix of its component, and without a counter's `_total`.
     vllm:  vLLM has a metric of the same name and meaning.
     panel: title of the dashboard's panel that shows it; empty: no panel is derived.
     """
@@ -61,7 +61,7 @@ def counter(name: str, text: str, **options: Any) -> Any:
 
 
 def gauge(name: str, text: str, **options: Any) -> Any:
-    """A field that is the present value."""
+    """A field that holds the current value."""
     return field(default=0, metadata={"metric": Declaration(kind="gauge", name=name, text=text, **options)})
 
 
@@ -81,7 +81,7 @@ def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[M
 
     only_vllm: only those that vLLM has as well.
     """
-    # Imported where it is used: it takes a tenth of a second, and a coordinator binds its ports before.
+    # Imported here, because it takes a tenth of a second and a coordinator binds its ports first.
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     for attribute, metric in declared(record):
@@ -100,7 +100,7 @@ def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[M
 
 
 def labelled(family: Any, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return a family of one label with these values."""
+    """Return a family with one label and these values."""
     for label, value in values:
         family.add_metric([label], float(value))
     metric: Metric = family

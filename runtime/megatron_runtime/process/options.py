@@ -13,7 +13,7 @@ from megatron_runtime.process.secrets import HEADER, SecretError
 
 
 class FiniteRange(click.FloatRange):
-    """A click.FloatRange without NaN, which passes its bounds, and without infinity."""
+    """A click.FloatRange that rejects infinity, and NaN, which FloatRange lets through."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -23,7 +23,7 @@ class FiniteRange(click.FloatRange):
 
 
 class EnvironmentOption(click.Option):
-    """An option with `envvar`. The variable may have the value of a Secret, so errors do not repeat it."""
+    """An option with `envvar`. The variable may come from a Secret, so errors do not quote its value."""
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:

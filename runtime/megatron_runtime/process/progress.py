@@ -1,4 +1,4 @@
-"""What a starting process does and how far it is, for the page /progress of its probes. No torch."""
+"""The progress of a starting process, for the page /progress of its probes. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stage(StrEnum):
     VERIFY = "Verify"
     LOAD = "Load"
     COMPILE = "Compile"
-    """Also the warm-up."""
+    """Includes the warm-up."""
     CAPTURE = "Capture"
 
 
@@ -41,8 +41,9 @@ class StartProgress:
         self._forwarded = 0.0
 
     def report(self, stage: Stage, done: int = 0, total: int = 0) -> None:
-        """Note how much of a stage is done. done, total: in bytes, or in any unit if the stage does not count bytes; a
-        total of 0 is unknown."""
+        """Record the progress of a stage. done, total: in bytes, or in any unit if the stage does not count bytes. A
+        total of 0 means unknown.
+        """
         now = self._clock()
         if is_new := self._current is None or self._current[0] is not stage:
             self._samples = deque()
@@ -61,8 +62,9 @@ class StartProgress:
         return self._current[2] if self._current is not None else 0
 
     def page(self) -> Mapping[str, object] | None:
-        """Return the stage, its bytes with their rate, and an estimate of the seconds that it still takes, as far as
-        they are known. None before the first report."""
+        """Return the stage, its bytes with their rate, and an estimate of the remaining seconds, if they are known.
+        None before the first report.
+        """
         if self._current is None:
             return None
         stage, done, total = self._current

@@ -1,8 +1,8 @@
 """A child process for work that may crash, hang or exhaust memory. The parent gets an exception instead.
 
 The parent creates a SacrificialProcess and calls it with bytes. The child is a module that calls serve() when it runs
-as `__main__`. It starts as a new interpreter at the first call and handles one call at a time. After its death, the
-next call starts it again. If its parent dies, it ends at once when idle, else at the timeout of the call in progress.
+as `__main__`. It starts as a new interpreter at the first call and handles one call at a time. If it dies, the next
+call starts it again. If its parent dies, it exits at once when idle, otherwise at the timeout of the call in progress.
 
     # child: megatron_runtime/example.py
     def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -43,7 +43,7 @@ OUT_OF_MEMORY = 3
 """Exit status of a child whose handler raised MemoryError."""
 
 _ALARM_GRACE_SECONDS = 1.0
-"""The child's own alarm comes this long after the parent's timeout. It ends a child whose parent died."""
+"""The child's own alarm fires this long after the parent's timeout. It terminates a child whose parent died."""
 
 _REQUEST = struct.Struct("<dQ")
 """Seconds until the alarm, and length."""
@@ -52,7 +52,9 @@ _REPLY = struct.Struct("<Q")
 
 
 class ProcessLostError(RuntimeError):
-    """The child died, or exceeded its timeout or memory. The text says which: "it was killed by signal SIGSEGV"."""
+    """The child died, or exceeded its timeout or memory. The text names the cause: "it was killed by signal
+    SIGSEGV".
+    """
 
 
 class ProcessStartError(RuntimeError):
@@ -67,7 +69,7 @@ class SacrificialProcess:
     memory_bytes:    address space that the child may map in addition to its interpreter and modules (RLIMIT_AS).
     stack_bytes:     stack of the child's thread that runs the handler; None: the system's default.
     setup:           passed to `prepare` of serve() each time the child starts.
-    max_reply_bytes: a longer reply ends the child.
+    max_reply_bytes: the child is killed at a longer reply.
     """
 
     module: str
@@ -92,7 +94,7 @@ class SacrificialProcess:
     def call(self, request: bytes, *, timeout_seconds: float) -> bytes:
         """Return the result of the child's handler for `request`.
 
-        timeout_seconds: wall-clock time for the handler, without the time to start a child.
+        timeout_seconds: wall-clock time for the handler, not counting the start of a child.
 
         Raises:
             ProcessLostError: the child died, or was killed because it exceeded a limit. The next call starts a new one.
@@ -184,10 +186,10 @@ class SacrificialProcess:
 
 
 def serve(prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
-    """Run as the child: handle calls until the parent closes the connection or ends.
+    """Run as the child: handle calls until the parent closes the connection or exits.
 
-    prepare: gets the setup and returns the handler of requests. An exception of the handler ends the child, so a
-             handler must encode errors for its callers in its result.
+    prepare: receives the setup and returns the handler of requests. An exception in the handler terminates the child,
+             so a handler must encode errors for its callers in its result.
     """
     descriptor, memory_bytes, stack_bytes = map(int, sys.argv[1:4])
     be_child()

@@ -10,7 +10,7 @@ import struct
 logger = logging.getLogger(__name__)
 
 SLICE_NANOSECONDS = 100_000
-"""The shortest that Linux grants."""
+"""The shortest time slice that Linux grants."""
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 """size, policy, flags, nice, priority, runtime, deadline, period of sched_setattr(2)."""
@@ -19,10 +19,10 @@ _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 def request_scheduler_slices() -> bool:
     """Request time slices of 0.1 ms instead of some 3 ms for this thread and those that it starts from now on.
 
-    The threads get no more CPU time than before, but earlier: on a loaded machine, a message is handled after the
-    next 0.1 ms instead of after the slice of another process. Needs no privilege. Kernels before 6.12 ignore it.
+    The threads do not get more CPU time, but they get it earlier: on a loaded machine, a message is handled after 0.1
+    ms instead of after another process's slice. Needs no privilege. Kernels before 6.12 ignore it.
 
-    Returns False on other machines than x86-64 and ARM, or the kernel rejects it.
+    Return False on machines other than x86-64 and ARM, or if the kernel rejects the request.
     """
     number = _SCHED_SETATTR.get(os.uname().machine)
     if number is None:

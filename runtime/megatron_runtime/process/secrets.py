@@ -1,4 +1,4 @@
-"""Values of the environment and of files that may be secrets: they are validated before their use.
+"""Validates values from the environment and from files that may be secrets, before they are used.
 
 Libraries quote an invalid value in their errors and warnings, which reach logs and, from termination messages, the
 status of a resource. The messages of this module name the variable or file and never contain its value.
@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from typing import Final
 
 VISIBLE: Final = r"[!-~]([ -~]*[!-~])?"
-"""Visible ASCII, with spaces inside: what an HTTP header can have."""
+"""Visible ASCII, with inner spaces: the characters that an HTTP header can have."""
 
 
 class SecretError(ValueError):
-    """A value is not of the form that its reader expects. The message has its name and the remedy, not the value."""
+    """A value does not have the form that its reader expects. The message has its name and the remedy, not the
+    value.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a value must look like. pattern: of the whole value. want: the same in words, after "give"."""
+    """What a value must look like. pattern: regular expression of the whole value. want: the same in words, to follow
+    "give".
+    """
 
     pattern: str
     want: str
@@ -43,5 +47,5 @@ INTEGER = Form(r"-?[0-9]{1,18}", "a whole number")
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a number of the environment. Raises SecretError."""
+    """Return a number from an environment variable. Raises SecretError."""
     return int(INTEGER.check(f"the environment variable {name}", environment.get(name, str(default)).strip()))

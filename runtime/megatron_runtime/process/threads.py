@@ -1,4 +1,4 @@
-"""Blocking calls of an event loop, also when the interpreter is about to end."""
+"""Blocking calls from an event loop, even while the interpreter exits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Run `function` on a thread, as asyncio.to_thread() does. At the end of the interpreter run it here.
+    """Run `function` on a thread, as asyncio.to_thread() does. While the interpreter exits, run it on this thread.
 
-    Exit handlers run after the interpreter has stopped to start threads.
+    Exit handlers run when the interpreter can no longer start threads.
     """
     try:
         running = asyncio.get_running_loop().run_in_executor(None, function)

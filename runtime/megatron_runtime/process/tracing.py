@@ -1,8 +1,8 @@
-"""Traces by OpenTelemetry: one span of each component that a request passes, exported by OTLP over HTTP.
+"""Traces by OpenTelemetry: one span for each component that a request passes, exported by OTLP over HTTP.
 
 Tracing is off unless OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. All variables of the
 SDK's specification apply: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. Attributes
-have the names that vLLM gives them. The packages are those of the extra `tracing`.
+have the same names as in vLLM. The packages come with the extra `tracing`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | None]
-"""Attributes of a span by name. Those that are None are left out."""
+"""Attributes of a span by name. Attributes that are None are left out."""
 
 REQUEST_ID = "gen_ai.request.id"
 REQUEST_N = "gen_ai.request.n"
@@ -54,16 +54,17 @@ def _pairs(value: str) -> Form:
 
 _FORMS = {
     "_ENDPOINT": URL,
-    "_HEADERS": _pairs(r"[!#-+\--:<-\[\]-~]*"),  # the octets of a W3C baggage value
+    "_HEADERS": _pairs(r"[!#-+\--:<-\[\]-~]*"),  # the bytes allowed in a W3C baggage value
     "_ATTRIBUTES": _pairs(r"[ -+\--~]*"),
     "_TIMEOUT": NUMBER,
     "_DELAY": INTEGER,
     "_SIZE": INTEGER,
     "_LIMIT": INTEGER,
 }
-"""Forms of variables by the end of their name. The SDK quotes what it cannot read in its warnings."""
+"""Suffix of a variable's name -> form of its value. Checked here because the SDK's warnings quote values that it cannot
+read."""
 _FLUSH_SECONDS = 2.0
-"""At the end of a process, the time for the last spans to reach the collector."""
+"""Time for the last spans to reach the collector when a process exits."""
 
 
 class Span:
@@ -90,11 +91,11 @@ class Span:
 
 
 class Tracer:
-    """Makes the spans of one process and exports them in the background.
+    """Creates the spans of one process and exports them in the background.
 
-    name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
-    Raises ImportError if the packages of the extra `tracing` are missing, SecretError for a variable with a value that
-    it cannot use, such as another protocol than OTLP over HTTP.
+    name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another. Raises
+    ImportError if the packages of the extra `tracing` are missing, SecretError for a variable with an unusable value,
+    such as a protocol other than OTLP over HTTP.
     """
 
     def __init__(self, name: str) -> None:
@@ -114,8 +115,8 @@ class Tracer:
     def begin(self, name: str, *, headers: Mapping[str, str], is_server: bool = False, at: float | None = None) -> Span:
         """Begin a span.
 
-        headers:   with the W3C trace context of the parent as `traceparent`, and maybe `tracestate`; without one, a new
-                   trace begins.
+        headers:   headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without it, a
+                   new trace begins.
         is_server: whether it answers a request of another process synchronously.
         at:        seconds since 1970; None: now.
         """
@@ -136,7 +137,7 @@ class Tracer:
         span.end(at=end, error=error)
 
     def close(self) -> None:
-        """Export the last spans, for up to two seconds. A collector that does not answer delays nothing else."""
+        """Export the last spans, for up to two seconds. A collector that does not answer causes no other delay."""
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
@@ -159,9 +160,9 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def tracer_from_environment(name: str) -> Tracer | None:
-    """Return the tracer of this process; None if the environment does not ask for one, or it cannot be had.
+    """Return the tracer of this process; None if the environment does not request one, or if it cannot be created.
 
-    name: as of Tracer. A process whose environment asks for traces that it cannot make logs why, and serves without.
+    name: as for Tracer. If the requested traces cannot be created, the process logs why and serves without them.
     """
     environment: dict[str, Any] = dict(os.environ)
     if (
