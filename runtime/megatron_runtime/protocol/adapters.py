@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w./:-]*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter. Adapters of one name and another source are different adapters.
+    """One adapter. Adapters with the same name but different sources are different adapters.
 
     name:   the model name of its requests.
     source: `hf:ORG/NAME[@REVISION]`, or the path of a directory that every engine can read.
@@ -43,7 +43,7 @@ class Adapter:
     @property
     def key(self) -> str:
         """A name that no other adapter has, for backends. It also seeds the block hashes of the adapter's requests,
-        because their KV differs from that of the base model.
+        because their KV differs from the base model's.
         """
         return f"{self.name}@{hashlib.sha256(self.source.encode()).hexdigest()[:_DIGITS]}"
 
@@ -52,10 +52,10 @@ class Adapter:
 class AdapterList:
     """All adapters of a pool. Their order has no meaning.
 
-    generation: number of the change that set the list, assigned by the coordinator; a list of a higher generation is
+    generation: number of the change that set the list, assigned by the coordinator; a list with a higher generation is
                 newer. 0: no list was set.
 
-    Raises ValueError: there are too many adapters, or two of one name.
+    Raises ValueError: there are too many adapters, or two with the same name.
     """
 
     adapters: tuple[Adapter, ...] = ()

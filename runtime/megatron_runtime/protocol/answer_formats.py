@@ -1,7 +1,7 @@
 """The formats of answers that the OpenAI server reads, by name: how models write tool calls and mark reasoning.
 
-The one table of their names. The command line, the resource and the reference take them from here, and the server has a
-parser for each (server/formats).
+The only table of their names. The command line, the resource and the reference take them from here, and the server has
+a parser for each (server/formats).
 """
 
 from __future__ import annotations

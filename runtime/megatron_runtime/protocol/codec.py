@@ -1,6 +1,7 @@
 """The encoding of every message: msgpack frames, and token ids as little-endian int32.
 
-No other module of the project reads msgpack. Each caller of `unpack` bounds the objects that the bytes become.
+No other module of the project reads msgpack. Each caller of `unpack` limits the number of objects that are created from
+the bytes.
 
 NumPy is imported in the functions that use it, because its import doubles the start-up time of a coordinator.
 """
@@ -26,13 +27,13 @@ Tokens: TypeAlias = "npt.NDArray[np.int32]"
 
 @dataclass(frozen=True, slots=True)
 class UnpackLimits:
-    """Upper bounds on the objects that one frame, or one body in a frame, is decoded to.
+    """Limits of the objects that one frame, or one body in a frame, is decoded to.
 
     elements:   values of all lists and maps together; a map entry counts as one.
     containers: lists and maps.
     depth:      levels of nested lists and maps; None: as many as msgpack reads, 1024.
-    text_bytes: bytes of one string or one binary value; None: no bound but the size of the frame.
-    frame_bytes: bytes of the frame; None: no bound but that of the port.
+    text_bytes: bytes of one string or one binary value; None: limited only by the size of the frame.
+    frame_bytes: bytes of the frame; None: limited only by the port.
     """
 
     elements: int
@@ -49,7 +50,7 @@ CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, fr
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
 """Messages of the Megatron protocol, which carry tokens and log-probs as lists; and log-probs at a coordinator."""
 REPLIES = UnpackLimits(elements=PLAIN.elements, containers=PLAIN.containers, depth=None)
-"""Replies of a plain engine, which only pack() reads to their depth."""
+"""Replies of a plain engine. Only pack() walks them to their full depth."""
 PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 """Sampling parameters. A JSON schema in them may be deep."""
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
@@ -57,10 +58,11 @@ DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 
 MAX_TOKEN = (1 << 31) - 1
 _SMALL_BYTES = 64 << 10
-"""Fits a prompt of 16,000 tokens. At worst each byte of such a frame becomes an object, about 5 MB in all."""
+"""Size of a small frame, which fits a prompt of 16,000 tokens. At worst each of its bytes becomes an object, 5 MB in
+total."""
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
-"""msgpack allocates a list as soon as it reads its length. 1024 nested lists, the most that it reads, of this many
+"""msgpack allocates a list as soon as it reads its length. 1024 nested lists, the maximum that it reads, with this many
 elements take 8 MiB. If more are allowed, unpack() first checks that the bytes contain all elements."""
 
 
@@ -69,12 +71,12 @@ class MalformedMessageError(ValueError):
 
 
 _KEPT_BYTES = 1 << 20
-"""A packer keeps its buffer, and is replaced after a larger message."""
-_packer = msgpack.Packer()  # to make one takes three times as long as to pack a small message
+"""A packer keeps its buffer, so it is replaced after a message larger than this."""
+_packer = msgpack.Packer()  # creating one takes three times as long as packing a small message
 
 
 def pack(value: Any) -> bytes:
-    """Raises MalformedMessageError for a value that is nested too deep."""
+    """Encode a value. Raises MalformedMessageError for a value that is nested too deep."""
     global _packer
     try:
         data: bytes = _packer.pack(value)
@@ -115,7 +117,7 @@ def unpack(
         return items
 
     text = size if limits.text_bytes is None else limits.text_bytes
-    # An element takes a byte at least. The hooks take longer than the rest of a frame.
+    # An element takes at least one byte, so small data needs no hooks, which take longer than the rest of a frame.
     max_containers = _max_containers(data)
     needs_count = size > limits.elements or max_containers > limits.containers
     try:
@@ -126,7 +128,7 @@ def unpack(
             raw=False,
             strict_map_key=False,
             list_hook=count if needs_count else None,
-            # A dict would drop repeated keys uncounted.
+            # A dict would drop repeated keys without counting them.
             object_pairs_hook=(lambda pairs: dict(count(pairs))) if needs_count else None,
             ext_hook=extension or msgpack.ExtType,
             max_array_len=most,
@@ -205,7 +207,7 @@ def joined_list(elements: Sequence[bytes]) -> bytes:
 
 
 class PackedTokens(bytes):
-    """Token ids as a packed list, as a plain client sent them. Nothing of it is checked but that it is one value."""
+    """Token ids as a packed list, as a plain client sent them. It is only checked to be one value."""
 
 
 def unpack_tokens(data: PackedTokens) -> bytes:
@@ -273,7 +275,7 @@ def header_of(frame: bytes) -> int | None:
 
 
 def _skip(data: bytes | memoryview) -> None:
-    """Raise unless `data` begins with one complete value. Creates no objects."""
+    """Raise an error unless `data` begins with one complete value. Creates no objects."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(data))
     unpacker.feed(data)
     unpacker.skip()
@@ -303,7 +305,7 @@ def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:
 
     Raises ValueError for a list with values that are not 32-bit integers.
     """
-    if type(tokens) is list:  # struct is four times as fast as NumPy here
+    if type(tokens) is list:  # struct is four times faster than NumPy here
         try:
             return struct.pack(f"<{len(tokens)}i", *tokens)
         except struct.error as error:

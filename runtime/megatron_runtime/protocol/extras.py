@@ -1,4 +1,4 @@
-"""The log-probabilities in a PARTIAL: the value of each request, found by its uid without unpacking the others."""
+"""The log-probabilities in a PARTIAL: the value of each request can be read by its uid without unpacking the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class Extras:
-    """The log-probs in one PARTIAL, packed, of every request in it, with the place of each.
+    """The packed log-probs of all requests in one PARTIAL, with the position of each.
 
-    raw: `extras` of the message. All requests of the message share this object, so the places are found once.
+    raw: `extras` of the message. All requests of the message share this object, so the positions are determined once.
     """
 
     __slots__ = ("_bounds", "_raw", "_uids")

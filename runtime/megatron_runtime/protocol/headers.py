@@ -57,7 +57,7 @@ class Header(IntEnum):
 
 
 SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})
-"""Control messages that move the state machine and carry no argument of their own."""
+"""Control messages that move the state machine and carry no arguments."""
 
 PROFILER = frozenset({Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER})
 """Control messages that change no state. An engine that cannot carry them out keeps serving."""
@@ -86,7 +86,7 @@ class ErrorCode(IntEnum):
     VERSION = 4  # the protocol versions have nothing in common
     STANDBY = 5  # this coordinator is on standby: connect to the other one
     INVALID_REQUEST = 400
-    ADAPTER_NOT_FOUND = 404  # the adapter of a request is not in the pool's list
+    ADAPTER_NOT_FOUND = 404  # a request's adapter is not in the pool's list
     TOO_LARGE = 413
     ILLEGAL_SIGNAL = 409  # of a control message: not legal in the state named in the message
     MODEL_CHANGED = 409  # of a request: the engines run another model than the one it was made for

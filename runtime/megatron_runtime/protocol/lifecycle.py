@@ -68,7 +68,7 @@ LEGAL_SIGNALS: dict[Header, frozenset[CoordinatorState]] = {
     Header.UPDATE_WEIGHTS: frozenset({_C.RUNNING, _C.PAUSED}),
     Header.SET_ADAPTERS: frozenset({_C.RUNNING, _C.PAUSED}),
 }
-"""Coordinator states in which the operator may send each signal."""
+"""Signal -> coordinator states in which the operator may send it."""
 
 NEXT_SIGNAL: dict[tuple[CoordinatorState, CoordinatorState], Header] = {
     (_C.RUNNING, _C.PAUSED): Header.PAUSE,
@@ -81,7 +81,7 @@ NEXT_SIGNAL: dict[tuple[CoordinatorState, CoordinatorState], Header] = {
     (_C.SUSPENDED, _C.PAUSED): Header.RESUME,
     (_C.SUSPENDED, _C.STOPPING): Header.STOP,
 }
-"""The first signal on the shortest path from one steady state to another. STOPPING is the goal of a stop."""
+"""The first signal on the shortest path from one steady state to another. STOPPING stands for the goal of a stop."""
 
 STEADY_ENGINE_STATES: dict[CoordinatorState, frozenset[EngineState]] = {
     _C.RUNNING: frozenset({_E.RUNNING}),
@@ -95,7 +95,7 @@ SETTLED_ENGINE_STATE: dict[EngineState, EngineState] = {
     _E.UNPAUSING: _E.PAUSED,  # generation starts with the commit
     _E.RESUMED: _E.PAUSED,
 }
-"""The state of an engine that did the work of a signal whose commit was lost with the coordinator."""
+"""The state of an engine that did the work of a signal, if the commit was lost with the coordinator."""
 
 ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     **{
@@ -104,11 +104,12 @@ ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     },
     **dict.fromkeys(PROFILER, frozenset(_E)),
 }
-"""Settled engine states in which an engine carries out each signal."""
+"""Signal -> settled engine states in which an engine carries it out."""
 
 
 def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
-    """The signals that bring an engine in `state` to the state of the coordinator that it joins, in order.
+    """Return the signals, in order, that bring an engine in `state` to `target`, the state of the coordinator that it
+    joins.
 
     Empty if the engine agrees already, or if `state` or `target` is not steady.
     """

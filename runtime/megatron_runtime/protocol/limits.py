@@ -12,22 +12,22 @@ MAX_SALT_CHARACTERS = 256
 MAX_TENANT_CHARACTERS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_TRACEPARENT_CHARACTERS = 64
-"""One of version 00 has 55."""
+"""Version 00 has 55 characters."""
 MAX_NEEDS_CHARACTERS = 512
 MAX_SESSION_CHARACTERS = 64
 MAX_LACKS = 64
 MAX_PARAMETERS = 256
 MAX_TASKS = 16
 MAX_TEXT_CHARACTERS = 4096
-"""Length of an error, a reason or a source. Errors and reasons are cut to it."""
+"""Maximum length of an error, a reason or a source. Errors and reasons are truncated to it."""
 MAX_CAUSE_CHARACTERS = 512
-"""Length of the error of one adapter, to which it is cut."""
+"""Maximum length of the error of one adapter, which is truncated to it."""
 MAX_ENGINES = 2048
 """Engines registered at the same time."""
 
 MAX_FENCE = 1 << 53
 MAX_EPOCH = 1 << 53
-"""Exact in JSON, and higher than any real number of leaders or updates."""
+"""Exactly representable in JSON, and above any realistic number of leaders or updates."""
 
 MAX_ADMIN_MESSAGE_BYTES = 1 << 20
 """Size limit of a message to the operator, which keeps the answers of many coordinators in memory."""

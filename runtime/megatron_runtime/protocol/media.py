@@ -18,10 +18,10 @@ from megatron_runtime.protocol.text import shown
 FRAMES = "video/jpeg"
 """A video as a list of images: the data are their base64 texts with commas in between."""
 KINDS = ("image", "audio", "video", FRAMES)
-"""What the data of an item are, by its number in messages."""
+"""The kinds of an item's data; the index is the number in messages."""
 MEDIA_NEED = "media"
-"""Among the needs of a request with media, and among the parameters that an engine announces if it takes them. It has
-the form of a parameter, because engines and coordinators of releases without media then reject such requests."""
+"""One of the needs of a request with media, and one of the parameters that an engine announces if it accepts media. It
+has the form of a parameter, because engines and coordinators of releases without media then reject such requests."""
 MAX_MEDIA_ITEMS = 256
 
 _INDEX = struct.Struct("<32sBIII")
@@ -32,8 +32,8 @@ class MediaItem(NamedTuple):
 
     kind:   one of KINDS.
     digest: media_digest() of kind and data.
-    offset, length: the tokens of the prompt that stand for it.
-    data:   the file; empty in a SUBMIT if another open request of the client has brought it.
+    offset, length: range of the prompt tokens that stand for it.
+    data:   the file; empty in a SUBMIT if another open request of the client has sent it already.
     """
 
     kind: str
@@ -46,8 +46,7 @@ class MediaItem(NamedTuple):
 class Media(NamedTuple):
     """All items of a request, in the order of their tokens.
 
-    template: tokens of the prompt with one placeholder for each item, as the model has it before it is expanded;
-              little-endian int32.
+    template: tokens of the prompt with one placeholder per item, before the model expands them; little-endian int32.
     """
 
     template: bytes
@@ -59,7 +58,7 @@ class Media(NamedTuple):
         return sum(len(item.data) for item in self.items)
 
     def without(self, digests: Iterable[bytes]) -> Self:
-        """Return the same without the data of these items."""
+        """Return a copy without the data of these items."""
         left_out = frozenset(digests)
         return self._replace(
             items=tuple(item._replace(data=b"") if item.digest in left_out else item for item in self.items)
@@ -105,14 +104,14 @@ def media_digest(kind: str, data: bytes) -> bytes:
 
 
 def data_url(kind: str, data: bytes) -> str:
-    """Return a data URL of an item. Of its media type, vLLM reads only whether a video is a list of images."""
+    """Return a data URL of an item. vLLM only uses its media type to see whether a video is a list of images."""
     if kind == FRAMES:
         return f"data:{kind};base64,{data.decode('ascii', 'replace')}"
     return f"data:{kind}/x;base64,{base64.b64encode(data).decode()}"
 
 
 def media_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
-    """Return, by the number of a block of the prompt, the digests of the items that have tokens in it, joined."""
+    """Return block index -> the joined digests of the items that have tokens in this block of the prompt."""
     found: dict[int, bytes] = {}
     for item in items:
         for block in range(item.offset // block_size, -(-(item.offset + item.length) // block_size)):

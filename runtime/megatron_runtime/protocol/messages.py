@@ -67,14 +67,14 @@ Uid = Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_
 TenantName = Annotated[str, Field(min_length=1, max_length=limits.MAX_TENANT_CHARACTERS)]
 PerMinute = Annotated[int, Field(ge=1, lt=1 << 31)]
 Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARACTERS])]
-"""An error or a reason. A longer text is cut, not rejected."""
+"""An error or a reason. A longer text is truncated, not rejected."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
-"""The error of one adapter. A longer text is cut, not rejected."""
+"""The error of one adapter. A longer text is truncated, not rejected."""
 Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
-"""By the name of an adapter."""
+"""Adapter name -> error."""
 PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
-"""The name of a registered peer as a coordinator reports it. A plain engine's name is its routing id."""
+"""The name of a registered peer in a coordinator's reports. A plain engine's name is its routing id."""
 
 
 class _Map(BaseModel):
@@ -107,7 +107,7 @@ class Hello(ControlMessage):
     header = Header.HELLO
     role: Role
     name: Name
-    """The identity of the peer, the same after a restart."""
+    """The identity of the peer; stays the same after a restart."""
     incarnation: U64
     """A random number, new at each start of the process and for each socket that it opens."""
     version: Count = PROTOCOL_VERSION
@@ -131,25 +131,25 @@ class Hello(ControlMessage):
     source: Text | None = None
     """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
     adapters: AdapterList | None = None
-    """Engines: the list of adapters that was set last. A recovering coordinator takes it from here. None: the engine is
-    of a release without adapters."""
+    """Engines: the list of adapters set last. A recovering coordinator takes it from here. None: the engine's release
+    has no adapters."""
     adapter_errors: AdapterErrors | None = None
-    """Engines: by name, why an adapter of the list is not loaded."""
+    """Engines: adapter name -> why it is not loaded."""
     term: U64 | None = None
     """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
     tokenizes: bool = False
-    """Engines: a DISPATCH may have a text prompt."""
+    """Engines: whether a DISPATCH may have a text prompt."""
     started_ms: U64 | None = None
     """Engines: when the process started, in milliseconds since 1970. None: unknown."""
     backend: Label | None = None
     """Engines: name of the backend, for errors."""
     lacks: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_LACKS)] | None = None
-    """Engines: names of the features that requests may need and that it does not have. None: it lacks none, or is of a
-    release that does not announce it."""
+    """Engines: names of the features that requests may need and that the engine lacks. None: it lacks none, or its
+    release does not announce them."""
     parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
     """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
     task: Label | None = None
-    """Engines: what its pooling model computes, in place of tokens. None: it generates tokens."""
+    """Engines: what its pooling model computes instead of tokens. None: it generates tokens."""
     formats: AnswerFormats | None = None
     """OpenAI servers: the formats of answers that they read. None: another client, or a release
     that does not report them."""
@@ -171,7 +171,8 @@ class HelloAck(ControlMessage):
     max_message_bytes: Annotated[int, Field(ge=1, le=limits.MAX_ENGINE_MESSAGE_BYTES)] = limits.MAX_CLIENT_MESSAGE_BYTES
     """The size limit of one message that the peer sends."""
     source: Text | None = None
-    """Engines: load the weights of `epoch` from here instead of the configured ones. None: there was no update."""
+    """Engines: load the weights of `epoch` from this source instead of the configured one. None: there was no
+    update."""
     adapters: AdapterList | None = None
     """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None: there are
     none."""
@@ -209,8 +210,7 @@ class Heartbeat(ControlMessage):
     prefill_rate: Rate | None = None
     """Engines: prompt tokens that they compute per second. None: unknown."""
     decode_rate: Rate | None = None
-    """Engines: tokens in the KV cache divided by the seconds that they add to an answer of average length. None:
-    unknown."""
+    """Engines: tokens in the KV cache per second that they add to an answer of average length. None: unknown."""
     queued_tokens: Count | None = None
     """Engines: prompt tokens of open requests that they have not computed and do not have in their prefix cache. None:
     not counted."""
@@ -222,7 +222,8 @@ class Control(ControlMessage):
     """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, SET_ADAPTERS, DRAIN,
     START_CUDA_PROFILER or STOP_CUDA_PROFILER.
 
-    An operation id takes effect once. Sent again, it joins the operation in progress or gets the answer given before.
+    An operation id takes effect once. If it is sent again, it joins the operation in progress, or gets the earlier
+    answer.
     """
 
     operation_id: OperationId | None = None
@@ -239,7 +240,7 @@ class Control(ControlMessage):
     load: bool | None = None
     """UPDATE_WEIGHTS, to an engine that acknowledged with `must_load`: pause, and load the weights that it verified."""
     adapters: AdapterList | None = None
-    """SET_ADAPTERS: all adapters that the engines have afterwards. The coordinator assigns the generation."""
+    """SET_ADAPTERS: the complete list of adapters of the engines. The coordinator assigns the generation."""
     tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
     """SUSPEND: the memory to release, "weights" and "kv_cache"; None means both."""
 
@@ -269,7 +270,7 @@ class ControlAck(ControlMessage):
     ok: bool
     state: EngineState | CoordinatorState
     ranks: U64 = 0
-    """From an engine: its ranks that confirmed. From the coordinator: the ranks of all engines that did."""
+    """From an engine: the number of its ranks that confirmed. From the coordinator: the sum over all engines."""
     total_ranks: U64 = 0
     engines: dict[PeerName, EngineOutcome] = Field(default_factory=dict, max_length=limits.MAX_ENGINES)
     evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
@@ -279,10 +280,10 @@ class ControlAck(ControlMessage):
     fence: U64 | None = None
     """With STALE_FENCE: the highest fence that the coordinator has received."""
     adapter_errors: AdapterErrors | None = None
-    """SET_ADAPTERS failed: by name, why an adapter of the list could not be loaded."""
+    """SET_ADAPTERS failed: adapter name -> why it could not be loaded."""
     must_load: bool | None = None
-    """From an engine to UPDATE_WEIGHTS: the weights are verified, but replace those in use when they are loaded. The
-    coordinator sends the message again with `load` when every engine has acknowledged."""
+    """From an engine, in answer to UPDATE_WEIGHTS: the weights are verified, but loading them will overwrite the
+    weights in use. The coordinator sends the message again with `load` when every engine has acknowledged."""
 
 
 class ControlCommit(ControlMessage):
@@ -294,7 +295,7 @@ class ControlCommit(ControlMessage):
     state: EngineState | None = None
     epoch: Epoch | None = None
     discard: bool | None = None
-    """SET_ADAPTERS failed: unload what was loaded for it. UPDATE_WEIGHTS failed: use the old weights."""
+    """SET_ADAPTERS failed: unload the adapters that were loaded for it. UPDATE_WEIGHTS failed: use the old weights."""
 
 
 class Status(ControlMessage):
@@ -314,14 +315,15 @@ class EngineStatus(_Map):
     """It has sent no heartbeat for SUSPECT_SECONDS and announced no long step: it gets no new requests."""
     draining: bool = False
     digest: Label = ""
-    """Digest of its weights, from its last heartbeat. Empty: unknown, as between an update and the next heartbeat."""
+    """Digest of its weights, from its last heartbeat. Empty: unknown, for example between an update and the next
+    heartbeat."""
     source: Text | None = None
     """Source of its weights, if an UPDATE_WEIGHTS or HELLO_ACK set it; "" if none did. None: unknown."""
     max_requests: Count | None = None
     max_sequence_length: Count | None = None
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
-    """The limits of its HELLO. None: unknown."""
+    """The limits from its HELLO. None: unknown."""
 
 
 class AdapterStatus(_Map):
@@ -330,7 +332,7 @@ class AdapterStatus(_Map):
     engines: Count = 0
     """Serving engines that have loaded it."""
     error: Cause | None = None
-    """Why the first engine that lacks it did not load it."""
+    """Why the first engine without this adapter did not load it."""
 
 
 class KeyReport(_Map):
@@ -345,18 +347,18 @@ class KeyReport(_Map):
 
 
 class FailedRequest(_Map):
-    """A request that the coordinator failed because engines ended while they ran it."""
+    """A request that the coordinator failed because engines crashed while they ran it."""
 
     uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
-    """In hexadecimal digits."""
+    """The uid in hexadecimal digits."""
     engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
-    """Engines that ended while they ran it, in that order."""
+    """Engines that crashed while they ran it, in order."""
     at: float = Field(default=0.0, ge=0, le=1e11)
     """Time of the failure, in seconds since 1970."""
 
 
 class Operation(_Map):
-    """One control operation as the coordinator remembers it."""
+    """A record of one control operation at the coordinator."""
 
     operation_id: OperationId
     signal: Header
@@ -388,11 +390,11 @@ class StatusReply(ControlMessage):
     keys: KeyReport | None = None
     """None: without encryption."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
-    """The last failed requests during which engines ended, oldest first; None if there are none."""
+    """The last requests that failed because engines crashed, oldest first; None if there are none."""
     adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None
     """The adapters of the pool. None: the coordinator is of a release without adapters."""
     formats: AnswerFormats | None = None
-    """Those of the OpenAI server that registered last. None: no server is registered that reports them."""
+    """The formats of the OpenAI server that registered last. None: no registered server reports them."""
 
 
 class Error(ControlMessage):
@@ -407,7 +409,7 @@ class Error(ControlMessage):
     other: Text | None = None
     """STANDBY: host of the other coordinator, with the same port."""
     field: Label | None = None
-    """INVALID_REQUEST: the sampling parameter at fault."""
+    """INVALID_REQUEST: the invalid sampling parameter."""
 
 
 class PairState(ControlMessage):
@@ -424,12 +426,12 @@ class PairState(ControlMessage):
 class Reserve(ControlMessage):
     """Count requests and tokens of a tenant against its limits, all of them or none. Answered by QUOTA.
 
-    Without requests and tokens it asks for what is left.
+    Without requests and tokens, it asks for the remaining amounts.
     """
 
     header = Header.RESERVE
     uid: Uid
-    """Names the reservation. Sent again, it counts once."""
+    """Id of the reservation. If it is sent again, it counts once."""
     tenant: TenantName
     requests_per_minute: PerMinute | None = None
     """None: no limit, and nothing is counted."""
@@ -441,7 +443,9 @@ class Reserve(ControlMessage):
 
 
 class Quota(ControlMessage):
-    """The answer to RESERVE, with what is left of each limit afterwards, and the seconds until all of it is."""
+    """The answer to RESERVE, with the remaining amount of each limit, and the seconds until the limit is fully
+    available again.
+    """
 
     header = Header.QUOTA
     uid: Uid
@@ -453,11 +457,11 @@ class Quota(ControlMessage):
     tokens_left: Count | None = None
     tokens_reset_seconds: Seconds = 0.0
     retry_after_seconds: Seconds | None = None
-    """If it was rejected: when the same reservation fits, if nothing else is counted until then."""
+    """If it was rejected: time until the same reservation fits, if nothing else is counted until then."""
 
 
 class Charge(ControlMessage):
-    """Count tokens of a tenant, also beyond its limit, or return tokens of a reservation. There is no answer."""
+    """Count tokens of a tenant, even beyond its limit, or return tokens of a reservation. There is no answer."""
 
     header = Header.CHARGE
     tenant: TenantName
@@ -465,14 +469,14 @@ class Charge(ControlMessage):
     tokens: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
     """Negative: tokens of a reservation that were not used."""
     window: U64 | None = None
-    """With negative tokens: `window` of the QUOTA that reserved them. Of an earlier minute nothing is returned."""
+    """With negative tokens: `window` of the QUOTA that reserved them. Tokens of an earlier minute are not returned."""
 
 
 ENGINE_FAILED = "engine failed"
-"""Reason in the DISCONNECT of an engine that ends because a step raised an exception or a rank ended."""
+"""Reason in the DISCONNECT of an engine that exits because a step raised an exception or a rank was lost."""
 ENGINE_LEAVES, ENGINE_STOPPED = "engine leaves", "stopped"
 ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
-"""Reasons of an engine that ends as ordered: after SIGTERM, after STOP, and of one that gives no reason."""
+"""Reasons of an engine that exits in order: after SIGTERM, after STOP, or without giving a reason."""
 
 
 class Disconnect(ControlMessage):
@@ -504,9 +508,10 @@ class Submit(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH: coordinator to engine. The bodies are those of SUBMIT. `generated` may be longer, `media` has all data.
+    """DISPATCH: coordinator to engine. The bodies come from SUBMIT. `generated` may be longer, and `media` has all
+    data.
 
-    A translator also gets a prompt of PackedTokens.
+    A translator may also receive a prompt of PackedTokens.
     """
 
     dispatch_id: int
@@ -529,7 +534,7 @@ def _optional(media: Media | None) -> tuple[list[bytes], ...]:
 
 
 class PartialEntry(NamedTuple):
-    """`count` new tokens of one request, the first of which is generated token number `offset`."""
+    """`count` new tokens of one request. The first one is generated token number `offset`."""
 
     uid: bytes
     dispatch_id: int
@@ -561,7 +566,7 @@ class Final(NamedTuple):
     dispatch_id: int
     uid: bytes
     tokens: bytes
-    """All generated tokens, including those that DISPATCH carried."""
+    """All generated tokens, including the tokens that came with DISPATCH."""
     reply: Any
     """msgpack map, bytes; see docs/reference/protocol.md. Between two translators of a coordinator: the map itself, as
     a plain engine sent it."""
@@ -692,7 +697,7 @@ RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | Cached
 NativeMessage: TypeAlias = ControlMessage | RequestMessage
 Message: TypeAlias = NativeMessage | Plain
 Outgoing: TypeAlias = Frames | NativeMessage
-"""A message as frames, or one that is encoded unless a translator gets it."""
+"""A message as frames, or a message object, which is encoded unless it goes to a translator."""
 
 
 def frames_of(message: Outgoing) -> Frames:
@@ -700,7 +705,9 @@ def frames_of(message: Outgoing) -> Frames:
 
 
 def size_of(message: Outgoing) -> int:
-    """Return the bytes of a message; 0 for one that cannot be encoded, which its translator answers with an error."""
+    """Return the size of a message in bytes; 0 if it cannot be encoded, in which case its translator answers with an
+    error.
+    """
     try:
         return sum(map(len, frames_of(message)))
     except MalformedMessageError:
@@ -715,9 +722,9 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.ABORT_REQUEST): ("id", _decode_abort),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
-"""By header: the elements that follow it, and the function that reads them. More elements are ignored."""
+"""Header -> the elements that follow it, and the function that reads them. Further elements are ignored."""
 _FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
-"""By header: the number of elements with the header."""
+"""Header -> minimum number of elements, including the header."""
 
 _KINDS = (
     *(Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState),
@@ -732,7 +739,7 @@ _CONTROL: dict[int, type[ControlMessage]] = {
 def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message:
     """Return the message of `frames`, without the routing identity.
 
-    plain: limits of messages of the Megatron protocol, on a port that serves it.
+    plain: limits of messages of the Megatron protocol, for a port that serves it.
 
     Raises:
         MalformedMessageError: the frames are not a message. No other exception is raised.

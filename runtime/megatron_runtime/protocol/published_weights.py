@@ -1,7 +1,8 @@
-"""Weights that a trainer publishes: the reference that names them, their manifest, and the two messages that open them.
+"""Weights that a trainer publishes: the reference that names them, their manifest, and the two messages that open a
+session.
 
-An engine connects to the trainer with CURVE and asks for the session of a reference. The answer has the manifest, and
-where the tensors can be received. The tensors travel in blocks, over a connection without keys, so the manifest has the
+An engine connects to the trainer with CURVE and asks for the session of a reference. The answer has the manifest and
+the address of the tensors. The tensors travel in blocks, over a connection without keys. So the manifest has the
 SHA-256 of each block, and the reference has the SHA-256 of the manifest.
 """
 
@@ -29,7 +30,7 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """The trainer does not answer, does not hold these weights, or sent other bytes. The message names the remedy."""
+    """The trainer does not answer, does not hold these weights, or sent wrong bytes. The message names the remedy."""
 
 
 def is_published(source: str | None) -> bool:
@@ -41,7 +42,7 @@ def is_published(source: str | None) -> bool:
 class PublishedSource:
     """The reference `trainer://HOST:PORT/EPOCH-DIGEST`.
 
-    digest: of the manifest, in hexadecimal digits.
+    digest: digest of the manifest, in hexadecimal digits.
     """
 
     host: str
@@ -74,7 +75,7 @@ class PublishedSource:
 class PublishedTensor:
     """One tensor, whole, with the name and layout of transformers.
 
-    dtype:   of VALUE_BYTES.
+    dtype:   a key of VALUE_BYTES.
     digests: SHA-256 of each block, one after the other.
     """
 
@@ -85,7 +86,7 @@ class PublishedTensor:
 
     @property
     def block_rows(self) -> int:
-        """Rows of each block but the last: a multiple of eight, and about a million values."""
+        """Number of rows of each block except the last: a multiple of eight, with about a million values."""
         return max(8, _BLOCK_VALUES // prod(self.shape[1:]) // 8 * 8)
 
     @property
@@ -145,7 +146,7 @@ def digest_of(manifest: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Engine rank to trainer: receive the tensors of a session."""
+    """Engine rank to trainer: open the session of a reference."""
 
     session: str
 
@@ -163,7 +164,7 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """Trainer to engine rank: where the tensors can be received, or why they cannot.
+    """Trainer to engine rank: where to receive the tensors, or why they are not available.
 
     store_port: port of torch's rendezvous store, on the host of the source.
     token:      prefix of this connection's keys in the store, used once.

@@ -16,17 +16,18 @@ class RequestMeta(NamedTuple):
     streaming: bool = False
     seed: int = 0
     deadline_ms: int | None = None
-    """Time left when the message is sent; None means no deadline."""
+    """Remaining time when the message is sent; None means no deadline."""
     text: bool = False
-    """The prompt is UTF-8 text. The coordinator tokenizes it if it has a tokenizer, else an engine that has one."""
+    """The prompt is UTF-8 text. The coordinator tokenizes it if it has a tokenizer, otherwise an engine that has
+    one."""
     priority: int = 0
-    """Of waiting requests, the lowest number is dispatched first."""
+    """The waiting request with the lowest number is dispatched first."""
     cache_salt: str = ""
     """Seeds the block hashes, so that requests with different salts share no prefix."""
     engine: str = ""
     """The only engine that may answer. Empty: any engine."""
     tenant: str = ""
-    """Opaque id of the tenant in whose share of the engines the request counts. Empty: the client's connection."""
+    """Opaque id of the tenant whose share of the engines the request counts against. Empty: the client's connection."""
     adapter: str = ""
     """Name of the LoRA adapter that answers. Empty: the base model."""
 

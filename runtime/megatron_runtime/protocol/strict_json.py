@@ -1,10 +1,10 @@
-"""JSON without numbers that are not finite: RFC 8259 has none, and other parsers than Python's reject the whole text.
+"""JSON without non-finite numbers: RFC 8259 does not allow them, and parsers other than Python's reject the whole text.
 
 The functions have the names and options of the standard library's module json, which the linter bans elsewhere:
 
     from megatron_runtime.protocol import strict_json as json
 
-Written numbers that are not finite become null. Read ones are an error, also 1e999, which overflows a float.
+When written, non-finite numbers become null. When read, they are an error, and so is 1e999, which overflows a float.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """Return `value` as JSON; numbers that are not finite become null. options: those of json.dumps().
+    """Return `value` as JSON; numbers that are not finite become null. options: options of json.dumps().
 
     Raises:
         ValueError: allow_nan=False is given, and there are such numbers.
@@ -39,20 +39,20 @@ def loads(text: str | bytes | bytearray) -> Any:
 
 
 def raw_decode(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at `start`, and where it ends. Raises as loads()."""
+    """Return the JSON value that begins at `start`, and where it ends. Raises the errors of loads()."""
     return json.JSONDecoder(parse_constant=_reject, parse_float=_finite_float).raw_decode(text, start)
 
 
 def loads_python(text: str | bytes | bytearray) -> Any:
     """Return the value of a text as Python's json writes it, with NaN and Infinity.
 
-    For files of models only: transformers writes such numbers into config.json. Raises as loads().
+    Only for model files: transformers writes such numbers into config.json. Raises the errors of loads().
     """
     return json.loads(text)
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with None in place of every number that is not finite. value: of JSON's types."""
+    """Return `value` with every non-finite number replaced by None. value: consists of JSON's types."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

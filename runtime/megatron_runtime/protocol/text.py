@@ -24,8 +24,8 @@ def printable(text: str, *, lines: bool = False) -> str:
 def shown(value: object) -> str:
     """Return `value` for an error message or a log line: short, printable, never larger than the value itself.
 
-    Control characters and lone surrogates are escaped, long text is cut, and containers are named by type and length
-    only: a nested value of a few bytes can have a representation of gigabytes.
+    Control characters and lone surrogates are escaped, long text is truncated, and containers are shown only by type
+    and length, because a nested value of a few bytes can have a representation of gigabytes.
     """
     if isinstance(value, str):
         return f"'{escaped(value)}'"

@@ -30,7 +30,7 @@ class Effect(Enum):
 class Class:
     """kind: what the argument can do.
 
-    values: of a harmless argument, the ones that load no code; empty: all.
+    values: for a harmless argument, the values that load no code; empty: all values.
     field:  path of the field that sets the argument.
     """
 
@@ -242,21 +242,23 @@ CLASSES: Mapping[str, Class] = {
         for name in names.split()
     },
 }
-"""The class of each argument, and of each member of the arguments that are objects. An absent one counts as CODE."""
+"""The class of each argument, and of each member of the arguments that are objects. An argument that is not listed
+counts as CODE."""
 WITHOUT_DRAFT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Methods of speculation that take the drafts from the tokens of the request."""
 OBJECTS = frozenset(name.rpartition(".")[0] for name in CLASSES if "." in name)
 """Arguments and members that are classed by their members."""
 _REQUIRED = {"speculative_config": "method"}
-"""Members without which vLLM chooses by the model, or imports a class."""
+"""Required members: without them, vLLM chooses a value based on the model, or imports a class."""
 _DRAFT = re.compile(r"(hf:|s3://|gs://|az://|https://|/)[!-~]+")
-"""A draft model, which the engine resolves as it does `spec.model.source`: "hf:ORG/NAME[@REVISION]", the URL of an
-object store, or a path."""
+"""A draft model, which the engine resolves like `spec.model.source`: "hf:ORG/NAME[@REVISION]", the URL of an object
+store, or a path."""
 
 
 def _leaves(arguments: Mapping[str, object], parent: str = "") -> Iterator[tuple[str, object, Class | None]]:
-    """Yield the full name of each argument and member that has a class of its own, its value and its class; None: it
-    is unknown."""
+    """Yield the full name of each argument and member that has its own class, with its value and its class. The class
+    is None if the argument is unknown.
+    """
     required = _REQUIRED.get(parent)
     if required is not None and required not in arguments:
         yield f"{parent}.{required}", None, CLASSES[f"{parent}.{required}"]
@@ -297,7 +299,9 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 
 
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
-    """Return whether speculative_config.model names a model; with a method that can load code it can name anything."""
+    """Return whether speculative_config.model names a model; with a method that can load code, it may name something
+    else.
+    """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:
         return False
