@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 MAX_UNREAD_ITEMS = 64
-"""Items that wait for a reader before further ones are merged, which takes less memory."""
+"""Number of unread items from which further items are merged, which saves memory."""
 
 
 class AsyncStream:
@@ -95,7 +95,7 @@ class AsyncStream:
         self.close()
 
     def close(self) -> None:
-        """Do what aclose() does, from the reader's loop or, if nothing reads, from any thread."""
+        """Like aclose(), but callable from the reader's loop or, if there is no reader, from any thread."""
         self._items.clear()
         self._error = None
         if not self._finished:
@@ -126,7 +126,7 @@ class AsyncStream:
 
 
 class BlockingStream:
-    """The same for a reader that blocks its thread. Every method may be called from any thread.
+    """Like AsyncStream, for a reader that blocks its thread. Every method may be called from any thread.
 
     No method takes a lock, so close() is safe in a finalizer.
 

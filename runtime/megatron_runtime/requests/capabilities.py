@@ -13,14 +13,14 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class Capability(StrEnum):
-    """Optional features of a backend. The value names the feature in errors, the member's name in messages."""
+    """Optional features of a backend. The value names the feature in errors; the member's name is used in messages."""
 
     SUSPEND = "suspend and resume"
     UPDATE_WEIGHTS = "weight updates"
     ADAPTERS = "LoRA adapters"
     PROFILER = "the CUDA profiler"
     TEXT = "text prompts"
-    # Of a request, see NEEDS. A name keeps its meaning in all releases, because peers exchange it.
+    # Features that a request may need, see NEEDS. A name keeps its meaning in all releases, because peers exchange it.
     STRUCTURED_OUTPUT = "structured output"
     STRUCTURE_AFTER_REASONING = "structured output after reasoning"
     CALL_STRUCTURE = "grammars of tool calls"
@@ -47,7 +47,7 @@ POOLING: Mapping[str, Capability] = {
     "token_embed": Capability.TOKEN_EMBED,
     "token_classify": Capability.TOKEN_CLASSIFY,
 }
-"""The capability of a pooling model by its task. A backend that generates has none of them."""
+"""Task of a pooling model -> its capability. A backend that generates tokens has none of them."""
 
 
 class Need(NamedTuple):
@@ -82,7 +82,7 @@ NEEDS = (
     Need("min_p", Capability.MIN_P, lambda params: params.min_p > 0 and not params.is_greedy),
     *(Need("pooling", capability, partial(_pools, task=task)) for task, capability in POOLING.items()),
 )
-"""Every sampling parameter that some backend does not support."""
+"""Every sampling parameter that at least one backend does not support."""
 
 
 KNOWN_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
@@ -97,21 +97,23 @@ FIRST_PARAMETERS = frozenset(
         *("priority", "cache_salt"),
     }
 )
-"""Those of release 0.1, which every engine knows. Never changed: a parameter that is added later is a need."""
+"""The parameters of release 0.1, which every engine knows. Never change this: a parameter that is added later is a
+need."""
 BEST_EFFORT_PARAMETERS = frozenset({"call_structure", "reasoning"})
-"""Those that an engine may ignore. No request needs them."""
+"""Parameters that an engine may ignore. No request needs them."""
 LATER_PARAMETERS: dict[str, Any] = {
     field.name: field.default
     for field in fields(SamplingParams)
     if field.name not in FIRST_PARAMETERS | BEST_EFFORT_PARAMETERS
 }
-"""The others with their defaults. An engine that does not announce them would ignore them."""
+"""All other parameters with their defaults. An engine that does not announce them would ignore them."""
 
 
 GENERATE = "generate"
 """The task of engines that announce none: they generate tokens."""
 GENERATION = "GENERATION"
-"""Name of what an engine with a pooling model lacks. Every request without `pooling` needs it, so none names it."""
+"""Name of the feature that an engine with a pooling model lacks. Every request without `pooling` needs it, so requests
+do not name it."""
 
 
 def asks_for_pooling(needs: str) -> bool:
@@ -120,7 +122,7 @@ def asks_for_pooling(needs: str) -> bool:
 
 
 def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
-    """Return what a request needs of its engine, as RequestMeta has it; empty for most requests.
+    """Return what a request needs from its engine, in the form of RequestMeta.needs; empty for most requests.
 
     These are the names of capabilities, and of the LATER_PARAMETERS that are not at their defaults.
     """

@@ -28,9 +28,9 @@ class KVCacheManagementMode(_Option):
     """Effect of SUSPEND on the KV cache."""
 
     PERSIST = "persist"
-    """It stays in device memory."""
+    """The KV cache stays in device memory."""
     OFFLOAD = "offload"
-    """It is copied to host memory, and back at RESUME."""
+    """It is copied to host memory, and copied back at RESUME."""
     RECOMPUTE = "recompute"
     """It is dropped. The KV of requests in flight is computed again after RESUME."""
 
@@ -63,12 +63,12 @@ PrefixCachingCoordinatorPolicy = RoutingPolicy
 
 
 class AsyncScheduleMode(_Option):
-    """How the next step is planned while one runs."""
+    """Whether the next step is planned while one runs."""
 
     LEGACY = "legacy"
-    """It is planned when the last one has ended."""
+    """The next step is planned when the last one has ended."""
     ASYNC = "async"
-    """It is planned while one runs. The engine rejects it."""
+    """The next step is planned while one runs. This engine rejects it."""
 
 
 class CudaGraphSizingDistribution(_Option):
@@ -216,7 +216,7 @@ class InferenceConfig:
             if not _RULES[name].is_valid(value):
                 raise InvalidConfigError(name, value, f"want {_RULES[name].allowed}")
         elif name in IGNORED_FIELDS and value and hasattr(self, name):
-            # __post_init__ warns of those of the constructor.
+            # __post_init__ warns about the fields of the constructor
             _warn_of_ignored(name)
         object.__setattr__(self, name, value)
 

@@ -7,7 +7,7 @@ from typing import Any
 PERMANENT_CODES = range(400, 429)
 """Codes of errors in replies that are not transient."""
 _INVALID = (ValueError, TypeError)
-"""Errors of an invalid request, which stays invalid."""
+"""Errors of a request that is, and stays, invalid."""
 
 
 class ContextOverflowError(ValueError):
@@ -49,13 +49,13 @@ class MaxSequenceLengthOverflowError(ContextOverflowError):
 
 
 class NotFiniteError(ContextOverflowError):
-    """The model computed numbers for this request that are not finite."""
+    """The model computed non-finite numbers for this request."""
 
     is_transient = False
 
 
 class ActiveRequestCountOverflowError(ContextOverflowError):
-    """More requests should run concurrently than the engine has slots."""
+    """More requests would have to run concurrently than the engine has slots."""
 
 
 class TensorStateDeallocatedError(ContextOverflowError):
@@ -63,7 +63,7 @@ class TensorStateDeallocatedError(ContextOverflowError):
 
 
 class RequestError(Exception):
-    """A deserialized error of any other class. `type` is the name of its class in the process that raised it."""
+    """A deserialized error of any other class. `type` is the class name in the process that raised it."""
 
     def __init__(self, type: str, message: str, *, request_id: int | None = None, is_transient: bool = True) -> None:
         super().__init__(message)

@@ -27,8 +27,8 @@ HASH_PRIME = (1 << 61) - 1
 HASH_BASE = 31
 _SHA_MODULUS = (1 << 63) - 1
 ROOT_TAG = b"megatron prefix cache: root, v1\0"
-"""As long as a digest. The input of a block begins with a digest, so no block and no salt can be constructed that give
-the same input. Without the tag, a salt of a digest and the tokens of a block has the digest of that block.
+"""As long as a digest. The hash input of a block begins with a digest, so a block and a salt with the same input cannot
+be constructed. Without the tag, a salt made of a digest and the tokens of a block would have the digest of that block.
 """
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
@@ -74,13 +74,15 @@ def block_digests(
     """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches.
 
     adapter: Adapter.key of the request; empty for the base model.
-    media:   as of digests_after().
+    media:   as for digests_after().
     """
     return digests_after(root_digest(salt, adapter), tokens, block_size, media=media)
 
 
 def root_digest(salt: bytes = b"", adapter: str = "") -> bytes:
-    """Return d(-1). No block of any chain has it, and no other pair of salt and adapter."""
+    """Return d(-1). It differs from the digest of every block, and from d(-1) of every other pair of salt and
+    adapter.
+    """
     if not salt and not adapter:
         return bytes(32)
     return hashlib.sha256(ROOT_TAG + len(salt).to_bytes(8, "little") + salt + adapter.encode()).digest()
@@ -95,7 +97,7 @@ def digests_after(
 ) -> list[bytes]:
     """Return the digests of the complete blocks of `tokens`, which follow the block of `digest`.
 
-    media: by the number of a block, the digests of the images, audio and video that have tokens in it, joined.
+    media: block index -> joined digests of the images, audio and video that have tokens in the block.
     """
     data = np.asarray(tokens, dtype=_INT64).tobytes()
     sha256 = hashlib.sha256

@@ -1,7 +1,7 @@
 """Limits of requests and tokens per minute for each tenant, which all servers of a resource share.
 
-A limit holds for windows of one minute. A window begins with the first request in it. What a tenant uses beyond its
-limit counts in the windows that follow, so a tenant never uses more than its limit in the long run.
+A limit holds for windows of one minute. A window begins with the first request in it. Usage beyond the limit counts in
+the following windows, so in the long run a tenant never uses more than its limit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_runtime.protocol.messages import Charge, Quota, Reserve
 
 WINDOW_SECONDS = 60.0
 MAX_WINDOWS = 65_536
-"""Windows of tenants and kinds that are kept; beyond it the oldest is forgotten."""
+"""Maximum number of windows (per tenant and kind) that are kept. Beyond it, the oldest is forgotten."""
 MAX_RESERVATIONS = 65_536
-"""Accepted reservations that are remembered, so that one which is sent again counts once."""
+"""Maximum number of accepted reservations that are remembered, so that a repeated reservation counts once."""
 _MAX_SECONDS = 86_400.0
 
 Kind: TypeAlias = Literal["requests", "tokens"]
@@ -39,7 +39,7 @@ class _Window:
 
 
 class Quotas:
-    """Counts for all tenants. A tenant that used nothing in the last minute and owes nothing takes no memory.
+    """Counts for all tenants. A tenant without usage in the last minute and without debt takes no memory.
 
     first_window: number of the first window. The next coordinator must use other numbers.
     """
@@ -48,13 +48,15 @@ class Quotas:
         self._numbers = count(first_window)
         self._windows: OrderedDict[tuple[str, Kind], _Window] = OrderedDict()
         self._reservations: OrderedDict[bytes, int] = OrderedDict()
-        """Number of the window of the tokens, by uid."""
+        """uid of a reservation -> number of the window that its tokens were counted in."""
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def reserve(self, now: float, asked: Reserve) -> Quota:
-        """Count requests and tokens if each fits its limit. The limits are those of `asked`, whatever others said."""
+        """Count requests and tokens if each fits its limit. The limits come from `asked`, whatever earlier messages
+        said.
+        """
         self._forget_old(now)
         number = self._reservations.get(asked.uid)
         if number is not None or not (asked.requests or asked.tokens):
@@ -73,7 +75,7 @@ class Quotas:
         return self._answer(now, asked, number=number)
 
     def charge(self, now: float, charge: Charge) -> None:
-        """Count tokens, also beyond the limit, or return tokens to the window that they were counted in."""
+        """Count tokens, even beyond the limit, or return tokens to the window that they were counted in."""
         self._forget_old(now)
         if charge.tokens > 0:
             self._count(now, charge.tenant, "tokens", charge.tokens_per_minute, charge.tokens)
@@ -93,7 +95,7 @@ class Quotas:
         return window
 
     def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
-        """Return the window of this minute. None if nothing was used in it, or is owed from earlier ones."""
+        """Return the window of this minute; None if there is no usage in it and no debt from earlier windows."""
         window = self._windows.get((tenant, kind))
         if window is None or now < window.ends:
             return window
@@ -108,7 +110,9 @@ class Quotas:
         return window
 
     def _wait(self, now: float, tenant: str, kind: Kind, limit: int, amount: int) -> float:
-        """Return the seconds until `amount` fits the limit, or until something is left of it; 0 if it is so now."""
+        """Return the seconds until `amount` fits the limit, or until the limit is no longer used up; 0 if that is so
+        now.
+        """
         if kind == "requests" and not amount:
             return 0.0
         window = self._current(now, tenant, kind)
@@ -139,7 +143,7 @@ class Quotas:
 
 
 def _limited(asked: Reserve) -> list[tuple[Kind, int, int]]:
-    """Return the limit and the amount asked for, of each kind that has a limit."""
+    """Return the limit and the requested amount for each kind that has a limit."""
     kinds: tuple[tuple[Kind, int | None, int], ...] = (
         ("requests", asked.requests_per_minute, asked.requests),
         ("tokens", asked.tokens_per_minute, asked.tokens),

@@ -1,9 +1,10 @@
 """Inference requests under Megatron-Core's names, their records, and their msgpack form.
 
-`InferenceRequest` is any request, `DynamicInferenceRequest` one of the dynamic engine, `VLMInferenceRequest` one with
-images. Checkpoints split a request into segments; a record holds these.
+`InferenceRequest` is any request, `DynamicInferenceRequest` a request of the dynamic engine, `VLMInferenceRequest` a
+request with images. Checkpoints split a request into segments; a record holds the segments.
 
-No torch: the tensors of a program's requests are made by what make_tensors_with() sets. Without it they are arrays.
+No torch: the function set by make_tensors_with() creates the tensors of a program's requests. Without it they are
+arrays.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 # --- values as msgpack carries them -----------------------------------------------------------------------------------
 
 _DEFAULT_DTYPES = ("float32", "int64", "bool")
-"""Types that torch.tensor() infers from Python numbers. The name of any other type is sent."""
+"""Types that torch.tensor() infers from Python numbers. For any other type, the name is sent."""
 
 
 _load_torch: Callable[[], Any] | None = None
 
 
 def make_tensors_with(load_torch: Callable[[], Any]) -> None:
-    """Make tensors with the module that `load_torch` returns. It is called when the first one is made.
+    """Make tensors with the module that `load_torch` returns. `load_torch` is called when the first tensor is created.
 
     Only megatron_core calls this, for programs that use its names.
     """
@@ -175,13 +176,15 @@ class DynamicInferenceRequest(InferenceRequest):
 
     prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
     uid:                    "chatcmpl-…", the same in every segment of a record.
-    policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: weights that sampled the tokens and computed their KV.
+    policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: epochs of the weights that sampled the tokens, and that
+        computed their KV.
     policy_staleness, kv_cache_staleness: epochs since then of each token of prompt and answer, int32 [n]: a tensor from
                             MegatronLLM, an array from InferenceClient, which imports no torch.
-    routing_indices:        [prompt + generated - 1, layers with experts, experts of a token]: numbers of the experts of
-                            each token but the last, which was not computed, by falling share; a tensor or an array
-                            as policy_staleness. None unless the engine records them (moe_enable_routing_replay).
-    precomputed_block_hashes: of the complete prompt blocks; computed if caching is enabled and none are given.
+    routing_indices:        [prompt + generated - 1, layers with experts, experts of a token]: numbers of each token's
+                            experts by descending share, without the last token, which was not computed; a tensor or an
+                            array like policy_staleness. None unless the engine records them
+                            (moe_enable_routing_replay).
+    precomputed_block_hashes: hashes of the complete prompt blocks; computed if caching is enabled and none are given.
     """
 
     uid: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -244,7 +247,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return ", ".join((f"id {self.request_id}", f"status {status}", f"prompt {self.prompt_length} tokens"))
 
     def serialize(self) -> dict[str, Any]:
-        """Return all fields but event_add_engine; the prompt's tokens only with `return_prompt_tokens`."""
+        """Return all fields except event_add_engine, and the prompt's tokens only with `return_prompt_tokens`."""
         obj = super().serialize()
         del obj["event_add_engine"]
         obj["events"] = [event.serialize() for event in self.events]
@@ -292,9 +295,10 @@ class DynamicInferenceRequest(InferenceRequest):
         ]
 
     def continued(self) -> Self:
-        """Return the next segment: its prompt is prompt + generated tokens, its budget the rest of this one's.
+        """Return the next segment: its prompt is prompt + generated tokens, its budget is the rest of this segment's
+        budget.
 
-        Raises ValueError if all tokens have been generated, or the prompt's tokens are not there.
+        Raises ValueError if all tokens have been generated, or if the prompt's tokens are missing.
         """
         if self.prompt_tokens is None and self.prompt_length:
             raise ValueError(
@@ -449,7 +453,7 @@ class DynamicInferenceRequestRecord:
     def from_reply(cls, reply: dict[str, Any]) -> Self:
         """Return the record of a client's reply map. Its `error` becomes an event.
 
-        The staleness of a token is the number of epochs from its own to the last one of the answer.
+        The staleness of a token is the number of epochs from its own epoch to the last epoch of the answer.
         """
         request = DynamicInferenceRequest.deserialize(reply)
         request.generated_tokens = list(reply.get("generated_tokens") or [])
@@ -499,7 +503,7 @@ class DynamicInferenceRequestRecord:
         request = self.requests[-1]
         for name in ("policy_epoch", "kv_cache_epoch"):
             spans = getattr(request, name)
-            # The old weights sampled the newest token, but the new ones compute its KV.
+            # The old weights sampled the newest token, but the new weights compute its KV.
             start = max(0, self.total_tokens - 1)
             setattr(request, name, [[0, epoch]] if not spans else [*spans, [start, epoch]])
 
@@ -510,7 +514,7 @@ class DynamicInferenceRequestRecord:
     def checkpoint(self, tokenizer: Any = None) -> None:
         """Append a segment whose prompt includes the tokens generated so far. No tokenizer is needed.
 
-        Its cache is computed again, so that the staleness of its KV is 0. Raises ValueError: see continued().
+        The KV of the segment is computed again, so its staleness is 0. Raises ValueError, see continued().
         """
         total = self.total_tokens
         segment = self.requests[-1].continued()
@@ -519,7 +523,9 @@ class DynamicInferenceRequestRecord:
         self.requests.append(segment)
 
     def _padded(self, staleness: Any, total_tokens: int) -> Any:
-        """Return `staleness` with zeros up to `total_tokens`: a tensor if it or the prompt is one, else an array."""
+        """Return `staleness` padded with zeros to `total_tokens`: a tensor if it or the prompt is one, else an
+        array.
+        """
         if is_tensor(staleness) or is_tensor(self.requests[0].prompt_tokens):
             return self._update_staleness_tensor(staleness, total_tokens, increment=False)
         values = np.zeros(0, np.int32) if staleness is None else np.asarray(staleness)
@@ -528,7 +534,7 @@ class DynamicInferenceRequestRecord:
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
         """Return the request as if there had been no checkpoints. No tokenizer is needed.
 
-        The prompt is that of the first segment, status and epochs are those of the last; generated values are joined.
+        The prompt comes from the first segment, status and epochs come from the last one; generated values are joined.
         """
         first, last = self.requests[0], self.requests[-1]
         tokens = [token for request in self.requests for token in request.generated_tokens]
@@ -574,7 +580,9 @@ class DynamicInferenceRequestRecord:
 
 
 def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int32] | None:
-    """Return int32 [total_tokens]: the number of epochs from each token's to the last one; None without `spans`."""
+    """Return int32 [total_tokens]: the number of epochs from each token's epoch to the last epoch; None without
+    `spans`.
+    """
     if not spans:
         return None
     starts, epochs = np.array(spans, dtype=np.int64).T

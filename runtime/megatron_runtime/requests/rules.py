@@ -37,7 +37,7 @@ class Rule:
 
     is_valid: whether a value is valid.
     allowed:  describes the valid values.
-    bounds:   of the number that the field has, or of each number in its list or map; None: it has no bounds.
+    bounds:   bounds of the field's number, or of each number in its list or map; None: no bounds.
     """
 
     is_valid: Predicate
@@ -57,7 +57,7 @@ def bounded(bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
 def field_rules(kind: Any, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return the rules by field of the dataclass `kind`. Fields with a bool default take true or false.
 
-    rules: by the fields that have equal rules, separated by spaces.
+    rules: names of fields that share a rule, separated by spaces -> the rule.
     """
     flags = {item.name: FLAG for item in fields(kind) if isinstance(item.default, bool)}
     return {name: rule for names, rule in rules.items() for name in names.split()} | flags

@@ -23,13 +23,14 @@ from megatron_runtime.requests.rules import (
 )
 
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
-"""Their values, in order: a JSON schema (map), none, a regular expression, a Lark grammar, a list of texts."""
+"""Types of structured output. Their values, in order: a JSON schema (map), none, a regular expression, a Lark grammar,
+a list of texts."""
 
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_CHARACTERS = 4096
-"""Of all texts together."""
+"""Maximum number of characters of all texts together."""
 MAX_MARKER_TOKENS = 16
 MAX_MARKERS = 256
 MAX_MARKER_CHARACTERS = 256
@@ -39,12 +40,12 @@ POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
 """What a pooling model computes of a text, by vLLM's names: a vector, the score of a label, a vector of each token."""
 
 MIN_TEMPERATURE = 1e-5
-"""A lower temperature is greedy: differences of logits are divided by it in float32."""
+"""A lower temperature counts as greedy: differences of logits are divided by it in float32."""
 TOKEN_IDS = int_in(0, MAX_INT32)
 BIASES = number_in(-100, 100)
 
 MAX_QUOTED_CHARACTERS = 200
-"""A longer value is cut in error messages."""
+"""A longer value is truncated in error messages."""
 
 IGNORE_EOS = -1
 """The `termination_id` that disables the model's end-of-sequence tokens."""
@@ -175,9 +176,10 @@ def _is_structured_output(value: object) -> bool:
 class HttpField:
     """The field of the HTTP API that becomes a sampling parameter.
 
-    name:    of the field.
-    text:    its meaning, if it is more or other than the meaning of the parameter.
-    minimum, maximum: of the field, if they differ: a value that the server translates, or the limit of OpenAI.
+    name:    name of the field.
+    text:    its meaning, if it differs from the meaning of the parameter.
+    minimum, maximum: bounds of the field, if they differ from the parameter's: for a value that the server translates,
+                      or OpenAI's limit.
     value:   returns the parameter's value for a value of the field; None: they are equal.
     """
 
@@ -190,7 +192,7 @@ class HttpField:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A sampling parameter: what it may be, its meaning, and the HTTP field that becomes it, if there is one."""
+    """A sampling parameter: its valid values, its meaning, and its HTTP field, if there is one."""
 
     rule: Rule
     text: str
@@ -206,8 +208,8 @@ def parameter(default: Any, text: str, rule: Rule = FLAG, *, http: HttpField | N
 class SamplingParams:
     """Sampling parameters of one request (Megatron-Core `SamplingParams`, and the fields this runtime adds).
 
-    Each field declares one parameter: its default, its meaning, what it may be, and the HTTP field that becomes it.
-    The engine relies on the rules: no number overflows or underflows float32 or int32 where a step uses it.
+    Each field declares one parameter: its default, its meaning, its valid values, and its HTTP field. The engine relies
+    on the rules: no number overflows or underflows float32 or int32 where a step uses it.
 
     Penalties and biases are applied to the logits first, then the temperature, then top-k, top-p and min-p in this
     order.
@@ -499,7 +501,9 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: Any) -> Self:
-        """Return `params`, or the parameters that serialize() of another class gives; None there means the default."""
+        """Return `params`. If they are of another class, convert the result of its serialize(), in which None means the
+        default.
+        """
         if isinstance(params, cls):
             return params
         return cls.deserialize({name: value for name, value in params.serialize().items() if value is not None})
@@ -518,7 +522,9 @@ class SamplingParams:
 
     @property
     def wants_prompt_log_probs(self) -> bool:
-        """Whether the whole prompt must be computed, because the prefix cache has no log-probabilities."""
+        """Whether the request needs log-probabilities of the prompt. The prefix cache has none, so the whole prompt is
+        computed.
+        """
         return self.wants_log_probs and not self.skip_prompt_log_probs
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -554,4 +560,4 @@ class SamplingParams:
 
 
 PARAMETERS: Mapping[str, Parameter] = {item.name: item.metadata["parameter"] for item in fields(SamplingParams)}
-"""The one table of sampling parameters, by name. The HTTP schema, its conversion and the reference follow from it."""
+"""The only table of sampling parameters, by name. The HTTP schema, its conversion and the reference follow from it."""
