@@ -1,4 +1,6 @@
-"""Limits the tokens of an answer of several parts: a budget of reasoning, then a grammar. No torch, no llguidance."""
+"""Restricts the tokens of an answer with several parts: a budget for reasoning, then a grammar. No torch, no
+llguidance.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[An
 class AnswerGuide:
     """The AnswerState of an answer of several parts. For one thread.
 
-    The grammar of calls is compiled only when an answer begins with a marker; the request waits for it, and the others
-    do not. If it is not available or fails, any token is allowed: the client gets what the model writes.
+    The grammar of calls is compiled only when an answer begins with a marker. The request waits for it; other requests
+    do not. If the grammar is not available or fails, any token is allowed, and the client gets what the model writes.
 
-    parts:   of the answer so far.
-    rest:    the tokens of its structure.
-    grammar: the state of a structured output that the answer must have, after `rest`.
+    parts:   parts of the answer so far.
+    rest:    tokens of its structure.
+    grammar: state, after `rest`, of a structured output that the answer must have.
     begin:   begins the grammar of calls; None: an engine without grammars.
     """
 
@@ -44,7 +46,7 @@ class AnswerGuide:
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar failed; None for one that the answer need not have."""
+        """Why the grammar failed; None if it has not, or if the grammar is optional."""
         return None if self._parts.is_best_effort or self._grammar is None else self._grammar.failure
 
     @property
@@ -58,7 +60,7 @@ class AnswerGuide:
         return self._begun is None and (grammar is None or grammar.is_ready)
 
     def is_fresh(self) -> bool:
-        """Return what GrammarState does. No step waits for a grammar that is compiled."""
+        """As in GrammarState. Steps do not wait for a grammar that is being compiled."""
         grammar = self._current()
         return grammar is not None and grammar.is_fresh()
 
@@ -84,7 +86,7 @@ class AnswerGuide:
             grammar.accept(token)
 
     def _begin_calls(self, tokens: Sequence[int]) -> None:
-        """Begin the grammar of calls if it is its turn. tokens: those of the structure so far."""
+        """Begin the grammar of calls if the structure has begun. tokens: tokens of the structure so far."""
         structure = self._parts.structure
         if structure is None or not self._parts.is_best_effort:
             return
@@ -94,7 +96,7 @@ class AnswerGuide:
             self._begun = self._begin(structure, tokens)
 
     def _current(self) -> AnswerState | None:
-        """Return the grammar of the next token; None if it has none, or if it is not compiled yet."""
+        """Return the grammar of the next token; None if there is none, or if it is not compiled yet."""
         if self._begun is not None and self._begun.done():
             begun, self._begun = self._begun, None
             if not begun.cancelled() and begun.exception() is None:

@@ -1,7 +1,7 @@
 """The parts of an answer: reasoning, the text or a call that follows, and where a grammar begins. No torch.
 
-Which part a token belongs to follows from the tokens before it. So a request that moves to another engine continues in
-the same part.
+The part that a token belongs to is determined by the tokens before it, so a request that moves to another engine
+continues in the same part.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class AnswerPart(Enum):
 
     REASONING = auto()
     BEGIN = auto()
-    """The begin of the answer itself: it is not known yet whether it is a call."""
+    """The beginning of the answer itself, while it is unknown whether it is a call."""
     TEXT = auto()
-    """Anything, up to the end."""
+    """Any text, up to the end."""
     STRUCTURE = auto()
-    """What a grammar describes, up to the end."""
+    """Text that a grammar describes, up to the end."""
 
 
 class AnswerParts:
     """Finds the parts of one answer.
 
-    part:   that of the next token.
+    part:   part of the next token.
     tokens: number of tokens so far.
     free:   number of tokens before the structure, once it has begun.
     """
@@ -58,7 +58,7 @@ class AnswerParts:
         self._text = b""
         """The text of the answer, while a marker may begin with it."""
         self._remaining = b""
-        """What of the marker the structure begins with."""
+        """The remaining part of the marker, with which the structure begins."""
         self.part = (
             AnswerPart.REASONING if self._closing and (after or reasoning["is_open"]) else self._after_reasoning()
         )
@@ -73,7 +73,7 @@ class AnswerParts:
 
     @property
     def is_best_effort(self) -> bool:
-        """Whether the structure is that of calls, which an engine may leave out."""
+        """Whether the structure describes calls, and an engine may ignore it."""
         return self._structure is None
 
     @property
@@ -92,7 +92,7 @@ class AnswerParts:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next because the budget of the reasoning is used up; None: none must."""
+        """The token that must come next because the budget of the reasoning is used up; None if there is none."""
         if self.part is not AnswerPart.REASONING or self._budget is None or self._reasoned < self._budget:
             return None
         last, ending = list(self._last), self._ending
@@ -135,7 +135,7 @@ class AnswerParts:
         for marker, rule in self._markers.items():
             if text.startswith(marker):
                 self.part, self.free, self._rule = AnswerPart.STRUCTURE, self.tokens, rule
-                if len(text) > len(marker):  # the grammar allows the token, or another one with the end of the marker
+                if len(text) > len(marker):  # the token, or another with the marker's end, is in the grammar
                     self.free -= 1
                     self._remaining = marker[len(before) :]
                 return
