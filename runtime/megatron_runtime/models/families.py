@@ -475,8 +475,8 @@ def _olmo3_of_gguf(fields: Fields) -> Traits:
     return traits
 
 
-# arXiv:2501.00656. Its norms follow attention and feed-forward instead of preceding them, and those of q and k are over
-# all heads.
+# arXiv:2501.00656. Its norms follow attention and feed-forward instead of preceding them, and the norms of q and k
+# cover all heads.
 _OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -562,7 +562,7 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
 
 
 def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
-    """Return the family and the fields of the text model: of a multimodal one only that part is run."""
+    """Return the family and the fields of the text model. Of a multimodal model, only the text part runs."""
     architectures = fields.listed("architectures", str)
     for family in FAMILIES.values():
         if family.architecture in architectures:
@@ -597,9 +597,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def family_of_gguf(architecture: object, fields: Fields) -> Family:
-    """Return the family of a GGUF file. Raises UnsupportedModelError naming the architecture and those supported.
+    """Return the family of a GGUF file. Raises UnsupportedModelError naming the architecture and the supported ones.
 
-    fields: as of config_from_gguf().
+    fields: as for config_from_gguf().
     """
     is_mixture = bool(fields.get("expert_count", 0))
     for family in FAMILIES.values():
@@ -628,7 +628,7 @@ def config_from_gguf(
     """
     traits = rope_of_gguf(fields, theta=family.rope_theta) | family.from_gguf(fields)
     if family.expert_fields:
-        # The GGUF converter rejects models with dense layers, and every released model normalizes.
+        # The GGUF converter rejects models with dense layers, and every released model normalizes its weights.
         traits["moe"] = _experts(fields, _gguf(family.expert_fields))
     names = _gguf(_FIELDS)
     if not fields.get("feed_forward_length"):

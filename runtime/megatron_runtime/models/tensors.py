@@ -25,7 +25,7 @@ Part = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """dtype: of what read() returns; float32 for quantized tensors."""
+    """dtype: type of the values that read() returns; float32 for quantized tensors."""
 
     shape: Shape
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class TensorKind:
 class Checkpoint(Protocol):
     """A set of weights in any file format. The constructor reads headers only and rejects truncated files.
 
-    kinds: of every tensor, by its transformers name and in the transformers layout. Each expert has its own tensors.
+    kinds: kind of every tensor by its transformers name, in the transformers layout. Each expert has its own tensors.
     """
 
     config: ModelConfig
@@ -43,7 +43,9 @@ class Checkpoint(Protocol):
     """Name of the number format whose matrices are stored in the panels of the CPU kernels; None without panels."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return the values of a tensor or of a part of it, possibly a view of the file: copy to keep or to change."""
+        """Return the values of a tensor or of a part of it, possibly as a view of the file. Copy them to keep or change
+        them.
+        """
 
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         """Return a quantized matrix in its stored form, possibly a view of the file.
@@ -56,7 +58,7 @@ class Checkpoint(Protocol):
     def panels(self, name: str, part: Part = (), *, wanted: Container[int]) -> PackedMatrix | None:
         """Return a matrix that is stored in panels of the CPU kernels, possibly a view of the file.
 
-        wanted: their formats. Returns None for another tensor, or if `part` cuts through panels or blocks.
+        wanted: accepted formats. Returns None for another tensor, or if `part` cuts through panels or blocks.
         """
         return None
 

@@ -1,6 +1,6 @@
 """Build the fused weights of one rank from the named tensors of a checkpoint.
 
-The tensors of the checkpoint are compared with those of the model before any is read. Then each matrix is built from
+The tensors of the checkpoint are compared with the model's tensors before any is read. Then each matrix is built from
 the parts of tensors that the rank holds.
 """
 
@@ -23,9 +23,9 @@ NamedPart = tuple[str, Part]
 """Short name of a tensor, and a part of it."""
 
 _READ_VALUES = 1 << 20
-"""Values per read: their bytes stay in the CPU cache while they are decoded and copied."""
+"""Values per read, so that their bytes stay in the CPU cache while they are decoded and copied."""
 _NAMED = 8
-"""Limit of the number of tensors in a message."""
+"""Maximum number of tensors named in a message."""
 
 
 def load_weights(
@@ -38,10 +38,10 @@ def load_weights(
 ) -> DecoderWeights:
     """Read the weights of a rank, each tensor once.
 
-    dtype:   of the norms, the biases and dense matrices.
+    dtype:   type of the norms, the biases and dense matrices.
     shard:   the rank's part; None means all.
     linears: creates the matrices; None means dense ones.
-    threads: that read and create matrices concurrently; above one, checkpoint and `linears` must be thread-safe.
+    threads: number of threads that read and create matrices. Above one, checkpoint and `linears` must be thread-safe.
 
     Raises UnsupportedModelError naming the tensors that do not fit, and IndivisibleError if the model cannot be divided
     among the ranks, both before any tensor is read.
@@ -75,7 +75,7 @@ def require_fitting(checkpoint: Checkpoint) -> None:
 
 
 def require_divisible(config: ModelConfig, shard: Shard) -> None:
-    """Raise IndivisibleError if the model cannot be divided over that many ranks."""
+    """Raise IndivisibleError if the model cannot be divided among this many ranks."""
     shard.layers(config.num_layers)
     shard.heads(config.num_heads)
     shard.kv_heads(config.num_kv_heads)
@@ -89,7 +89,9 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
 
 
 class _Scratch(threading.local):
-    """Memory of one weight of this thread. Using it again saves the page faults of as many bytes as the model has."""
+    """Memory for one weight at a time, on this thread. Reusing it avoids page faults for as many bytes as the model
+    has.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -120,7 +122,7 @@ class _Loader:
             (embedding, head), layers = self._tables(), [self._layer(number) for number in numbers]
         else:
             with ThreadPoolExecutor(threads) as pool:
-                # The tables first: they are the largest task.
+                # The tables come first, because they are the largest tasks.
                 tables = pool.submit(torch.inference_mode()(self._tables))
                 layers = list(pool.map(torch.inference_mode()(self._layer), numbers))
                 embedding, head = tables.result()
@@ -174,7 +176,7 @@ class _Loader:
         if moe is None or not self.config.is_mixture(number):
             return self._feed_forward(at, self.config.intermediate_size)
         held = self.shard.experts(moe.num_experts)
-        # The few values of the router are never quantized: they decide which experts a token uses.
+        # The few values of the router are never quantized, because they decide which experts a token uses.
         router = Linear(self._dense(f"{at}router"))
         parts = [self._feed_forward_parts(f"{at}experts.{expert}.", moe.intermediate_size) for expert in held]
         gate_up = self.linears.several((self._weight(*gate_up) for gate_up, _ in parts), count=len(held))
@@ -205,7 +207,9 @@ class _Loader:
         return self.linears.linear(self._weight(*parts))
 
     def _weight(self, *parts: NamedPart) -> Weight:
-        """Return the matrix of the parts' rows, as it is stored if the factory accepts that, else dense, of `dtype`."""
+        """Return the matrix that consists of the parts' rows: in stored form if the factory accepts it, otherwise
+        dense, of type `dtype`.
+        """
         if self.checkpoint.panels_of is not None and self.linears.panel_formats:
             panels = [
                 self.checkpoint.panels(self._hf_name(name), part, wanted=self.linears.panel_formats)
@@ -234,10 +238,12 @@ class _Loader:
         return weight_NK
 
     def _copy(self, name: str, part: Part, target: torch.Tensor) -> None:
-        """Copy a part into `target`, some rows at a time: no whole decoded tensor is in memory beside its copy."""
+        """Copy a part into `target`, some rows at a time, so that no whole decoded tensor is in memory in addition to
+        its copy.
+        """
         columns = part[1] if len(part) > 1 else slice(None)
         first = (part[0].start or 0) if part else 0
-        # A multiple of eight rows, so that the digest of all reads is that of the whole tensor.
+        # A multiple of eight rows, so that the digest over all reads equals the digest of the whole tensor.
         count = max(8, _READ_VALUES // target.shape[1] // 8 * 8)
         for start in range(0, len(target), count):
             stop = min(start + count, len(target))
@@ -246,7 +252,7 @@ class _Loader:
             )
 
     def _dense(self, name: str, part: Part = ()) -> torch.Tensor:
-        # A copy: read() may return a view of the file.
+        # Copy, because read() may return a view of the file.
         return self.checkpoint.read(self._hf_name(name), part).to(self.dtype, copy=True)
 
     def _hf_name(self, name: str) -> str:
@@ -258,5 +264,5 @@ def _moved(part: slice, rows: int) -> slice:
 
 
 def _slice(held: range, size: int = 1) -> slice:
-    """Return the rows or columns of the heads that are held, `size` for each."""
+    """Return the rows or columns of this rank's heads, `size` for each head."""
     return slice(held.start * size, held.stop * size)

@@ -1,6 +1,6 @@
 """Packed matrices for the C++ kernels on the CPU, and the number formats of a model.
 
-The instruction sets of a CPU determine the kernels, never its name.
+The kernels are chosen by the CPU's instruction sets, never by its name.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
 class PackedLinears(LinearFactory):
     """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
 
-    format: of dense weights. Quantized weights and those in panels keep their blocks if the format is an integer one,
-            else they are unpacked into the format.
+    format: format of dense weights. Quantized weights and weights in panels keep their blocks if this is an integer
+            format; otherwise they are unpacked into it.
     """
 
     def __init__(self, format: Format) -> None:
@@ -116,7 +116,7 @@ class PackedLinears(LinearFactory):
 
 
 def table_format(format: Format) -> Format:
-    """Return the format of embedding tables, given that of the other matrices."""
+    """Return the format of embedding tables, given the format of the other matrices."""
     # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
     return "int8" if format == "int4" else format
 
@@ -125,8 +125,8 @@ def table_format(format: Format) -> Format:
 class Numbers:
     """Number formats of a model. Activations are float32 between the kernels.
 
-    weights: format of the matrices. Products with bfloat16 weights round their inputs to bfloat16 if the CPU multiplies
-             it, those with integer weights round them to 8 bits.
+    weights: format of the matrices. Products with bfloat16 weights round their inputs to bfloat16 if the CPU can
+             multiply it. Products with integer weights round their inputs to 8 bits.
     cache:   type of keys and values.
     """
 
@@ -151,8 +151,10 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
     """Return the number formats to compute with.
 
     name:         "auto" or a Format.
-    stored:       type of the checkpoint's matrices, for "auto": float16 and bfloat16 are kept, any other is float32.
-    is_quantized: the checkpoint's matrices are quantized, for "auto": bfloat16, whose error is smaller than theirs.
+    stored:       type of the checkpoint's matrices, for "auto": float16 and bfloat16 are kept, any other type becomes
+                  float32.
+    is_quantized: whether the checkpoint's matrices are quantized, for "auto": it then selects bfloat16, whose error is
+                  smaller than the quantization error.
 
     docs/measurements compares the speed of the formats by instruction set. Raises ValueError naming the formats.
     """
@@ -165,7 +167,7 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
 
 
 def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
-    """Return the number formats to compute with a checkpoint. name and errors: as of select_numbers(); "auto" keeps
+    """Return the number formats to compute with a checkpoint. name and errors: as for select_numbers(). "auto" keeps
     matrices that are stored in panels.
     """
     if name == "auto" and checkpoint.panels_of is not None:

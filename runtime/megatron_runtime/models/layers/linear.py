@@ -11,7 +11,7 @@ from megatron_kernels.cpu.packing import PackedMatrix
 from megatron_kernels.quantized import QuantizedTensor
 
 Weight = torch.Tensor | Sequence[QuantizedTensor] | Sequence[PackedMatrix]
-"""A dense matrix, or matrices whose rows form one: quantized ones or packed ones, whose formats may differ."""
+"""A dense matrix, or several quantized or packed matrices whose rows form one matrix; their formats may differ."""
 
 
 class Linear:
@@ -41,14 +41,17 @@ class Linear:
 class LinearFactory:
     """Creates a model's matrices, one after the other while weights are loaded. This base class creates dense ones.
 
-    quantized_kinds: GGML types that the factory accepts as they are stored; it gets dense weights of all other types.
-    dense_dtypes:    types of dense weights that it accepts as they are stored; it gets others in the type of the model.
+    quantized_kinds: GGML types that the factory accepts in stored form. All other types are passed to it as dense
+                     weights.
+    dense_dtypes:    types of dense weights that it accepts unchanged. Others are converted to the type of the model
+                     first.
     panel_formats:   formats of packed weights that it accepts.
-    checks_values:   dense weights are checked for values that are not finite as they are read. A factory on a GPU has
-                     its matrices checked there, after all are loaded.
+    checks_values:   whether dense weights are checked for non-finite values while they are read. The matrices of a
+                     factory on a GPU are checked there, after all are loaded.
 
-    The factory copies weights of these types. Quantized ones may be a view of their file, whose rows need not be
-    contiguous. Dense ones are overwritten after the call. Packed ones may be a view of their file, and are kept.
+    The factory copies dense and quantized weights. Quantized weights may be a view of their file, whose rows need not
+    be contiguous. Dense weights are overwritten after the call. Packed weights may be a view of their file, and are
+    kept.
     """
 
     quantized_kinds: frozenset[int] = frozenset()
@@ -61,7 +64,7 @@ class LinearFactory:
         return dtype.itemsize
 
     def dense(self, weight: Weight) -> torch.Tensor:
-        """Return a weight as one dense matrix, where and of which type the step needs it."""
+        """Return a weight as one dense matrix, on the device and in the type that a step needs."""
         return dense(weight)
 
     def linear(self, weight_NK: Weight) -> Linear:

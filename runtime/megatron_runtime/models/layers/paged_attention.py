@@ -25,7 +25,8 @@ from megatron_runtime.models.config import (
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of a step's tokens, halves layout of transformers.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of a step's tokens, in the halves layout of
+    transformers.
 
     The first half of sin_T1D is negated.
     """
@@ -55,11 +56,11 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """The rotation of the layers of one kind.
+    """The rotation of all layers of one kind.
 
     magnitude:          factor of cos and sin.
-    long_frequencies_F: of long sequences, where a model distinguishes them. Positions are then twice those in the
-                        sequence, plus one in a long sequence.
+    long_frequencies_F: frequencies of long sequences, if the model distinguishes them. A position is then twice the
+                        index in the sequence, plus one in a long sequence.
     """
 
     frequencies_F: torch.Tensor
@@ -88,7 +89,7 @@ class RotaryEmbedding:
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Return the rotation of the layers that attend to all tokens, and that of the local layers."""
+    """Return the rotation of the layers that attend to all tokens, and the rotation of the local layers."""
     scaling, sliding = config.rope_scaling, config.sliding
     frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -106,7 +107,7 @@ def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbed
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Divide the frequency of slow rotations by `factor`, keep that of fast ones, and blend between them."""
+    """Divide the frequency of slow rotations by `factor`, keep the frequency of fast ones, and blend between them."""
     wavelength = 2 * math.pi / frequencies
     rotations = scaling.original_max_position_embeddings / wavelength
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -115,11 +116,11 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 
 
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
-    """As _scale_llama3(), with a blend that is linear in the number of the pair instead of its rotations."""
+    """Like _scale_llama3(), but the blend is linear in the index of the pair instead of its rotations."""
     count = len(frequencies)
 
     def pair_of(rotations: float) -> float:
-        """Return the pair, a fraction, that rotates so often within the original length."""
+        """Return the (fractional) index of the pair with this many rotations within the original length."""
         length = scaling.original_max_position_embeddings / (2 * math.pi * rotations)
         return count * math.log(length) / math.log(theta)
 
@@ -136,7 +137,7 @@ def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -
 class SequenceRows:
     """The new tokens of one sequence: rows `rows` of the step.
 
-    pages:   int64; of its cached tokens and the new ones. None: no token was cached before.
+    pages:   int64; pages of its cached tokens and the new ones. None: no token was cached before.
     mask_TS: 0 for a token that is attended to, -inf for others, from the first token of `pages` on. None: causal.
     """
 
@@ -147,11 +148,12 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The places of a step's tokens in the cache, and the tokens that each attends to. Equal for all layers of a kind.
+    """The places of a step's tokens in the cache, and the tokens that each attends to. The same for all layers of a
+    kind.
 
     cache_rows_T: row of the cache, page * X + offset, of each token's keys and values.
     chunks:       in the order of the step's rows.
-    local:        for layers with a sliding window; None if the window covers the context of every token.
+    local:        the same for layers with a sliding window; None if the window covers the context of every token.
     """
 
     cache_rows_T: torch.Tensor
@@ -170,7 +172,9 @@ class PagedAttention:
     def __call__(
         self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """Write `kv_TE` to the cache, which may be of a smaller type, attend, and return [T, H * D]."""
+        """Write `kv_TE` to the cache, which may have a smaller type, compute the attention, and return it: [T, H *
+        D].
+        """
         cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE.to(cache_PXE.dtype))
         return torch.cat([self._attend(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.chunks])
 
@@ -179,7 +183,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         kv_SE = kv_TE[chunk.rows]
         if chunk.pages is not None and chunk.mask_TS is not None:
-            # Without the end of the last page, which may have what another request left there.
+            # Leave out the end of the last page, which may hold data of another request.
             kv_SE = cache_PXE.index_select(0, chunk.pages).flatten(0, 1)[: chunk.mask_TS.shape[1]].to(kv_TE.dtype)
         kv_JKSD = kv_SE.unflatten(1, (2, self._kv_heads, self._head_dim)).permute(1, 2, 0, 3)
         k_KGSD, v_KGSD = kv_JKSD[:, :, None].expand(-1, -1, self._groups, -1, -1)
