@@ -307,7 +307,9 @@ class _Fetch:
         return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
     def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
-        """Return the path of a file in the cache and its sha256. A file with the wrong content is fetched again, once."""
+        """Return the path of a file in the cache and its sha256. If the content is wrong, the file is fetched again,
+        once.
+        """
         for again in (False, True):
             get = partial(self.source.get, self.listing, file, self.cache, partial(self._received, file), again=again)
             content = retried(get, self.wait or self.stop.wait, reached=lambda: self.received.get(file.path, 0))
