@@ -21,7 +21,7 @@ from run_record import used
 from localcluster import installation, programs
 from localcluster.progress import Steps
 from megatron_operator.controller.metrics import Metrics, Reading
-from megatron_operator.decision.world import CoordinatorSnapshot
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_runtime.cli.processes import free_ports
 from tools.monitoring import ALERTS
 

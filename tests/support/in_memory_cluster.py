@@ -17,35 +17,32 @@ from typing import Any, Self
 import zmq
 
 from megatron_operator.cluster.keys import keys_view, new_keys_secret, rotation_patch
-from megatron_operator.decision.decide import decide
-from megatron_operator.decision.reduce import lost_since, reduce_child, reduce_pod
-from megatron_operator.decision.world import (
-    AdapterReport,
+from megatron_operator.decision.actions import (
     ApplyChild,
-    ApplyRejection,
     AskCanary,
-    CanaryReport,
-    ChildRef,
-    ChildView,
-    CoordinatorSnapshot,
     CreateKeys,
     CreatePod,
     Decision,
     DeleteChild,
     DeletePods,
     EmitEvent,
+    RotateKeys,
+    Signal,
+    VetChild,
+)
+from megatron_operator.decision.coordinator_snapshot import (
+    AdapterReport,
+    CanaryReport,
+    CoordinatorSnapshot,
     EngineReport,
     FailedRequestReport,
     FormatsReport,
     KeysInUse,
-    KeysView,
     OperationReport,
-    ResourceSnapshot,
-    RotateKeys,
-    Signal,
-    VetChild,
-    World,
 )
+from megatron_operator.decision.decide import decide
+from megatron_operator.decision.reduce import lost_since, reduce_child, reduce_pod
+from megatron_operator.decision.world import ApplyRejection, ChildRef, ChildView, KeysView, ResourceSnapshot, World
 from megatron_operator.render.context import RenderContext
 from megatron_operator.resource.names import ANNOTATION_SERVER_KEY
 from megatron_operator.resource.pod_policy import PodPolicy

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.writer import Writer
-from megatron_operator.decision.world import KeysView, RotateKeys
+from megatron_operator.decision.actions import RotateKeys
+from megatron_operator.decision.world import KeysView
 from megatron_operator.render.context import Manifest, RenderContext, owner_reference
 from megatron_operator.render.keys import (
     ADMIN_SECRET,

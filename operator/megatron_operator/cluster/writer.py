@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from megatron_operator.cluster.api import KubeApi, KubeApiError, Object
 from megatron_operator.cluster.kinds import EVENT, POD, RESOURCE, ObjectKind, kind_of
 from megatron_operator.cluster.projection import SeenChild, SeenResource, project_child, project_resource
-from megatron_operator.decision.world import ChildRef, EmitEvent, Manifest
+from megatron_operator.decision.actions import EmitEvent
+from megatron_operator.decision.world import ChildRef, Manifest
 from megatron_operator.resource.names import FIELD_MANAGER
 from megatron_operator.resource.text import printable
 

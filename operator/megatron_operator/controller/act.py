@@ -18,24 +18,22 @@ from megatron_operator.cluster.lease import Elector
 from megatron_operator.cluster.projection import SeenResource
 from megatron_operator.cluster.writer import NotOwnedError, Recorder, Writer
 from megatron_operator.controller.observe import Observer
-from megatron_operator.decision.reduce import reduce_pod
-from megatron_operator.decision.world import (
+from megatron_operator.decision.actions import (
     Action,
     AdoptKeys,
     ApplyChild,
-    ApplyRejection,
     AskCanary,
-    ChildRef,
     CreateKeys,
     CreatePod,
     DeleteChild,
     DeletePods,
     EmitEvent,
-    PodView,
     RotateKeys,
     Signal,
     VetChild,
 )
+from megatron_operator.decision.reduce import reduce_pod
+from megatron_operator.decision.world import ApplyRejection, ChildRef, PodView
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.render.context import RenderContext
 from megatron_operator.resource.settings import Settings

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_operator.decision.world import CoordinatorSnapshot
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_operator.resource.states import LifecyclePhase, SignalKind
 
 VERB_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)

@@ -42,6 +42,7 @@ from megatron_operator.cluster.projection import (
     project_resource,
 )
 from megatron_operator.cluster.watch_ages import FORBIDDEN
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_operator.decision.losses import NODE_SECONDS
 from megatron_operator.decision.reduce import lost_since, reduce_pod
 from megatron_operator.decision.world import (
@@ -53,7 +54,6 @@ from megatron_operator.decision.world import (
     UNCONFIGURED,
     ApplyRejection,
     ChildRef,
-    CoordinatorSnapshot,
     Download,
     KeysView,
     Loading,

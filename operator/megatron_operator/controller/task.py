@@ -26,9 +26,10 @@ from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
+from megatron_operator.decision.actions import Decision
 from megatron_operator.decision.decide import reject_spec
 from megatron_operator.decision.losses import is_isolated
-from megatron_operator.decision.world import OBJECT_SECONDS, ChildRef, Decision, World
+from megatron_operator.decision.world import OBJECT_SECONDS, ChildRef, World
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.resource.names import COORDINATOR, STANDBY
 from megatron_operator.resource.states import UpdatePhase

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_operator.decision.coordinator_snapshot import AdapterReport
 from megatron_operator.decision.operation import Operation, adapter_lists
-from megatron_operator.decision.world import AdapterReport, World
+from megatron_operator.decision.world import World
 from megatron_operator.render.model_source import adapters_digest, model_adapters
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.states import LifecyclePhase, SignalKind

@@ -7,9 +7,11 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
+from megatron_operator.decision.actions import Action, ApplyChild, CreateKeys, Decision, DeleteChild, EmitEvent
+from megatron_operator.decision.coordinator_snapshot import CanaryReport, CoordinatorSnapshot, OperationReport
 from megatron_operator.decision.losses import crashed_servers, forced_deletions, forced_in, replacement, replacement_in
 from megatron_operator.decision.policies import POLICIES
-from megatron_operator.decision.policies.verdict import Recorded
+from megatron_operator.decision.policies.verdict import Recorded, Verdict
 from megatron_operator.decision.restarts import crash_events
 from megatron_operator.decision.scene import Scene
 from megatron_operator.decision.status import compose, condition, step_status, unwatched
@@ -21,15 +23,6 @@ from megatron_operator.decision.world import (
     OBJECT_SECONDS,
     OPTIONAL_SECONDS,
     UNCONFIGURED,
-    Action,
-    ApplyChild,
-    CanaryReport,
-    CoordinatorSnapshot,
-    CreateKeys,
-    Decision,
-    DeleteChild,
-    EmitEvent,
-    OperationReport,
     PodView,
     World,
     has_optional_children,
@@ -68,31 +61,10 @@ def decide(world: World) -> Decision:
         *crashed_servers(scene.world, scene.ctx),
         *forced_deletions(scene.world),
     )
-    reports = [restarts.report_in(world.now) for restarts in scene.restarts]
     coordinators = scene.world.component_pods(COORDINATOR)
     replaced = any(pod.deleting for pod in coordinators) or not any(_is_established(pod, world) for pod in coordinators)
     events = _events(world.resource.status, status, replaced=replaced)
-    objects = scene.rendered.named_objects
-    unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
-    lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
-    object_seconds = MISSING_SECONDS if lacking else OBJECT_SECONDS
-    times = (
-        verdict.requeue_after,
-        scene.rendered.rejection_retry_in,
-        scene.engines.events_due_in,
-        DOWNLOAD_SECONDS if scene.world.downloads or scene.world.loads else None,
-        OPTIONAL_SECONDS if has_optional_children(scene.world.resource.spec) else None,
-        object_seconds if objects else None,
-        scene.losses.lost_in,
-        scene.losses.unknown_in,
-        scene.engines.retry_in,
-        scene.engines.avoided_in,
-        scene.adapters.retry_in,
-        replacement_in(scene.world),
-        min((contest.retry_in for contest in world.contests.values() if contest.retry_in > 0), default=None),
-        forced_in(scene.world),
-        *reports,
-    )
+    object_seconds = _object_seconds(scene)
     every = _once((*actions, *losses, *verdict.actions, *events, *crashes))
     return Decision(
         policy=policy.__name__,
@@ -101,11 +73,41 @@ def decide(world: World) -> Decision:
         status=status,
         actions=tuple(action for action in every if not _is_held(action, world)),
         healing=(*(action for action in actions if _heals(action, world) and not _is_held(action, world)), *losses),
-        objects=objects,
+        objects=scene.rendered.named_objects,
         object_seconds=object_seconds,
         attentive=bool(verdict.step) or scene.desired.may_wake,
-        requeue_after=min((max(0.0, time) for time in times if time is not None), default=None),
+        requeue_after=_requeue_after(scene, verdict, object_seconds),
     )
+
+
+def _object_seconds(scene: Scene) -> float:
+    """Return the interval at which the objects that pods need are read: shorter while one may be missing."""
+    unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
+    lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
+    return MISSING_SECONDS if lacking else OBJECT_SECONDS
+
+
+def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> float | None:
+    """Return the seconds until the decision may change without an event; None if it needs an event."""
+    world = scene.world
+    times = (
+        verdict.requeue_after,
+        scene.rendered.rejection_retry_in,
+        scene.engines.events_due_in,
+        DOWNLOAD_SECONDS if world.downloads or world.loads else None,
+        OPTIONAL_SECONDS if has_optional_children(world.resource.spec) else None,
+        object_seconds if scene.rendered.named_objects else None,
+        scene.losses.lost_in,
+        scene.losses.unknown_in,
+        scene.engines.retry_in,
+        scene.engines.avoided_in,
+        scene.adapters.retry_in,
+        replacement_in(world),
+        min((contest.retry_in for contest in world.contests.values() if contest.retry_in > 0), default=None),
+        forced_in(world),
+        *(restarts.report_in(world.now) for restarts in scene.restarts),
+    )
+    return min((max(0.0, time) for time in times if time is not None), default=None)
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -151,10 +153,6 @@ def _is_established(coordinator: PodView, world: World) -> bool:
     return coordinator.ready and (created is None or (world.now - created).total_seconds() > CONNECT_SECONDS)
 
 
-def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, Any]:
-    return next((entry for entry in status.get("conditions") or () if entry["type"] == kind.value), {})
-
-
 def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bool = False) -> list[EmitEvent]:
     """Return one Event for each state transition, each new error, and each request that crashes engines.
 
@@ -182,6 +180,10 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
             message = f"request {failed['id']} ended {', '.join(failed['engines'])} and was answered with engine_failed"
             events.append(EmitEvent("Warning", Reason.REQUEST_ENDS_ENGINES.value, message))
     return events
+
+
+def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, Any]:
+    return next((entry for entry in status.get("conditions") or () if entry["type"] == kind.value), {})
 
 
 def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_operator.decision.coordinator_snapshot import EngineReport
 from megatron_operator.decision.restarts import EngineBudget
 from megatron_operator.decision.rollout import Canary
-from megatron_operator.decision.world import ChildView, EngineReport, PodView
+from megatron_operator.decision.world import ChildView, PodView
 
 
 @dataclass(frozen=True, slots=True)

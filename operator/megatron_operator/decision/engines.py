@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_operator.decision.coordinator_snapshot import EngineReport
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.operation import Operation
@@ -15,7 +16,7 @@ from megatron_operator.decision.rendered import APPS, Rendered
 from megatron_operator.decision.restarts import engine_budget
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.update import Update
-from megatron_operator.decision.world import EVENT_SECONDS, UNKNOWN_SECONDS, ChildRef, EngineReport, World
+from megatron_operator.decision.world import EVENT_SECONDS, UNKNOWN_SECONDS, ChildRef, World
 from megatron_operator.render.context import RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.revision import KIND as REVISION_KIND

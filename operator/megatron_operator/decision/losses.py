@@ -16,18 +16,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 
+from megatron_operator.decision.actions import Action, DeletePods, EmitEvent
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import LOST, REPORTED_STATES, UNKNOWN, UNRESPONSIVE, Engines
-from megatron_operator.decision.world import (
-    LOST_SECONDS,
-    UNKNOWN_SECONDS,
-    Action,
-    DeletePods,
-    EmitEvent,
-    PodView,
-    World,
-)
+from megatron_operator.decision.world import LOST_SECONDS, UNKNOWN_SECONDS, PodView, World
 from megatron_operator.render.context import RenderContext
 from megatron_operator.resource.conditions import ConditionType, Finding, Reason
 from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDBY

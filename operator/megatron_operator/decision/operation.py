@@ -17,7 +17,9 @@ from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from megatron_operator.decision.world import CoordinatorSnapshot, Signal, World
+from megatron_operator.decision.actions import Signal
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
+from megatron_operator.decision.world import World
 from megatron_operator.render.model_source import adapters_digest, model_adapters
 from megatron_operator.resource.states import (
     LEGAL_SIGNALS,

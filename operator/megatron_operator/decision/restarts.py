@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
+from megatron_operator.decision.actions import EmitEvent
 from megatron_operator.decision.diagnosis import diagnose, is_device_failure, is_rank_lost, termination
-from megatron_operator.decision.world import EmitEvent, PodView, World
+from megatron_operator.decision.world import PodView, World
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDBY
 from megatron_operator.resource.spec import RestartBudget

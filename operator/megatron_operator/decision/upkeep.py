@@ -9,26 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_operator.decision.actions import (
+    Action,
+    AdoptKeys,
+    ApplyChild,
+    CreateKeys,
+    DeleteChild,
+    DeletePods,
+    RotateKeys,
+    VetChild,
+)
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.ownership import covers
 from megatron_operator.decision.rendered import APPS
 from megatron_operator.decision.rollout import keeps_revision
 from megatron_operator.decision.scene import Scene
-from megatron_operator.decision.world import (
-    Action,
-    AdoptKeys,
-    ApplyChild,
-    ChildRef,
-    ChildView,
-    CreateKeys,
-    DeleteChild,
-    DeletePods,
-    Manifest,
-    RotateKeys,
-    VetChild,
-    World,
-    manifest_hash,
-)
+from megatron_operator.decision.world import ChildRef, ChildView, Manifest, World, manifest_hash
 from megatron_operator.render.children import engine_service
 from megatron_operator.render.context import RenderError
 from megatron_operator.render.front_door import (

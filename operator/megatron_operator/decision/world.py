@@ -1,7 +1,6 @@
-"""Input and output of a decision.
+"""The input of a decision: one frozen snapshot of everything that was observed, without I/O and clock.
 
-`World` is the snapshot that `decide` reads. `Decision` is its result. Both are plain frozen data without I/O and clock.
-The caller's contract, in order, is
+`World` is the snapshot that `decide` reads, `Decision` (actions.py) is its result. The caller, in this order,
 
     world = observe()                 # one consistent snapshot
     decision = decide(world)
@@ -9,7 +8,7 @@ The caller's contract, in order, is
                                       # if that fails, act(decision.healing) instead of what follows
     act(decision.actions)             # in order; stop at the first that fails; the outcome is the next observation
 
-so that the intent of a verb is durable before its signal is sent. Every action is idempotent.
+makes the intent of a verb durable before it sends the signal.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from megatron_operator.decision.coordinator_snapshot import UNREACHABLE, CoordinatorSnapshot
 from megatron_operator.resource.names import ANNOTATION_HASH, ENGINE
-from megatron_operator.resource.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
-from megatron_runtime.protocol.adapters import Adapter
-from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
+from megatron_operator.resource.states import CoordinatorState, KeyStage
 from megatron_runtime.protocol.limits import MAX_FENCE
 
 if TYPE_CHECKING:  # explain() runs without pydantic
@@ -254,70 +252,6 @@ class PodView:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineReport:
-    """One engine in the coordinator's list, which has no engines with a dead connection."""
-
-    name: str
-    """`NAME-engine-I`, from the engine's command line."""
-    state: EngineState
-    revision: str = ""
-    epoch: int = 0
-    ranks: int = 1
-    digest: str = ""
-    """Digest of its weights; empty if unknown."""
-    source: str | None = None
-    """Source of its weights, if they were updated in place; empty if they were not, None if unknown."""
-    in_flight: int = 0
-    serving: bool = True
-    """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""
-    suspect: bool = False
-    """It sends no heartbeats: the coordinator gives its requests to other engines, and removes it soon."""
-    draining: bool = False
-    max_requests: int | None = None
-    max_sequence_length: int | None = None
-    max_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    """Its limits; None: it does not report them."""
-
-
-@dataclass(frozen=True, slots=True)
-class OperationReport:
-    """State of an operation id in the coordinator."""
-
-    outcome: OperationOutcome
-    message: str = ""
-    """The error of a failed operation, with engines and ranks."""
-    code: int = 0
-    """Its code if it was rejected (409 illegal, 412 stale fence, 423 another in progress, 424 engines missing) or
-    missed its deadline (504); otherwise 0."""
-    confirmed_ranks: int = 0
-    total_ranks: int = 0
-    adapter_errors: Mapping[str, str] = field(default_factory=dict)
-    """A failed SET_ADAPTERS: by name, why an adapter could not be loaded. Empty: the engines do not report it."""
-
-
-@dataclass(frozen=True, slots=True)
-class CanaryReport:
-    """Result of a canary completion that this process sent to one engine."""
-
-    revision: str
-    """Revision of the engine."""
-    ok: bool
-    message: str = ""
-    supported: bool = True
-    """False if the coordinator cannot pin a request to an engine, so there is no verdict."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeysInUse:
-    """Public keys that a coordinator reports."""
-
-    server: str
-    admitted: frozenset[str]
-    connected: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
 class KeysView:
     """The public part of the Secret `NAME-keys` (see `render.keys` for its stages)."""
 
@@ -335,87 +269,6 @@ class KeysView:
     """Public half of the coordinator's own key; at Restarting, of the next one."""
     admin_admitted: bool = True
     """Whether the admin port accepts this operator's admin key."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailedRequestReport:
-    """A request that the coordinator failed because it crashes engines."""
-
-    id: str
-    """Its uid, in hexadecimal digits."""
-    engines: tuple[str, ...]
-    """Engines that it crashed, in order."""
-    time: datetime
-    """Time of its failure, by the coordinator's clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterReport:
-    """One adapter in the coordinator's list."""
-
-    name: str
-    source: str
-    """As received; it is compared and never shown."""
-    engines: int = 0
-    """Serving engines that have loaded it."""
-    error: str = ""
-    """Why an engine did not load it, with the engine's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class FormatsReport:
-    """The formats of answers that the OpenAI servers read, by name; empty: unknown, or none."""
-
-    tool_calls: str = ""
-    reasoning: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorSnapshot:
-    """The coordinator's answer to STATUS, or that there is none."""
-
-    reachable: bool = False
-    error: str = ""
-    """Why it is unreachable, in one phrase; empty if reachable."""
-    lost_seconds: float | None = None
-    """Time since this process lost its connection; None if it is reachable or was never reached."""
-    unknown_seconds: float = 0.0
-    """Time since this process last heard of a coordinator that knew its engines; 0 while it knows them."""
-    incarnation: str = ""
-    state: CoordinatorState = CoordinatorState.RECOVERING
-    epoch: int = 0
-    fence: int = 0
-    """The highest fence that it reports. Accepted only within MAX_FENCE_JUMP."""
-    operations: Mapping[str, OperationReport] = field(default_factory=dict)
-    engines: tuple[EngineReport, ...] = ()
-    queue_length: int = 0
-    idle_seconds: float = 0.0
-    """Time for which this process has observed no queued or in-flight request."""
-    canaries: Mapping[str, CanaryReport] = field(default_factory=dict)
-    """The last canary of each engine, by name; known to this process only."""
-    keys: KeysInUse | None = None
-    """None if unknown, or without encryption."""
-    drained_all: bool = False
-    """A DRAIN of all engines is in effect: engines that register get no requests until UNPAUSE."""
-    failed_requests: tuple[FailedRequestReport, ...] = ()
-    """The last requests that it failed because they crash engines, oldest first."""
-
-    adapters: tuple[AdapterReport, ...] | None = None
-    """The adapters of its engines; None if its release has none."""
-
-    formats: FormatsReport | None = None
-    """The formats of answers that the servers read; None if none reports them."""
-
-    @property
-    def steady(self) -> CoordinatorState | None:
-        """Its state if it is settled and every serving engine has the same, else None."""
-        if not self.reachable or self.state not in STEADY_ENGINE_STATES:
-            return None
-        agreeing = STEADY_ENGINE_STATES[self.state]
-        return self.state if all(engine.state in agreeing for engine in self.engines if engine.serving) else None
-
-
-UNREACHABLE = CoordinatorSnapshot()
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,155 +402,3 @@ class World:
     def _stored_offset(self) -> int:
         stored = (self.resource.status.get("lifecycle") or {}).get("fenceOffset", 0)
         return stored if isinstance(stored, int) and 0 <= stored <= MAX_FENCE - self.term else 0
-
-
-# --- Actions -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class CreateKeys:
-    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), or replace its keys if they
-    cannot be read."""
-
-    name: str
-    generation: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptKeys:
-    """Make the resource the owner of `NAME-keys`, which the operator made for an earlier resource of this name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class RotateKeys:
-    """Bring `NAME-keys` from the previous stage to this stage of this generation, and let it accept only this
-    operator's admin key. Does nothing if that is already so."""
-
-    name: str
-    generation: int
-    stage: KeyStage
-
-
-@dataclass(frozen=True, slots=True)
-class OnManifest:
-    """An action with the manifest of a child."""
-
-    manifest: Manifest
-
-    @property
-    def ref(self) -> ChildRef:
-        return ChildRef.of(self.manifest)
-
-    @property
-    def hash(self) -> str:
-        """The manifest's hash annotation; recorded in an `ApplyRejection` if the API server rejects it."""
-        return manifest_hash(self.manifest)
-
-
-class ApplyChild(OnManifest):
-    """Server-side apply of a manifest, never forced on an object without our owner UID."""
-
-
-class VetChild(OnManifest):
-    """Apply a manifest in a dry run, so that no engine is drained for a template that the API server rejects. The
-    answer is in the next World's `vetted` or `rejections`."""
-
-
-class CreatePod(OnManifest):
-    """Create a pod, unless an object has its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeleteChild:
-    """Delete a child (background propagation), with its UID as a precondition."""
-
-    ref: ChildRef
-    uid: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DeletePods:
-    """Delete pods together, each with its UID as a precondition; their StatefulSet or Deployment creates them again."""
-
-    owner: str
-    """Name of the StatefulSet or Deployment; empty for a pod that checks a revision."""
-    pods: tuple[tuple[str, str], ...]
-    """(name, uid) of each."""
-    reason: str
-    force: bool = False
-    """Without waiting for their kubelets, which are lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Signal:
-    """Send one control signal. A coordinator handles an operation id once, so sending it again is safe. While the id is
-    unanswered on this process's link, a repeated `Signal` does nothing."""
-
-    kind: SignalKind
-    operation_id: str
-    fence: int
-    expected_engines: int
-    """Number of engines registered at the decision; the coordinator rejects the signal if it has fewer."""
-    engine: str | None = None
-    """Name of the engine (DRAIN only); None means all."""
-    source: str | None = None
-    """UPDATE_WEIGHTS: source of the weights."""
-    epoch: int | None = None
-    """UPDATE_WEIGHTS: epoch of the weights, absolute."""
-    adapters: tuple[Adapter, ...] | None = None
-    """SET_ADAPTERS: all adapters."""
-    deadline_seconds: float | None = None
-    """Deadline of the coordinator; None means its default."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskCanary:
-    """Send a canary completion to one engine and check its answer. Idempotent: while one is unanswered, a repeated
-    `AskCanary` does nothing."""
-
-    engine: str
-    revision: str
-    model: str
-    """`--model` of the engine: the expected answer of a builtin model is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmitEvent:
-    """A Kubernetes Event on the custom resource."""
-
-    type: str
-    """`Normal` or `Warning`."""
-    reason: str
-    message: str
-
-
-OnChildren = CreateKeys | AdoptKeys | RotateKeys | ApplyChild | VetChild | CreatePod | DeleteChild | DeletePods
-Action = OnChildren | Signal | AskCanary | EmitEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The actions and the status. Reason and message of the deciding policy are those of the status."""
-
-    policy: str
-    """Name of the first policy that applied."""
-    reason: str
-    """CamelCase, one of `resource.conditions.Reason`."""
-    message: str
-    status: Manifest
-    """The `.status` to persist if it differs from the stored one. A timestamp changes only with its fact."""
-    actions: tuple[Action, ...] = ()
-    healing: tuple[Action, ...] = ()
-    """Those that may be carried out while the status cannot be written: they replace what is missing or lost."""
-    objects: frozenset[ChildRef] = frozenset()
-    """The objects that pods need and that the operator does not create. A World without one is completed, and decided
-    again."""
-    object_seconds: float = OBJECT_SECONDS
-    """Interval at which they are read."""
-    attentive: bool = False
-    """Poll the coordinator faster: it reports the awaited change first."""
-    requeue_after: float | None = None
-    """Seconds after which the decision may change without an event; None if it needs an event."""

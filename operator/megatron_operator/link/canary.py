@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_operator.decision.world import AskCanary, CanaryReport
+from megatron_operator.decision.actions import AskCanary
+from megatron_operator.decision.coordinator_snapshot import CanaryReport
 from megatron_operator.link.snapshot import printable
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import Error, Final, MalformedMessageError, RequestMeta, Submit, pack, unpack

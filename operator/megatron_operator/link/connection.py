@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_operator.decision.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
+from megatron_operator.decision.actions import AskCanary, Signal
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot, OperationReport
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
 from megatron_operator.link.snapshot import printable, rejection_of, snapshot_of, without_traffic
 from megatron_operator.resource.states import CoordinatorState

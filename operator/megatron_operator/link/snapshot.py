@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 
-from megatron_operator.decision.world import (
+from megatron_operator.decision.coordinator_snapshot import (
     AdapterReport,
     CanaryReport,
     CoordinatorSnapshot,

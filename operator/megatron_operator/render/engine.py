@@ -134,118 +134,67 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
     return command_line("engine", OPTIONS, ctx, ctx.engine_name(index))
 
 
-def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
-    threads = {"resourceFieldRef": {"containerName": ENGINE, "resource": "limits.cpu", "divisor": "1"}}
-    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx), *cache_env(ctx), *vllm_env(ctx)]
-    parallelism, name = ctx.spec.parallelism, ctx.engine_name(index)
-    if parallelism.ranks == 1:
-        return env
-    node_rank = {"fieldRef": {"fieldPath": f"metadata.labels['{LABEL_POD_INDEX}']"}}
-    fixed = {
-        "MASTER_ADDR": f"{name}-0.{name}.{ctx.namespace}.svc",
-        "MASTER_PORT": str(PORT_RENDEZVOUS),
-        "WORLD_SIZE": str(parallelism.ranks),
-        "NNODES": str(ctx.spec.pods_per_engine),
-        "NPROC_PER_NODE": str(ctx.spec.ranks_per_pod),
-        "TENSOR_PARALLEL_SIZE": str(parallelism.tensor),
-        "PIPELINE_PARALLEL_SIZE": str(parallelism.pipeline),
-        "EXPERT_PARALLEL_SIZE": str(parallelism.expert),
-    }
-    if parallelism.is_data_parallel:
-        fixed["DATA_PARALLEL_SIZE"] = str(parallelism.data)
-    if ctx.spec.engine.gpus_per_pod:
-        fixed |= _NCCL_ENV
-    env += [{"name": key, "value": value} for key, value in fixed.items()]
-    return [*env, {"name": "NODE_RANK", "valueFrom": node_rank}]
+def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Sequence[str] = ()) -> Manifest:
+    """Return engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`).
 
-
-def _resources(ctx: RenderContext) -> dict[str, Any]:
-    requests = {"cpu": "250m", "memory": "512Mi"}
-    engine = ctx.spec.engine
-    if not engine.gpus_per_pod:
-        return {"requests": requests}
-    accelerator = engine.accelerator
-    if accelerator is not None and accelerator.claims is not None:
-        claims = [claim.model_dump(include={"name", "request"}, exclude_none=True) for claim in accelerator.claims]
-        return {"requests": requests, "claims": claims}
-    resource = (accelerator.resource if accelerator else None) or DEFAULT_RESOURCE
-    return {"requests": requests, "limits": {resource: engine.gpus_per_pod}}
-
-
-def _pod_claims(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
-    accelerator = ctx.spec.engine.accelerator
-    claims = (accelerator.claims if accelerator else None) or ()
-    return tuple(claim.model_dump(exclude={"request"}, exclude_none=True) for claim in claims)
-
-
-def has_placeholder(text: object) -> bool:
-    return isinstance(text, str) and (INDEX_PLACEHOLDER in text or NAME_PLACEHOLDER in text)
-
-
-def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
-    """Return `engine.podTemplate` with the placeholders of this engine replaced, in labels, annotations and the fields
-    of its placement."""
-    overlay = ctx.spec.engine.pod_template
-    if overlay is None:
-        return None
-    values = {INDEX_PLACEHOLDER: str(index), NAME_PLACEHOLDER: ctx.engine_name(index)}
-    spec = overlay.get("spec")
-    filled = {**overlay, **({"metadata": _filled(overlay["metadata"], values)} if "metadata" in overlay else {})}
-    if isinstance(spec, dict):
-        filled["spec"] = {
-            key: _filled(value, values) if key in _PER_ENGINE_FIELDS else value for key, value in spec.items()
-        }
-    return filled
-
-
-def _filled(value: Any, values: dict[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(each, values) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, values) for each in value]
-    if isinstance(value, str):
-        for placeholder, text in values.items():
-            value = value.replace(placeholder, text)
-    return value
-
-
-def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
-    """Return the affinity with the rule of `engine.topology.packBy`: all pods of the engine in one domain.
-
-    Raises:
-        InvalidPodTemplate: the affinity of the podTemplate is not an Affinity.
+    avoided: nodes that its pods do not use. They are not a part of its revision.
     """
-    topology = ctx.spec.engine.topology
-    if topology is None or ctx.spec.pods_per_engine == 1:
-        return affinity
-    ours = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: ctx.engine_name(index)}}
-    near = (affinity.get("podAffinity") or {}) if isinstance(affinity, dict) else None
-    rules = (near.get(_REQUIRED) or []) if isinstance(near, dict) else None
-    if not isinstance(near, dict) or not isinstance(rules, list):
-        field = "spec.engine.podTemplate.spec.affinity"
-        raise InvalidPodTemplate(f"{field}: is {affinity!r}; give an Affinity, whose podAffinity.{_REQUIRED} is a list")
-    rules = [*rules, {"topologyKey": topology.pack_by, "labelSelector": ours}]
-    return {**affinity, "podAffinity": {**near, _REQUIRED: rules}}
-
-
-def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
-    """Return the default affinity of engines on GPUs: engines prefer different nodes, and the pods of one engine, which
-    communicate in every layer, prefer one zone."""
-    if not ctx.spec.engine.gpus_per_pod:
-        return {}
-    spread = {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": dict(selector(ctx, ENGINE))},
+    template = _template(ctx, index, overlay=_of_engine(ctx, index))
+    if avoided:
+        template["spec"] = {**template["spec"], "affinity": _without_nodes(template["spec"].get("affinity"), avoided)}
+        annotations = template["metadata"].get("annotations") or {}
+        template["metadata"]["annotations"] = {**annotations, ANNOTATION_AVOIDED: ",".join(avoided)}
+    revision = revision_of(ctx)
+    template["metadata"]["labels"][LABEL_REVISION] = revision
+    if weights_revision(ctx):
+        template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
+    # The template may contain objects of the overlay, so containers are copied, not changed.
+    template["spec"] = {**template["spec"], "containers": _with_revision(template["spec"]["containers"], revision)}
+    name = ctx.engine_name(index)
+    spec = {
+        "replicas": pods,
+        "serviceName": name,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: name}},
+        "template": template,
+        "revisionHistoryLimit": 2,
     }
-    found: dict[str, Any] = {"topologySpreadConstraints": [spread]}
-    if ctx.spec.pods_per_engine > 1:
-        ours = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: ctx.engine_name(index)}}
-        term = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": ours}
-        near = [{"weight": 100, "podAffinityTerm": term}]
-        found["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": near}}
-    return found
+    manifest = child(ctx, "StatefulSet", name, api_version="apps/v1", component=ENGINE, spec=spec)
+    manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
+    if LABEL_QUEUE in template["metadata"]["labels"]:
+        manifest["metadata"]["labels"][LABEL_QUEUE] = template["metadata"]["labels"][LABEL_QUEUE]
+    manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
+    return seal(manifest)
+
+
+def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict[str, Any]]:
+    return [
+        {**entry, "args": [*entry.get("args", []), _REVISION_FLAG, revision]} if entry["name"] == ENGINE else entry
+        for entry in containers
+    ]
+
+
+def _without_nodes(affinity: Any, nodes: Sequence[str]) -> Any:
+    """Return the affinity of a pod, which then does not use these nodes."""
+    near = (affinity or {}).get("nodeAffinity") or {}
+    required = near.get(_REQUIRED) or {}
+    excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
+    alternatives: list[dict[str, Any]] = required.get("nodeSelectorTerms") or [{}]
+    terms = [{**term, "matchFields": [*(term.get("matchFields") or ()), *excluded]} for term in alternatives]
+    return {**(affinity or {}), "nodeAffinity": {**near, _REQUIRED: {**required, "nodeSelectorTerms": terms}}}
+
+
+def engine_revision(manifest: Manifest) -> str:
+    """Return the revision label of a rendered engine."""
+    return str(manifest["spec"]["template"]["metadata"]["labels"][LABEL_REVISION])
+
+
+@once
+def revision_of(ctx: RenderContext) -> str:
+    """Return the revision of all engines of a spec, from the template of the first. The weights, which are updated in
+    place, do not change it; later pods start with the new ones."""
+    return digest(_template(without_weights(ctx), 0, overlay=ctx.spec.engine.pod_template))
 
 
 def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None) -> dict[str, Any]:
@@ -294,6 +243,31 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
     return template
 
 
+def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
+    threads = {"resourceFieldRef": {"containerName": ENGINE, "resource": "limits.cpu", "divisor": "1"}}
+    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx), *cache_env(ctx), *vllm_env(ctx)]
+    parallelism, name = ctx.spec.parallelism, ctx.engine_name(index)
+    if parallelism.ranks == 1:
+        return env
+    node_rank = {"fieldRef": {"fieldPath": f"metadata.labels['{LABEL_POD_INDEX}']"}}
+    fixed = {
+        "MASTER_ADDR": f"{name}-0.{name}.{ctx.namespace}.svc",
+        "MASTER_PORT": str(PORT_RENDEZVOUS),
+        "WORLD_SIZE": str(parallelism.ranks),
+        "NNODES": str(ctx.spec.pods_per_engine),
+        "NPROC_PER_NODE": str(ctx.spec.ranks_per_pod),
+        "TENSOR_PARALLEL_SIZE": str(parallelism.tensor),
+        "PIPELINE_PARALLEL_SIZE": str(parallelism.pipeline),
+        "EXPERT_PARALLEL_SIZE": str(parallelism.expert),
+    }
+    if parallelism.is_data_parallel:
+        fixed["DATA_PARALLEL_SIZE"] = str(parallelism.data)
+    if ctx.spec.engine.gpus_per_pod:
+        fixed |= _NCCL_ENV
+    env += [{"name": key, "value": value} for key, value in fixed.items()]
+    return [*env, {"name": "NODE_RANK", "valueFrom": node_rank}]
+
+
 def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
     """Return the init container that verifies the connections between all pods of an engine before they load."""
     name = ctx.engine_name(index)
@@ -305,64 +279,90 @@ def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
     }
 
 
-@once
-def revision_of(ctx: RenderContext) -> str:
-    """Return the revision of all engines of a spec, from the template of the first. The weights, which are updated in
-    place, do not change it; later pods start with the new ones."""
-    return digest(_template(without_weights(ctx), 0, overlay=ctx.spec.engine.pod_template))
+def _resources(ctx: RenderContext) -> dict[str, Any]:
+    requests = {"cpu": "250m", "memory": "512Mi"}
+    engine = ctx.spec.engine
+    if not engine.gpus_per_pod:
+        return {"requests": requests}
+    accelerator = engine.accelerator
+    if accelerator is not None and accelerator.claims is not None:
+        claims = [claim.model_dump(include={"name", "request"}, exclude_none=True) for claim in accelerator.claims]
+        return {"requests": requests, "claims": claims}
+    resource = (accelerator.resource if accelerator else None) or DEFAULT_RESOURCE
+    return {"requests": requests, "limits": {resource: engine.gpus_per_pod}}
 
 
-def _without_nodes(affinity: Any, nodes: Sequence[str]) -> Any:
-    """Return the affinity of a pod, which then does not use these nodes."""
-    near = (affinity or {}).get("nodeAffinity") or {}
-    required = near.get(_REQUIRED) or {}
-    excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
-    alternatives: list[dict[str, Any]] = required.get("nodeSelectorTerms") or [{}]
-    terms = [{**term, "matchFields": [*(term.get("matchFields") or ()), *excluded]} for term in alternatives]
-    return {**(affinity or {}), "nodeAffinity": {**near, _REQUIRED: {**required, "nodeSelectorTerms": terms}}}
+def _pod_claims(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
+    accelerator = ctx.spec.engine.accelerator
+    claims = (accelerator.claims if accelerator else None) or ()
+    return tuple(claim.model_dump(exclude={"request"}, exclude_none=True) for claim in claims)
 
 
-def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Sequence[str] = ()) -> Manifest:
-    """Return engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`).
-
-    avoided: nodes that its pods do not use. They are not a part of its revision.
-    """
-    template = _template(ctx, index, overlay=_of_engine(ctx, index))
-    if avoided:
-        template["spec"] = {**template["spec"], "affinity": _without_nodes(template["spec"].get("affinity"), avoided)}
-        annotations = template["metadata"].get("annotations") or {}
-        template["metadata"]["annotations"] = {**annotations, ANNOTATION_AVOIDED: ",".join(avoided)}
-    revision = revision_of(ctx)
-    template["metadata"]["labels"][LABEL_REVISION] = revision
-    if weights_revision(ctx):
-        template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
-    # The template may contain objects of the overlay, so containers are copied, not changed.
-    template["spec"] = {**template["spec"], "containers": _with_revision(template["spec"]["containers"], revision)}
-    name = ctx.engine_name(index)
-    spec = {
-        "replicas": pods,
-        "serviceName": name,
-        "podManagementPolicy": "Parallel",
-        "updateStrategy": {"type": "OnDelete"},
-        "selector": {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: name}},
-        "template": template,
-        "revisionHistoryLimit": 2,
+def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
+    """Return the default affinity of engines on GPUs: engines prefer different nodes, and the pods of one engine, which
+    communicate in every layer, prefer one zone."""
+    if not ctx.spec.engine.gpus_per_pod:
+        return {}
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": dict(selector(ctx, ENGINE))},
     }
-    manifest = child(ctx, "StatefulSet", name, api_version="apps/v1", component=ENGINE, spec=spec)
-    manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
-    if LABEL_QUEUE in template["metadata"]["labels"]:
-        manifest["metadata"]["labels"][LABEL_QUEUE] = template["metadata"]["labels"][LABEL_QUEUE]
-    manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
-    return seal(manifest)
+    found: dict[str, Any] = {"topologySpreadConstraints": [spread]}
+    if ctx.spec.pods_per_engine > 1:
+        ours = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: ctx.engine_name(index)}}
+        term = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": ours}
+        near = [{"weight": 100, "podAffinityTerm": term}]
+        found["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": near}}
+    return found
 
 
-def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict[str, Any]]:
-    return [
-        {**entry, "args": [*entry.get("args", []), _REVISION_FLAG, revision]} if entry["name"] == ENGINE else entry
-        for entry in containers
-    ]
+def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
+    """Return the affinity with the rule of `engine.topology.packBy`: all pods of the engine in one domain.
+
+    Raises:
+        InvalidPodTemplate: the affinity of the podTemplate is not an Affinity.
+    """
+    topology = ctx.spec.engine.topology
+    if topology is None or ctx.spec.pods_per_engine == 1:
+        return affinity
+    ours = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: ctx.engine_name(index)}}
+    near = (affinity.get("podAffinity") or {}) if isinstance(affinity, dict) else None
+    rules = (near.get(_REQUIRED) or []) if isinstance(near, dict) else None
+    if not isinstance(near, dict) or not isinstance(rules, list):
+        field = "spec.engine.podTemplate.spec.affinity"
+        raise InvalidPodTemplate(f"{field}: is {affinity!r}; give an Affinity, whose podAffinity.{_REQUIRED} is a list")
+    rules = [*rules, {"topologyKey": topology.pack_by, "labelSelector": ours}]
+    return {**affinity, "podAffinity": {**near, _REQUIRED: rules}}
 
 
-def engine_revision(manifest: Manifest) -> str:
-    """Return the revision label of a rendered engine."""
-    return str(manifest["spec"]["template"]["metadata"]["labels"][LABEL_REVISION])
+def has_placeholder(text: object) -> bool:
+    return isinstance(text, str) and (INDEX_PLACEHOLDER in text or NAME_PLACEHOLDER in text)
+
+
+def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
+    """Return `engine.podTemplate` with the placeholders of this engine replaced, in labels, annotations and the fields
+    of its placement."""
+    overlay = ctx.spec.engine.pod_template
+    if overlay is None:
+        return None
+    values = {INDEX_PLACEHOLDER: str(index), NAME_PLACEHOLDER: ctx.engine_name(index)}
+    spec = overlay.get("spec")
+    filled = {**overlay, **({"metadata": _filled(overlay["metadata"], values)} if "metadata" in overlay else {})}
+    if isinstance(spec, dict):
+        filled["spec"] = {
+            key: _filled(value, values) if key in _PER_ENGINE_FIELDS else value for key, value in spec.items()
+        }
+    return filled
+
+
+def _filled(value: Any, values: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(each, values) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, values) for each in value]
+    if isinstance(value, str):
+        for placeholder, text in values.items():
+            value = value.replace(placeholder, text)
+    return value

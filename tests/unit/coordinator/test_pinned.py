@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_operator.decision.world import AskCanary, CanaryReport
+from megatron_operator.decision.actions import AskCanary
+from megatron_operator.decision.coordinator_snapshot import CanaryReport
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
 from megatron_runtime.protocol.headers import Role
 

@@ -10,8 +10,8 @@ import pytest
 from in_memory_cluster import START, Cluster
 from pydantic import ValidationError
 
+from megatron_operator.decision.actions import Signal
 from megatron_operator.decision.decide import NOT_QUOTED, decide
-from megatron_operator.decision.world import Signal
 from megatron_operator.explain import causes, explanation
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import RenderContext

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
+from megatron_operator.decision.actions import DeletePods, EmitEvent
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.status import WAIT_SECONDS
-from megatron_operator.decision.world import OPTIONAL_SECONDS, DeletePods, EmitEvent
+from megatron_operator.decision.world import OPTIONAL_SECONDS
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:

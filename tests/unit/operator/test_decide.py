@@ -14,23 +14,13 @@ import pytest
 from in_memory_cluster import START
 from soak import SOAK, size
 
+from megatron_operator.decision.actions import ApplyChild, DeletePods, EmitEvent, Signal
+from megatron_operator.decision.coordinator_snapshot import FailedRequestReport, FormatsReport
 from megatron_operator.decision.decide import decide, reject_spec
 from megatron_operator.decision.desired import UNREACHABLE_GRACE_SECONDS
 from megatron_operator.decision.engines import MAX_STARTING
 from megatron_operator.decision.status import condition
-from megatron_operator.decision.world import (
-    EVENT_SECONDS,
-    LOST_SECONDS,
-    UNKNOWN_SECONDS,
-    ApplyChild,
-    ApplyRejection,
-    ChildRef,
-    DeletePods,
-    EmitEvent,
-    FailedRequestReport,
-    FormatsReport,
-    Signal,
-)
+from megatron_operator.decision.world import EVENT_SECONDS, LOST_SECONDS, UNKNOWN_SECONDS, ApplyRejection, ChildRef
 from megatron_operator.resource.conditions import ConditionType, Reason
 from megatron_operator.resource.states import CoordinatorState
 from megatron_operator.resource.status import MegatronInferenceStatus

@@ -22,15 +22,10 @@ import megatron_operator
 from megatron_operator.cli import main
 from megatron_operator.cluster.writer import Recorder
 from megatron_operator.controller.metrics import Metrics, Reading
+from megatron_operator.decision.actions import EmitEvent
+from megatron_operator.decision.coordinator_snapshot import CanaryReport, CoordinatorSnapshot, OperationReport
 from megatron_operator.decision.decide import NOT_QUOTED, decide, reject_spec
-from megatron_operator.decision.world import (
-    ApplyRejection,
-    CanaryReport,
-    ChildRef,
-    CoordinatorSnapshot,
-    EmitEvent,
-    OperationReport,
-)
+from megatron_operator.decision.world import ApplyRejection, ChildRef
 from megatron_operator.explain import causes, explanation
 from megatron_operator.resource.states import OperationOutcome
 from megatron_operator.resource.text import printable, printable_data

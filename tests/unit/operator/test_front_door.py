@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 
+from megatron_operator.decision.actions import ApplyChild, DeleteChild
 from megatron_operator.decision.decide import decide
-from megatron_operator.decision.world import ApplyChild, ApplyRejection, ChildRef, DeleteChild
+from megatron_operator.decision.world import ApplyRejection, ChildRef
 from megatron_operator.render.context import NotAllowed, RenderContext
 from megatron_operator.render.front_door import GATEWAY, INFERENCE, NETWORKING, front_door
 from megatron_operator.render.server import server_deployment

@@ -12,8 +12,9 @@ import pytest
 import zmq
 from in_memory_cluster import MINIMAL, Cluster
 
+from megatron_operator.decision.actions import ApplyChild, RotateKeys
 from megatron_operator.decision.decide import decide
-from megatron_operator.decision.world import ApplyChild, ApplyRejection, ChildRef, RotateKeys
+from megatron_operator.decision.world import ApplyRejection, ChildRef
 from megatron_operator.render.keys import AFTER, KEY_NAMES, next_files
 from megatron_operator.resource.states import KeyStage
 from megatron_runtime.transport.security import generate_key_files

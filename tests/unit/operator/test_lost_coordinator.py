@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 from in_memory_cluster import Cluster
 
+from megatron_operator.decision.actions import Decision, DeletePods, EmitEvent
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.losses import REPLACE_SECONDS
-from megatron_operator.decision.world import (
-    LOST_SECONDS,
-    UNKNOWN_SECONDS,
-    CoordinatorSnapshot,
-    Decision,
-    DeletePods,
-    EmitEvent,
-    PodView,
-    World,
-)
+from megatron_operator.decision.world import LOST_SECONDS, UNKNOWN_SECONDS, PodView, World
 from megatron_operator.resource.states import CoordinatorState
 
 AGE = timedelta(minutes=5)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from in_memory_cluster import GRACE_SECONDS, Cluster
 
+from megatron_operator.decision.actions import Decision, DeletePods, EmitEvent
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.losses import NODE_SECONDS
 from megatron_operator.decision.reduce import lost_since, reduce_pod
-from megatron_operator.decision.world import Decision, DeletePods, EmitEvent, World
+from megatron_operator.decision.world import World
 
 LIMIT = 60
 ENGINE, NODE = "demo-engine-0", "node-of-demo-engine-0"

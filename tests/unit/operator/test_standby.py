@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from in_memory_cluster import Cluster
 
+from megatron_operator.decision.actions import ApplyChild, DeleteChild
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.reduce import reduce_child
-from megatron_operator.decision.world import ApplyChild, ChildRef, DeleteChild
+from megatron_operator.decision.world import ChildRef
 
 FIRST, SECOND = (ChildRef("Deployment", f"demo-{name}", "apps/v1") for name in ("coordinator", "standby"))
 SERVICE, BUDGET = ChildRef("Service", "demo-standby"), ChildRef("PodDisruptionBudget", "demo-coordinator", "policy/v1")

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from megatron_operator.cli import main
+from megatron_operator.decision.coordinator_snapshot import OperationReport
 from megatron_operator.decision.decide import NOT_QUOTED, decide, quotable
-from megatron_operator.decision.world import OperationReport, PodView
+from megatron_operator.decision.world import PodView
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import NotAllowed, RenderContext, UnsupportedByBackend

@@ -13,7 +13,7 @@ from typing import Any
 
 from in_memory_cluster import Cluster, FakeCoordinator
 
-from megatron_operator.decision.world import AskCanary, Signal
+from megatron_operator.decision.actions import AskCanary, Signal
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.resource.states import LEGAL_SIGNALS, SignalKind
 from megatron_runtime.protocol.headers import ErrorCode, Header

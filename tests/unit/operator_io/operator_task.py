@@ -23,9 +23,11 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import Parts, ResourceTask, UpdateLimit
+from megatron_operator.decision.actions import AskCanary, Signal
+from megatron_operator.decision.coordinator_snapshot import CanaryReport, CoordinatorSnapshot
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.reduce import reduce_pod
-from megatron_operator.decision.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
+from megatron_operator.decision.world import ChildRef
 
 Object = dict[str, Any]
 

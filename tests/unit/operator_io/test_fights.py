@@ -16,16 +16,11 @@ from megatron_operator.cluster.api import KubeApiError
 from megatron_operator.cluster.cache import FIGHT_APPLIES, FIGHT_SECONDS, Index, ResourceCache
 from megatron_operator.cluster.projection import project_child
 from megatron_operator.controller.task import EAGER_PASSES, ResourceTask, TaskSupervisor
+from megatron_operator.decision.actions import ApplyChild, DeletePods
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_operator.decision.decide import decide
 from megatron_operator.decision.losses import REPLACE_SECONDS, is_isolated
-from megatron_operator.decision.world import (
-    ApplyChild,
-    ChildRef,
-    Contest,
-    CoordinatorSnapshot,
-    DeletePods,
-    manifest_hash,
-)
+from megatron_operator.decision.world import ChildRef, Contest, manifest_hash
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 

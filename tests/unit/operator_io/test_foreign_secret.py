@@ -16,8 +16,10 @@ from megatron_operator.cluster.projection import project_resource
 from megatron_operator.cluster.writer import Recorder, Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.observe import Observer, ObserverSettings
+from megatron_operator.decision.actions import AdoptKeys, CreateKeys, Decision, RotateKeys
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_operator.decision.decide import decide
-from megatron_operator.decision.world import AdoptKeys, ChildRef, CoordinatorSnapshot, CreateKeys, Decision, RotateKeys
+from megatron_operator.decision.world import ChildRef
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import ANNOTATION_GENERATION, ANNOTATION_SEAL, ANNOTATION_STAGE, keys_secret
 from megatron_operator.resource.spec import parse_spec

@@ -15,7 +15,7 @@ from eventually import LONG_SECONDS
 from hostile_coordinator import ANSWERS, HIGHEST, HostileCoordinator, reply
 from in_memory_cluster import MINIMAL, Cluster
 
-from megatron_operator.decision.world import CoordinatorSnapshot
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_operator.link.connection import MAX_MESSAGES_A_SECOND, CoordinatorLink, LinkTimings
 from megatron_operator.link.snapshot import printable
 

@@ -15,7 +15,8 @@ from eventually import LONG_SECONDS
 from in_memory_cluster import MINIMAL, Cluster
 from machine import scaled
 
-from megatron_operator.decision.world import AskCanary, CoordinatorSnapshot, Signal
+from megatron_operator.decision.actions import AskCanary, Signal
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
 from megatron_operator.link.canary import judge, new_canary
 from megatron_operator.link.connection import DEFAULT_SIGNAL_SECONDS, CoordinatorLink, LinkTimings

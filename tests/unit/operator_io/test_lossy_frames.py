@@ -12,7 +12,7 @@ import pytest
 from in_memory_cluster import MINIMAL, Cluster
 from machine import scaled
 
-from megatron_operator.decision.world import OperationReport
+from megatron_operator.decision.coordinator_snapshot import OperationReport
 from megatron_operator.link.connection import LinkTimings
 
 from .lossy_link import CoordinatorPort, LossyLink

@@ -12,7 +12,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
-from megatron_operator.decision.world import CoordinatorSnapshot, EngineReport
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot, EngineReport
 from megatron_operator.resource.states import EngineState
 from tools.monitoring import dashboard, expressions
 

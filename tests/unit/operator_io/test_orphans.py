@@ -12,8 +12,9 @@ from in_memory_cluster import MINIMAL, OWNER_UID, Cluster
 
 from megatron_operator.cluster.projection import project_child
 from megatron_operator.cluster.writer import NotOwnedError, Writer
+from megatron_operator.decision.actions import ApplyChild, DeleteChild
 from megatron_operator.decision.decide import decide
-from megatron_operator.decision.world import ApplyChild, ChildRef, DeleteChild
+from megatron_operator.decision.world import ChildRef
 from megatron_operator.resource.names import FIELD_MANAGER, LABEL_MANAGED_BY
 
 from .operator_task import DirectLink, InMemoryApi, Watch, new_operator

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_operator.controller.observe import Registrations
-from megatron_operator.decision.world import CoordinatorSnapshot, EngineReport, PodView
+from megatron_operator.decision.coordinator_snapshot import CoordinatorSnapshot, EngineReport
+from megatron_operator.decision.world import PodView
 from megatron_operator.resource.names import COORDINATOR, ENGINE, STANDBY
 from megatron_operator.resource.states import CoordinatorState, EngineState
 

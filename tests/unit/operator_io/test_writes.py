@@ -21,7 +21,7 @@ from megatron_operator.cluster.kinds import CHILD_KINDS, SERVICE, kind_of
 from megatron_operator.cluster.lease import LeadershipLostError
 from megatron_operator.cluster.projection import project_child, project_resource
 from megatron_operator.cluster.writer import NotOwnedError, Recorder, Writer
-from megatron_operator.decision.world import EmitEvent
+from megatron_operator.decision.actions import EmitEvent
 from megatron_operator.render.keys import KEY_NAMES
 from megatron_operator.resource.names import FIELD_MANAGER
 

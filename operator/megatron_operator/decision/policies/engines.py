@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_operator.decision.actions import Action, DeletePods, EmitEvent
 from megatron_operator.decision.blockers import Blockers
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
@@ -11,7 +12,7 @@ from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.upkeep import remove_engine
-from megatron_operator.decision.world import Action, DeletePods, EmitEvent, World
+from megatron_operator.decision.world import World
 from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.states import DesiredState, SignalKind
 

@@ -5,13 +5,14 @@ Every stage waits until it has taken effect, because the kubelet updates a mount
 
 from __future__ import annotations
 
+from megatron_operator.decision.actions import EmitEvent, RotateKeys
 from megatron_operator.decision.desired import Keys
 from megatron_operator.decision.engines import Engines, Observed
 from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.rendered import Rendered
 from megatron_operator.decision.revisions import RevisionCheck
 from megatron_operator.decision.rollout import Canary
-from megatron_operator.decision.world import ChildRef, EmitEvent, KeysView, RotateKeys, World
+from megatron_operator.decision.world import ChildRef, KeysView, World
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import AFTER
 from megatron_operator.resource.conditions import Reason

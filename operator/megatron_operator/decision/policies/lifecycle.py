@@ -39,39 +39,6 @@ SIGNAL_REASON: dict[SignalKind, Reason] = {
 }
 
 
-def _deadline(world: World, signal: SignalKind) -> float | None:
-    spec = world.resource.spec
-    if signal is SignalKind.DRAIN:
-        return float(spec.lifecycle.drain_seconds)
-    if signal in (SignalKind.RESUME, SignalKind.UPDATE_WEIGHTS, SignalKind.SET_ADAPTERS):
-        return float(spec.engine.startup_seconds)
-    return None
-
-
-def _step(operation: Operation) -> str:
-    if operation.weights is not None:
-        return f"{operation.signal.value} to revision {operation.weights}, epoch {operation.epoch}"
-    if operation.adapters is not None:
-        return f"{operation.signal.value} to spec.model.adapters"
-    target = f" {operation.engine}" if operation.engine else ""
-    return f"{operation.signal.value}{target} towards {operation.goal.value}"
-
-
-def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | None = None, **target: Any) -> Verdict:
-    """Persist the intent of a signal; the pass that finds it persisted sends it. After a failure of the same signal it
-    waits first."""
-    last = desired.operation
-    same = last is not None and (last.signal, last.engine, last.adapters) == (signal, engine, target.get("adapters"))
-    if last is not None and last.phase is LifecyclePhase.FAILED and same:
-        left = RETRY_SECONDS - seconds_since(last.since, world.now)
-        if left > 0:
-            on = f"the next attempt: {last.message}"
-            return waiting(Reason.SIGNAL_FAILED, _step(last), on, requeue_after=left)
-    operation = replace(begin(world, signal, goal=desired.state, engine=engine), **target)
-    on = "the signal to be sent"
-    return waiting(SIGNAL_REASON[signal], _step(operation), on, requeue_after=0.0, operation=operation)
-
-
 def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Verdict | None:
     """An operation is in progress: send it, send it again, or wait for its result."""
     operation = desired.operation
@@ -139,3 +106,36 @@ def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
     reason = Reason.STOPPING if stopping else Reason.RELEASING_PODS
     on = f"pods {', '.join(left[:8])} to end" if left else "the StatefulSets to be scaled to 0"
     return waiting(reason, "scaling the engines to 0 pods", on)
+
+
+def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | None = None, **target: Any) -> Verdict:
+    """Persist the intent of a signal; the pass that finds it persisted sends it. After a failure of the same signal it
+    waits first."""
+    last = desired.operation
+    same = last is not None and (last.signal, last.engine, last.adapters) == (signal, engine, target.get("adapters"))
+    if last is not None and last.phase is LifecyclePhase.FAILED and same:
+        left = RETRY_SECONDS - seconds_since(last.since, world.now)
+        if left > 0:
+            on = f"the next attempt: {last.message}"
+            return waiting(Reason.SIGNAL_FAILED, _step(last), on, requeue_after=left)
+    operation = replace(begin(world, signal, goal=desired.state, engine=engine), **target)
+    on = "the signal to be sent"
+    return waiting(SIGNAL_REASON[signal], _step(operation), on, requeue_after=0.0, operation=operation)
+
+
+def _step(operation: Operation) -> str:
+    if operation.weights is not None:
+        return f"{operation.signal.value} to revision {operation.weights}, epoch {operation.epoch}"
+    if operation.adapters is not None:
+        return f"{operation.signal.value} to spec.model.adapters"
+    target = f" {operation.engine}" if operation.engine else ""
+    return f"{operation.signal.value}{target} towards {operation.goal.value}"
+
+
+def _deadline(world: World, signal: SignalKind) -> float | None:
+    spec = world.resource.spec
+    if signal is SignalKind.DRAIN:
+        return float(spec.lifecycle.drain_seconds)
+    if signal in (SignalKind.RESUME, SignalKind.UPDATE_WEIGHTS, SignalKind.SET_ADAPTERS):
+        return float(spec.engine.startup_seconds)
+    return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megatron_operator.decision.actions import Action, ApplyChild, AskCanary, CreatePod, DeletePods, EmitEvent, VetChild
 from megatron_operator.decision.desired import Desired
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import Engines, Observed
@@ -30,18 +31,7 @@ from megatron_operator.decision.rollout import (
     Surge,
     next_step,
 )
-from megatron_operator.decision.world import (
-    Action,
-    ApplyChild,
-    AskCanary,
-    ChildRef,
-    CreatePod,
-    DeletePods,
-    EmitEvent,
-    Manifest,
-    VetChild,
-    World,
-)
+from megatron_operator.decision.world import ChildRef, Manifest, World
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.children import engine_children
 from megatron_operator.render.context import RenderContext

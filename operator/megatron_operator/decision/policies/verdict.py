@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron_operator.decision.actions import Action
 from megatron_operator.decision.operation import Operation
-from megatron_operator.decision.world import Action
 from megatron_operator.resource.conditions import Reason
 
 
