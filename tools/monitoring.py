@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from typing import Any, TypeAlias
 
-from megatron_runtime.coordinator.core.records import Counters
+from megatron_runtime.coordinator.core.counters import Counters
 from megatron_runtime.engine.engine_request import BackendStats
 from megatron_runtime.process.metrics import declared
 

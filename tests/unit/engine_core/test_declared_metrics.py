@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from megatron_runtime.coordinator.core.records import Counters
+from megatron_runtime.coordinator.core.counters import Counters
 from megatron_runtime.engine.engine_request import BackendStats
 from megatron_runtime.process.metrics import Histogram, counter, declared, families, gauge, histogram
 from tools import monitoring

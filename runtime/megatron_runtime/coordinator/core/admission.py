@@ -1,4 +1,4 @@
-"""Whether a request that arrives is dispatched at once, waits or is rejected: an ordered list of checks."""
+"""Admission: an ordered list of checks decides whether a new request is dispatched at once, waits, or is rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOW, LATER = Admitted  # see _RUNNING of records.py
 
 @dataclass(kw_only=True)
 class AdmissionControl:
-    """Decides about requests that are in no table yet.
+    """Decides about requests that are not in a table yet.
 
     fail: ends a waiting request of another tenant with this error, to make room.
     """
@@ -43,7 +43,7 @@ class AdmissionControl:
     fail: Callable[[Entry, Rejection], None]
 
     def decide(self, entry: Entry) -> Verdict:
-        """Return what the first check that has an answer says."""
+        """Return the verdict of the first check that has one; NOW if none has."""
         for check in CHECKS:
             verdict = check.look(self, entry)
             if verdict is not None:
@@ -91,10 +91,11 @@ class AdmissionControl:
         return LATER if waits else None
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
-        """The queue, or by bytes the journal, is full: reject the last waiting request of the tenant that has the most.
+        """Make room by rejecting the last waiting request of the tenant with the most requests (`by_bytes`: the most
+        bytes).
 
-        False if that would leave this tenant with less than the one that sends `entry`, or if all its waiting requests
-        have tokens: those are not rejected.
+        Return False, and reject nothing, if that would leave this tenant with less than the tenant of `entry`, or if
+        all its waiting requests have tokens already. Requests with tokens are not rejected.
         """
         heaviest = max(
             self.tenants, key=lambda tenant: tenant.open_bytes if by_bytes else tenant.num_waiting, default=None
@@ -113,7 +114,7 @@ class AdmissionControl:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCheck:
-    """A reason not to dispatch a request when it arrives. look: None if it does not apply."""
+    """A reason not to dispatch a request when it arrives. look: returns None if the reason does not apply."""
 
     name: str
     look: Callable[[AdmissionControl, Entry], Verdict | None]
@@ -124,9 +125,9 @@ CHECKS = (
     AdmissionCheck("its adapter is not in the list", AdmissionControl._has_no_adapter),
     AdmissionCheck("its only engine may not answer it", AdmissionControl._engine_is_wrong),
     AdmissionCheck("no engine supports its parameters", AdmissionControl._is_unsupported),
-    # These two may end the request of another tenant, so they come after all that concerns this request alone.
+    # These two may end the request of another tenant, so they come after all checks that concern only this request.
     AdmissionCheck("the queue is full", AdmissionControl._queue_is_full),
     AdmissionCheck("the journal is full", AdmissionControl._journal_is_full),
     AdmissionCheck("other requests wait, or no engine may be given one", AdmissionControl._must_wait),
 )
-"""The checks of a request that arrives, in their order."""
+"""The checks of a new request, in order."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Iterator
 from itertools import count
 from typing import TypeAlias
 
-from megatron_runtime.coordinator.core.records import Client, Counters, Ended, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.counters import Counters
+from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
 from megatron_runtime.coordinator.core.routing import load_by
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.protocol import limits
@@ -23,11 +24,11 @@ SHARED_PORT = 3
 """Port number in the single-port mode. The other port numbers are the values of Role."""
 REMEMBERED_ANSWERS = 4096
 SIMILAR_RATES = 1.25
-"""An engine whose rate differs from the median by less than this factor counts as one of the median."""
+"""An engine whose rate differs from the median by less than this factor is treated as having the median rate."""
 
 Effect: TypeAlias = tuple[PeerId, Outgoing | None]
-"""Send this message to the peer. None: close its connection when everything before has been sent. No frames: report
-when its connection has room for more, by the event `has_room`."""
+"""(peer, message): send the message to the peer. None instead of a message: close the connection after everything
+before has been sent. No frames: raise the event `has_room` when the connection has room for more."""
 
 
 class ClientRegistry:
@@ -37,11 +38,11 @@ class ClientRegistry:
         self._by_name: dict[tuple[Role, str], Client] = {}
         self._by_peer: dict[PeerId, Client] = {}
         self._by_route: dict[int, Client] = {}
-        # Each token asks, so these are the methods of the maps.
+        # Every token calls these, so they are the maps' own methods.
         self.at: Callable[[PeerId], Client | None] = self._by_peer.get
         self.routed: Callable[[int], Client | None] = self._by_route.get
         self.routes = count(1)
-        """The route numbers of the clients to come."""
+        """Route numbers for future clients."""
 
     def __iter__(self) -> Iterator[Client]:
         return iter(list(self._by_name.values()))
@@ -56,14 +57,14 @@ class ClientRegistry:
         self._by_name[client.role, client.name] = self._by_peer[client.peer] = self._by_route[client.route] = client
 
     def move(self, client: Client, peer: PeerId, *, incarnation: int, key: bytes = b"") -> None:
-        """The client has a new connection. Everything that it has not received is sent there."""
+        """Move a client to its new connection. Everything that it has not received is sent there."""
         self._by_peer.pop(client.peer, None)
         client.peer, client.key, client.incarnation = peer, key, incarnation
         client.answered.clear()
         client.reachable, client.stuck_since = True, None
         self._by_peer[peer] = client
         for entry in client.open.values():
-            # Tokens sent on the old connection may not have arrived. The client drops those that it has already.
+            # Tokens sent on the old connection may not have arrived. The client drops the tokens that it has already.
             entry.forwarded = entry.held
             client.behind = client.behind or entry.meta.streaming
 
@@ -78,9 +79,9 @@ class ClientRegistry:
 
 
 class EnginesByLoad:
-    """Engines in the order in which they get work, so that a request need not look at each.
+    """Engines in the order in which they get work, so that a request need not examine every engine.
 
-    load: returns the place of an engine that is not full. Of equals, the lowest index is first.
+    load: returns the sort key of an engine that is not full. Among equals, the lowest index comes first.
     """
 
     def __init__(self, load: Callable[[Engine], float]) -> None:
@@ -115,10 +116,10 @@ class EnginesByLoad:
 class EngineRegistry:
     """The registered engines.
 
-    stopped:     all engines were sent STOP and none has registered since: there is nothing to wait for.
+    stopped:     STOP was sent to all engines and none has registered since, so requests need not wait.
     block_sizes: the block sizes of their prefix caches; more than one while a change is rolled out.
     has_pooling: an engine has a pooling model, so not every engine may answer a request without needs.
-    min_prefill_cost: of the fastest engine, in seconds per prompt token; 0: requests are counted.
+    min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token; 0: requests are counted instead.
     """
 
     def __init__(self, load: Callable[[Engine], float]) -> None:
@@ -127,9 +128,9 @@ class EngineRegistry:
         self.at: Callable[[PeerId], Engine | None] = self._by_peer.get
         self._by_load = EnginesByLoad(load)
         self._changed: dict[int, Engine] = {}
-        """By index: engines that are not in their place in _by_load. The answers of one message change one engine."""
+        """Engines, by index, whose place in _by_load is out of date. The answers in one message change one engine."""
         self.indices = count()
-        """The numbers of the registrations to come."""
+        """Index numbers for future registrations."""
         self.stopped = False
         self.block_sizes: frozenset[int] = frozenset()
         self.has_pooling = False
@@ -168,9 +169,9 @@ class EngineRegistry:
             self._changed[engine.index] = engine
 
     def update_costs(self) -> None:
-        """Take over the rates of the last heartbeats. An engine that reports none has the median of the others, as has
-        one that differs from it by less than SIMILAR_RATES, so noise does not order engines of one speed. If no engine
-        reports one of the rates, requests are counted.
+        """Update the costs from the rates in the last heartbeats. An engine that reports no rate, or one within a
+        factor of SIMILAR_RATES of the median, gets the median: noise must not order engines of equal speed. If no
+        engine reports one of the rates, requests are counted instead.
         """
         reports = [engine.heartbeat for engine in self._by_name.values()]
         prefill_rates = sorted(report.prefill_rate for report in reports if report.prefill_rate)
@@ -242,11 +243,11 @@ class Context:
     now:         time of the event, on a monotonic clock.
     wall_offset: seconds to add to `now` for seconds since 1970.
     next_timer:  when the earliest timer is due; infinite without one.
-    randbits:    returns an integer of that many random bits.
-    needs_pump:  engines may have room, or requests wait: they are dispatched before the event ends.
+    randbits:    returns an integer with the given number of random bits.
+    needs_pump:  engines may have room, or requests wait: dispatch them before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
-    translated:  peers that the shell has a translator for.
-    ended:       traced requests that ended since the shell took them; None: the shell makes no spans.
+    translated:  peers for which the shell has a translator.
+    ended:       traced requests that have ended since the shell last read this list; None: the shell records no spans.
     term:        the term in which this coordinator of a pair is active; 0 while it is on standby; None if it is the
                  only coordinator.
     """
@@ -285,14 +286,14 @@ class Context:
         self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
 
     def answer(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
-        """Send now, or keep in the outbox if the client is behind. `uid`: the request that this message ends."""
+        """Send now, or keep in the outbox if the client is behind. uid: the request that this message ends."""
         if client.outbox or client.stuck_since is not None or not client.reachable:
             client.keep(uid, message)
         else:
             self.answer_now(client, message, uid=uid)
 
     def report_room(self, peer: PeerId) -> None:
-        """Have the event `has_room` when the peer's connection has room for more."""
+        """Request the event `has_room` for when the peer's connection has room for more."""
         self.effects.append((peer, []))
 
     def answer_now(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
@@ -303,7 +304,7 @@ class Context:
                 client.answered.popitem(last=False)
 
     def set_timer(self, name: str, when: float, callback: Callable[[], None]) -> None:
-        """Call `callback` at `when`, instead of what the timer of this name was set to."""
+        """Call `callback` at `when`. Replaces an earlier timer of this name."""
         self._timers[name] = when, callback
         self.next_timer = min(when for when, _ in self._timers.values())
 

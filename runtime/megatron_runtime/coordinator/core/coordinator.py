@@ -62,8 +62,8 @@ class CoordinatorCore:
     """Owns the parts of the coordinator and routes each event to the right one.
 
     now:      time of creation, seconds on the clock that all events use.
-    randbits: returns an integer of that many random bits.
-    access:   what the shell knows of keys.
+    randbits: returns an integer with the given number of random bits.
+    access:   the shell's knowledge about keys.
     """
 
     def __init__(
@@ -97,28 +97,11 @@ class CoordinatorCore:
         )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.prompts)
         self.replies = Replies(context, dispatcher)
-        # A server that reserved tokens with another coordinator returns none of them here.
+        # The first window is random, so that tokens reserved with another coordinator are not returned here.
         self.quotas = Quotas(first_window=context.randbits(32) << 28)
         self.membership = Membership(context, self.router, verbs, dispatcher, self.replies, self.access)
-        self._of_clients: dict[type[Any], Handler] = {
-            Submit: self._submit,
-            Abort: self._abort,
-            Heartbeat: lambda *_: None,
-            Reserve: self._reserve,
-            Charge: lambda _, message, __: self.quotas.charge(self.context.now, message),
-            Control: self._control,
-            Status: lambda client, *_: self.context.answer(client, self.status().to_frames()),
-            Disconnect: lambda client, message, _: self.membership.lose_client(client, message.reason or "it left"),
-        }
-        self._of_engines: dict[type[Any], Handler] = {
-            Partial: self.replies.partial,
-            Final: self.replies.final,
-            CachedBlocks: self._cached_blocks,
-            Heartbeat: lambda engine, message, _: self.membership.engine_heartbeat(engine, message),
-            ControlAck: self._acknowledged,
-            Disconnect: self._engine_leaves,
-            Error: lambda engine, message, _: logger.warning("engine %s: %s", engine.name, message.message),
-        }
+        self._of_clients = self._handlers_of_clients()
+        self._of_engines = self._handlers_of_engines()
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -128,7 +111,7 @@ class CoordinatorCore:
         self.membership.start()
 
     def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
-        """A message arrived, or was made by a translator. No message that a peer can send raises an exception here."""
+        """A message arrived, or a translator created one. No message that a peer can send raises an exception here."""
         self.context.now = now
         try:
             message = decode(sent) if isinstance(sent, list) else sent
@@ -154,18 +137,18 @@ class CoordinatorCore:
             self._settle()
 
     def may_be_silent(self, now: float, peer: PeerId) -> bool:
-        """Whether the peer is an engine that has announced a busy time, such as that of loading, which is not over."""
+        """Whether the peer is an engine that has announced a busy period, such as loading, that is not over yet."""
         engine = self.engines.at(peer)
         return engine is not None and now <= engine.busy_until + self.context.settings.timing.dead
 
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
-        """A connection ended. by_peer: the other side ended it, as the system does when a process ends."""
+        """A connection ended. by_peer: the other side closed it, as the operating system does when a process exits."""
         self.context.now = now
         self.membership.connection_lost(peer, by_peer=by_peer)
         self._settle()
 
     def has_room(self, now: float, peer: PeerId) -> None:
-        """The connection of the peer accepts messages again, or its report was requested."""
+        """The connection of the peer accepts messages. Raised after it was full, or on request."""
         self.context.now = now
         self.membership.has_room(peer)
         self._settle()
@@ -173,8 +156,8 @@ class CoordinatorCore:
     def not_sent(self, rejected: Sequence[tuple[PeerId, Outgoing, bool]]) -> None:
         """Connections did not accept part of the effects of the last event.
 
-        rejected: peer, message, and whether the connection has ended; in the order of the effects. For the others, the
-                  shell reports has_room() when they accept messages again.
+        rejected: peer, message, and whether the connection has ended, in the order of the effects. For connections that
+                  have not ended, the shell calls has_room() when they accept messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
@@ -193,7 +176,7 @@ class CoordinatorCore:
             self._settle()
 
     def keys_changed(self, now: float) -> None:
-        """`access` accepts other keys than before."""
+        """The set of keys that `access` accepts has changed."""
         self.context.now = now
         self.membership.keys_changed()
         self._settle()
@@ -204,7 +187,9 @@ class CoordinatorCore:
         self._settle()
 
     def _settle(self) -> None:
-        """Carry out the consequences of the event: dispatch, and end a DRAIN, until nothing is left to do."""
+        """Carry out the consequences of the event, dispatching requests and completing a DRAIN, until nothing is left
+        to do.
+        """
         while True:
             if self.context.needs_pump:
                 self.dispatcher.pump()
@@ -244,6 +229,18 @@ class CoordinatorCore:
 
     # --- messages of clients ------------------------------------------------------------------------------------
 
+    def _handlers_of_clients(self) -> dict[type[Any], Handler]:
+        return {
+            Submit: self._submit,
+            Abort: self._abort,
+            Heartbeat: lambda *_: None,
+            Reserve: self._reserve,
+            Charge: lambda _, message, __: self.quotas.charge(self.context.now, message),
+            Control: self._control,
+            Status: lambda client, *_: self.context.answer(client, self.status().to_frames()),
+            Disconnect: lambda client, message, _: self.membership.lose_client(client, message.reason or "it left"),
+        }
+
     def _submit(self, client: Client, message: Submit, _: Outgoing) -> None:
         if message.meta.text or (self.prompts.needs_tokens and type(message.prompt) is PackedTokens):
             try:
@@ -270,8 +267,8 @@ class CoordinatorCore:
         self.context.answer(client, quota.to_frames())
 
     def _is_for_admin(self, client: Client, message: Message) -> bool:
-        """Whether an administrator, or a trainer at the admin port, may send it. Requests of users use the client port;
-        a canary names its one engine.
+        """Whether an administrator, or a trainer on the admin port, may send this message. User requests must use the
+        client port; the exception is a canary, which names its engine.
         """
         if client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
             is_verb = not isinstance(message, Control) or message.kind in _TRAINER_VERBS
@@ -284,7 +281,7 @@ class CoordinatorCore:
         if client.peer[0] == Role.CLIENT:
             self._misplaced(client, message, sent)
         elif client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
-            # A trainer is no leader: its fence must not lock out the operator.
+            # A trainer is not a leader: its fence must not lock out the operator.
             self.verbs.handle(message.model_copy(update={"fence": None}), client)
         elif client.peer[0] == Role.ADMIN and (message.operation_id is None or message.fence is None):
             text = f"{message.kind.name}: operation_id and fence are required on the admin port"
@@ -293,6 +290,17 @@ class CoordinatorCore:
             self.verbs.handle(message, client)
 
     # --- messages of engines ------------------------------------------------------------------------------------
+
+    def _handlers_of_engines(self) -> dict[type[Any], Handler]:
+        return {
+            Partial: self.replies.partial,
+            Final: self.replies.final,
+            CachedBlocks: self._cached_blocks,
+            Heartbeat: lambda engine, message, _: self.membership.engine_heartbeat(engine, message),
+            ControlAck: self._acknowledged,
+            Disconnect: self._engine_leaves,
+            Error: lambda engine, message, _: logger.warning("engine %s: %s", engine.name, message.message),
+        }
 
     def _engine_leaves(self, engine: Engine, message: Disconnect, _: Outgoing) -> None:
         crash = CrashEvidence.CERTAIN if message.reason == ENGINE_FAILED else CrashEvidence.NONE

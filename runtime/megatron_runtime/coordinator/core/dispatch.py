@@ -1,12 +1,12 @@
 """The life of a request at the coordinator: accepted, queued, dispatched, dispatched again, ended.
 
-An engine gets at most as many requests as it runs at once; the rest wait here, so that an engine that joins finds work
-and one that leaves has little to hand over.
+An engine gets at most as many requests as it runs at once; the rest wait here, so that an engine that joins finds work,
+and an engine that leaves has little to hand over.
 
-Tenants share the engines. A tenant's load is the number of its requests at engines. The shares are equal if no tenant
-that waits has two requests fewer at engines than another: max-min fairness. Requests are moved until then, and each
-move brings the loads of two tenants closer, so no request is moved back and forth. While one tenant alone has requests,
-nothing is moved.
+Tenants share the engines. A tenant's load is the number of its requests at engines. The shares are max-min fair if no
+waiting tenant has two requests fewer at engines than another tenant. Requests are moved until this holds. Each move
+brings the loads of two tenants closer, so no request moves back and forth. While only one tenant has requests, nothing
+is moved.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron_runtime.coordinator.environment import PromptReader
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import (
     Abort,
     Dispatch,
@@ -40,13 +41,13 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 NO_ROUTE = 0
-"""Route of partials that the coordinator keeps to itself; those of clients begin at 1."""
+"""Route of partials that the coordinator does not forward. The routes of clients begin at 1."""
 REMEMBERED_DISPATCHES = 4
-"""Former dispatches of one request whose final is still accepted."""
+"""Number of former dispatches of a request from which a final is still accepted."""
 MOVE_AGAIN_SECONDS = 2.0
-"""A request that made room stays at its next engine for at least this long, counted from when it made room."""
+"""A request that has made room is not moved again for this long."""
 SEARCH_AGAIN_SECONDS = 0.1
-"""After a search found no request that may make room, the next search waits for this long."""
+"""Time until the next search after one that found no request that may make room."""
 
 
 class Dispatcher:
@@ -69,7 +70,8 @@ class Dispatcher:
             fail=self.fail,
         )
         self.next_search = 0.0
-        # Never used twice, not even by the next coordinator: an engine may still answer a dispatch of the last one.
+        # Ids are never reused, not even by the next coordinator: an engine may still answer a dispatch of the previous
+        # one.
         self.next_dispatch_id = (context.randbits(28) << 24) + 1
         self._settings = context.settings
         self._context = context
@@ -90,8 +92,8 @@ class Dispatcher:
     def submit(self, client: Client, submit: Submit) -> None:
         """Accept a request, or reject it.
 
-        A uid that is open already is the same request on another connection. A uid that was answered on this very
-        connection was sent before the client read the answer.
+        If the uid is open already, this is the same request on another connection. If the uid was answered on this
+        connection, the client sent the request before it read the answer.
         """
         uid, meta, prompt, generated, params, media = submit
         if uid in client.answered:
@@ -100,18 +102,8 @@ class Dispatcher:
         if known is not None:
             self._take_over(known, client, tokens_held=len(generated) // 4)
             return
-        if media is not None:
-            media = self.journal.media.completed(client.route, media)
-            if media is None:
-                message = "the coordinator lacks data of its images, audio or video: submit it again with all data"
-                error = Error(code=ErrorCode.MEDIA_MISSING, message=message, uid=uid)
-                self._context.answer(client, error.to_frames())  # without the uid: it may be submitted again
-                return
-            if (size := media.data_bytes) > limits.MAX_MEDIA_BYTES:
-                message = f"images, audio and video of the request take {size} bytes: at most {limits.MAX_MEDIA_BYTES}"
-                error = Error(code=ErrorCode.TOO_LARGE, message=message, uid=uid)
-                self._context.answer(client, error.to_frames(), uid=uid)
-                return
+        if media is not None and (media := self._complete_media(client, uid, media)) is None:
+            return
         now, tokens = self._context.now, len(generated) // TOKEN_BYTES
         entry = Entry(
             uid=uid,
@@ -142,8 +134,25 @@ class Dispatcher:
         if verdict is LATER or not self._begin(entry):
             self._wait(entry)
 
+    def _complete_media(self, client: Client, uid: bytes, media: Media) -> Media | None:
+        """Return the media of a request with all data; None if data is missing or too large, which is answered here."""
+        completed = self.journal.media.completed(client.route, media)
+        if completed is None:
+            message = "the coordinator lacks data of its images, audio or video: submit it again with all data"
+            error = Error(code=ErrorCode.MEDIA_MISSING, message=message, uid=uid)
+            self._context.answer(client, error.to_frames())  # without the uid: it may be submitted again
+            return None
+        if (size := completed.data_bytes) > limits.MAX_MEDIA_BYTES:
+            message = f"images, audio and video of the request take {size} bytes: at most {limits.MAX_MEDIA_BYTES}"
+            error = Error(code=ErrorCode.TOO_LARGE, message=message, uid=uid)
+            self._context.answer(client, error.to_frames(), uid=uid)
+            return None
+        return completed
+
     def _begin(self, entry: Entry) -> bool:
-        """Dispatch, or reject, a request that has not been in the queue. False if no engine that may has room."""
+        """Dispatch, or reject, a request that has not been in the queue. Return False if it must wait for room at an
+        engine.
+        """
         engine = self._engines.named(entry.meta.engine) if entry.meta.engine else self._choose(entry)
         if engine is not None:
             self._dispatch(entry, engine)
@@ -179,7 +188,7 @@ class Dispatcher:
     def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
         """Queue a request (arguments as of WaitingQueue.add), or hold it back as a suspect.
 
-        If an engine had it, the caller has taken it from that engine's table.
+        If an engine had it, the caller must have removed it from that engine's table.
         """
         self._leave_engine(entry)
         if entry.crashes and self.quarantine.suspects(entry):
@@ -201,7 +210,7 @@ class Dispatcher:
         return next(self._engines.with_room(), None) is not None
 
     def _choose(self, entry: Entry) -> Engine | None:
-        """Return the engine for a request; None if none with room may answer it."""
+        """Return the engine for a request; None if no engine that may answer it has room."""
         needs_match = entry.model or entry.meta.adapter or entry.meta.needs or self._engines.has_pooling
         if self._router.in_turn:
             open_engines = self._engines.available() if self._router.deterministic else self._engines.with_room()
@@ -225,7 +234,8 @@ class Dispatcher:
                 session=entry.meta.session,
             )
         if not entry.hashes:
-            # A prompt without a complete block goes to the fewest requests, whichever order the policy has.
+            # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
+            # policy.
             return self._router.select([first, second, *by_load], {})
         return self._router.with_prefix(
             entry.hashes,
@@ -234,7 +244,7 @@ class Dispatcher:
         )
 
     def _offer(self, entry: Entry) -> bool:
-        """Dispatch, or reject, a head of the queue. False if it has to wait for an engine that may answer it."""
+        """Dispatch, or reject, a request at the head of the queue. Return False if it has to wait for an engine."""
         if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
         engine = self._choose(entry)
@@ -244,7 +254,7 @@ class Dispatcher:
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
-        """End a request that no serving engine may answer. False if it may wait for one."""
+        """Reject a request that no serving engine may answer. Return False if it may wait for one."""
         rejection = rejections.adapter_changed(entry, self._verbs.adapters)
         return self._reject(entry, rejection or rejections.unanswerable(entry, self._engines.serving()))
 
@@ -274,7 +284,7 @@ class Dispatcher:
             meta = meta._replace(deadline_ms=max(0, int((entry.deadline - self._context.now) * 1000)))
         route = entry.client.route
         if engine.reserved and not meta.streaming:
-            # The coordinator keeps these partials: they report the suspect's progress.
+            # These partials stay at the coordinator: they report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media
@@ -289,7 +299,7 @@ class Dispatcher:
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
         self.tenants.dispatched(entry)
-        if entry.hashes is None:  # without a choice of engines, the request need not wait for them
+        if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
             entry.hashes = self._hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
         engine.give(entry, cached)
@@ -314,7 +324,7 @@ class Dispatcher:
         )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """The connection of `engine` did not accept a dispatch: the request gets its place in the queue back."""
+        """The connection of `engine` did not accept a dispatch: return the request to its place in the queue."""
         entry = engine.take(dispatch_id)
         if entry is None:
             return
@@ -330,7 +340,9 @@ class Dispatcher:
     # --- shares of tenants -------------------------------------------------------------------------------------
 
     def _balance(self) -> None:
-        """Make room for tenants that wait and have fewer requests at engines than others, until none has two fewer."""
+        """Make room for waiting tenants that have fewer requests at engines than others, until no tenant has two
+        fewer.
+        """
         now = self._context.now
         while now >= self.next_search and self.queue.length and self._verbs.may_dispatch:
             most = self.tenants.busy.highest_load
@@ -341,9 +353,9 @@ class Dispatcher:
                 self.next_search = now + SEARCH_AGAIN_SECONDS
 
     def _make_room(self, entry: Entry, now: float) -> bool:
-        """Give a waiting request the place of the most recent one of a tenant that has at least two more at engines.
+        """Give a waiting request the place of the newest request of a tenant that has at least two more at engines.
 
-        False if no request may make room.
+        Return False if no request may make room.
         """
         for tenant in self.tenants.busy.from_highest():
             if tenant.load < entry.tenant.load + 2:
@@ -375,7 +387,7 @@ class Dispatcher:
     # --- engines end -------------------------------------------------------------------------------------------
 
     def release(self, engine: Engine) -> None:
-        """Queue again what `engine` had in flight, before everything that came later."""
+        """Requeue the requests that `engine` had in flight, ahead of all later requests."""
         self.quarantine.lost(engine)
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
         for entry in entries:
@@ -390,7 +402,9 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move the requests of a suspect engine to others with room. Late answers of the engine are accepted."""
+        """Move the requests of a suspect engine to engines with room. Late answers of the suspect engine are
+        accepted.
+        """
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
             if not self._verbs.may_dispatch:
                 return
@@ -406,7 +420,7 @@ class Dispatcher:
         self._wait(entry, first=True)
 
     def _recall(self, entry: Entry) -> None:
-        """Take an open request from the queue, or from its engine; the caller puts it somewhere else."""
+        """Remove an open request from the queue, or from its engine. The caller must place it elsewhere."""
         engine = entry.engine
         if engine is None:
             self.queue.discard(entry)
@@ -424,7 +438,7 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """The open request of a dispatch to an engine that lost it since and now answers it."""
+        """Return the open request of a former dispatch that the engine `peer` now answers; None if there is none."""
         to, entry = self._former.get(dispatch_id, (None, None))
         return entry if to == peer else None
 
@@ -485,7 +499,7 @@ class Dispatcher:
             self._context.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
-        """End requests that no client waits for, also at their engines."""
+        """Abort requests that no client waits for, here and at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
             self.forget(entry, error="aborted")

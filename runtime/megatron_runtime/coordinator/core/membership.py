@@ -25,9 +25,10 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
-"""Answers kept for a client that does not read. One more and the client is removed."""
+"""Maximum number of answers kept for a client that does not read. Beyond it, the client is removed."""
 UNREAD_SHARE = 0.25
-"""Memory for such answers of all clients, as a share of the journal's. Beyond it, the one with the most is removed."""
+"""Memory for such answers of all clients, as a share of the journal's. Beyond it, the client with the most is
+removed."""
 HEAL_HEARTBEATS = 4
 """An engine may take this many heartbeats to show the state and epoch that it was sent before they are sent again."""
 
@@ -46,7 +47,9 @@ _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, Coordinato
 
 
 class Recovery:
-    """A restarted coordinator takes state, epoch, fence and adapters from the engines that outlived its predecessor."""
+    """Restores the state, epoch, fence and adapters of a restarted coordinator from the engines that survived its
+    predecessor.
+    """
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs) -> None:
         self._context = context
@@ -73,7 +76,7 @@ class Recovery:
             self._unregistered.add(peer)
 
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
-        """An engine sent HELLO. `survivor`: it served before this coordinator knew it."""
+        """An engine sent HELLO. survivor: it was serving before it registered with this coordinator."""
         self._unregistered.discard(engine.peer)
         self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
@@ -88,7 +91,7 @@ class Recovery:
         self._end_if_complete()
 
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
-        """Take state, weights and adapters from an engine that registers after recovery ended. No operation was begun
+        """Take state, weights and adapters from an engine that registers after recovery ended. No operation has begun
         since.
 
         If no engine registered in time, the first survivor determines the state. The newest weights win, so that a
@@ -104,18 +107,18 @@ class Recovery:
             self._announce()
 
     def _take_epoch(self, hello: Hello) -> None:
-        """The highest epoch, and the weights that belong to it."""
+        """Take the epoch if it is the highest so far, and the weights that belong to it."""
         if hello.source is not None and hello.epoch >= self._verbs.epoch:
             self._verbs.see_source(hello.source, hello.revision)
         self._verbs.epoch = max(self._verbs.epoch, hello.epoch)
 
     def _take_adapters(self, hello: Hello) -> None:
-        """The newest list of adapters."""
+        """Take the list of adapters if it is the newest so far."""
         if hello.adapters is not None and hello.adapters.generation > self._verbs.adapters.generation:
             self._verbs.adapters = hello.adapters
 
     def settle(self) -> None:
-        """Every live engine has sent a message by now."""
+        """Every live engine has had time to send a message: recovery ends when those that did have registered."""
         self._settled = True
         self._end_if_complete()
 
@@ -163,7 +166,7 @@ class Membership:
         self._access = access
         self._due = 0.0
         self._tasks: tuple[str, ...] = ()
-        """Those that were sent to the clients last."""
+        """The tasks last sent to the clients."""
 
     def start(self) -> None:
         self.recovery.start()
@@ -197,7 +200,7 @@ class Membership:
     def _hello_engine(self, peer: PeerId, hello: Hello) -> None:
         engine = self._engines.named(hello.name)
         if engine is not None and hello.started_ms is not None and hello.started_ms < engine.started_ms:
-            # The process is cut off, or its pod was replaced.
+            # This is an older process that was cut off, or whose pod was replaced.
             self._context.reject(peer, ErrorCode.UNAVAILABLE, f"a later process is registered as {hello.name}")
             return
         other = self._engines.at(peer)
@@ -205,7 +208,7 @@ class Membership:
             self.lose_engine(other, f"its connection now has the name {hello.name}")
         renewed = engine is not None and engine.peer == peer and engine.incarnation == hello.incarnation
         if engine is not None and not renewed:
-            # A process that has just started is not serving yet, so a HELLO that is serving comes from a live one.
+            # A new process is not serving yet, so a HELLO with `serving` comes from a process that kept running.
             restarted = not hello.serving and engine.incarnation != hello.incarnation
             crash = CrashEvidence.CERTAIN if restarted else CrashEvidence.NONE
             self.lose_engine(engine, "it registered again", crash)
@@ -223,7 +226,7 @@ class Membership:
         engine.learn(hello)
         self._engines.announced(engine)
         if engine.serving and engine.does not in self._tasks and (engine.task or self._tasks):
-            self.announce()  # while clients know no task, they wait for the next heartbeat
+            self.announce()  # clients that know no task would wait for the next heartbeat
         self.recovery.registered(engine, hello, survivor=hello.serving and not renewed)
         current = self._verbs.current
         if current is not None and engine not in current.signalled:
@@ -258,8 +261,8 @@ class Membership:
     def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
         """Remove an engine; its requests go elsewhere.
 
-        crash: whether its requests may have ended it. The end of an engine that ran nothing, was draining, or was
-               carrying out a verb may have another reason: it counts against no request.
+        crash: evidence that one of its requests crashed it. If the engine ran nothing, was draining, or was carrying
+               out a verb, the cause may be another, and the loss counts against no request.
         """
         if not self._engines.is_registered(engine):
             return
@@ -277,11 +280,11 @@ class Membership:
         self._verbs.engine_lost(engine, reason)
 
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
-        """A connection ended. A live engine connects and registers again.
+        """A connection ended. An engine loses its requests; if it lives, it connects and registers again.
 
         A client has `client_dead` seconds to register again.
 
-        by_peer: the other side ended it, as the system does when a process ends.
+        by_peer: the other side closed it, as the operating system does when a process exits.
         """
         client, engine = self._clients.at(peer), self._engines.at(peer)
         if client is not None:
@@ -305,7 +308,7 @@ class Membership:
             self._context.needs_pump = True
 
     def keys_changed(self) -> None:
-        """Remove the peers whose keys were revoked. A connection that is not registered is closed at its HELLO."""
+        """Remove the peers whose keys were revoked. An unregistered connection is closed when it sends HELLO."""
         logger.info("the keys changed; connections with revoked keys are closed")
         reason = "its key was revoked"
         for engine in self._engines:
@@ -348,7 +351,7 @@ class Membership:
         self._context.needs_pump = True
 
     def _limit_unread(self) -> None:
-        """Remove the clients with the most unread answers while all of them together exceed their memory."""
+        """Remove the clients with the most unread answers until all unread answers fit their share of the memory."""
         unread = sum(client.outbox_bytes for client in self._clients)
         limit = int(self._context.settings.journal_bytes * UNREAD_SHARE)
         while unread > limit:
@@ -366,8 +369,8 @@ class Membership:
         ).to_frames()
 
     def announce(self) -> None:
-        """Send a heartbeat to the clients now, with the tasks of the engines. A client whose list of adapters is older
-        asks for the new one.
+        """Send a heartbeat to the clients now, with the tasks of the engines. A client with an older list of adapters
+        then requests the new one.
         """
         heartbeat = self._heartbeat()
         for client in self._clients:
@@ -413,7 +416,7 @@ class Membership:
         # An engine in a passing state waits for a commit, which was sent already or is still to be decided here.
         if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state
-        # Weights from before a commit that the engine has not shown yet are obsolete, unless the commit is lost.
+        # Until the heartbeat reflects the last commit, the weights in it are obsolete, unless the commit was lost.
         if engine.owed is None or not _misses(message, engine.owed):
             if message.epoch is not None:
                 engine.epoch = message.epoch

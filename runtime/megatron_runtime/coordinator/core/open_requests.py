@@ -1,4 +1,4 @@
-"""Tables of the open requests: all of them, those that wait, their deadlines and their tenants.
+"""Tables of the open requests: the journal, the waiting queue, the deadlines and the tenants.
 
 Pure tables: no decisions, no sending. An entry leaves every table when its request ends.
 """
@@ -21,15 +21,16 @@ GRAIN_SECONDS = 0.02
 class MediaStore:
     """The images, audio and video of open requests, each once for all requests of one client.
 
-    Only those of one client, because a digest is not checked here: no client can change what another one's names.
+    They are not shared between clients, because digests are not verified here: a client must not be able to replace the
+    data behind another client's digest.
     """
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, bytes], tuple[bytes, int]] = {}
-        """By the route of the client and the digest: the data, and the number of open requests with them."""
+        """(route of the client, digest) -> the data, and the number of open requests that use it."""
 
     def completed(self, route: int, media: Media) -> Media | None:
-        """Return the media with the data that are held already; None if data were left out that are not held."""
+        """Return the media with the data that the client left out; None if some of it is not stored here."""
         items = [
             item if (held := self._held.get((route, item.digest))) is None else item._replace(data=held[0])
             for item in media.items
@@ -49,7 +50,7 @@ class MediaStore:
             self._held[key] = held, requests + 1
 
     def remove(self, entry: Entry) -> int:
-        """Remove those of a request that ended, and return how many bytes no other request holds."""
+        """Remove the media of a request that ended. Return the number of bytes that no other request uses."""
         removed = 0
         for key in _media_of(entry):
             data, requests = self._held[key]
@@ -88,7 +89,7 @@ class Journal:
         return self._entries.get(uid)
 
     def fits(self, entry: Entry) -> bool:
-        """Whether it would not exceed the limit. Tokens that arrive later are never rejected, only counted."""
+        """Return whether the entry fits the limit. Tokens that arrive later are counted, but never rejected."""
         return self.bytes + entry.admitted_bytes <= self.limit_bytes
 
     def add(self, entry: Entry) -> None:
@@ -117,11 +118,11 @@ class Journal:
 
 
 class WaitingQueue:
-    """Requests without an engine: the lowest priority number first, then replays, then the tenant that has the fewest
-    requests at engines, and each tenant's in the order of arrival.
+    """Requests without an engine. Order: the lowest priority number first, then replays, then the tenant with the
+    fewest requests at engines; within a tenant, the order of arrival.
 
-    Each model, adapter and set of needs has its own band, so that a request whose engines have no room is overtaken by
-    others.
+    Each model, adapter and set of needs has its own band, so that other requests can overtake a request whose engines
+    have no room.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,9 @@ class WaitingQueue:
         self.length = 0
 
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """first: a replay, before all of its priority. moved: before the others of its tenant only."""
+        """Add a request. first: ahead of all others of its priority (a replay). moved: ahead of the others of its
+        tenant only.
+        """
         key = _band_of(entry)
         band = self._bands.get(key)
         if band is None:
@@ -164,7 +167,7 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """The requests that may be dispatched next, at most two of each band; the next one of all comes first."""
+        """Yield the requests that may be dispatched next, at most two per band. The overall next one comes first."""
         heads = []
         for band in self._bands.values():
             if band.replays:
@@ -183,7 +186,7 @@ def _band_of(entry: Entry) -> tuple[int, str, str, str]:
 def _place(entry: Entry) -> tuple[int, int, int, float]:
     if entry.is_replay:
         return entry.meta.priority, 0, 0, entry.arrived
-    return entry.meta.priority, entry.tenant.load, entry.tenant.order, entry.arrived  # the order is 1 or more
+    return entry.meta.priority, entry.tenant.load, entry.tenant.order, entry.arrived  # the order is at least 1
 
 
 class Deadlines:
@@ -194,7 +197,7 @@ class Deadlines:
         self._expire = expire
         self._slots: dict[int, dict[bytes, Entry]] = {}
         self._armed = math.inf
-        """The slot that the timer is set to. It may be empty by then."""
+        """The slot that the timer is set to. The slot may have become empty."""
 
     def set(self, entry: Entry, when: float | None) -> None:
         """Replace the entry's deadline; None removes it."""
@@ -227,9 +230,9 @@ class Deadlines:
 
 
 class Tenants:
-    """The tenants with open requests. Nothing outlives a tenant's last open request.
+    """The tenants with open requests. A tenant is forgotten with its last open request.
 
-    is_shared: all requests count as those of one tenant.
+    is_shared: all requests count as requests of one tenant.
     busy:      tenants that have several requests at engines.
     """
 
@@ -246,7 +249,7 @@ class Tenants:
         return iter(self._tenants.values())
 
     def of(self, key: TenantKey) -> Tenant:
-        """The tenant of that key; a new one is kept with its first open request."""
+        """Return the tenant with this key. A new tenant is stored with its first open request."""
         if self._is_shared:
             key = ""
         tenant = self._tenants.get(key)

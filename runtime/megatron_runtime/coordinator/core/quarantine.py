@@ -1,8 +1,8 @@
-"""Poison requests: requests that end the engine that runs them.
+"""Poison requests: requests that crash the engine that runs them.
 
 A request that was in flight at two crashes is a suspect. Suspects run one at a time, alone, on one engine. A suspect
-that ends an engine alone is failed. One that gets past the point of its last crash is acquitted. The reasons and the
-limits of this rule: docs/decisions/025-requests-that-crash-engines.md.
+that crashes an engine on its own is failed. A suspect that gets past the point of its last crash is acquitted.
+docs/decisions/025-requests-that-crash-engines.md explains the reasons and limits of this rule.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from megatron_runtime.protocol.messages import FailedRequest, Partial
 logger = logging.getLogger(__name__)
 
 SUSPECT_CRASHES = 2
-"""Number of crashes at which a request was in flight that makes it a suspect."""
+"""A request that was in flight at this many crashes is a suspect."""
 ACQUITTAL_TOKENS = 16
-"""A request is acquitted once it has this many tokens more than were known at its last crash."""
+"""A request is acquitted once it has this many more tokens than were known at its last crash."""
 VERDICT_SECONDS = 3.0
 """A live engine registers again within this time after its connection was cut."""
 REMEMBERED_FAILURES = 16
-"""Failed requests that STATUS lists."""
+"""Maximum number of failed requests that STATUS lists."""
 NAMED_ENGINES = 16
-"""The last engines that a failed request ended, as STATUS and its error name them."""
+"""Maximum number of crashed engines that STATUS and the error of a failed request name; the last ones count."""
 REMEMBERED_CUTS = 1024
-"""Engines whose connection was cut and that may still register again, which proves that they did not crash."""
+"""Maximum number of remembered engines whose connection was cut. If such an engine registers again, it did not
+crash."""
 
 
 class Quarantine:
-    """Suspects that wait, the one that is on trial, and the engine that is reserved for it.
+    """The waiting suspects, the suspect on trial, and the engine that is reserved for the trial.
 
     failures:     the last requests that were failed, oldest first.
-    requeue:      takes a request from where it is and holds it back if it is a suspect, or else queues it before all
+    requeue:      removes a request from its place. Holds it back if it is a suspect, otherwise queues it ahead of all
                   others of its priority and model.
     fail:         ends a request with an error.
     reject_unanswerable: ends a request that no engine may answer; returns whether it did.
@@ -67,9 +68,9 @@ class Quarantine:
         self._trial_since = 0.0
         self._reserved: Engine | None = None
         self._accused: Entry | None = None
-        """A suspect that ran alone when its engine's connection was cut. It waits for proof that the engine ended."""
+        """A suspect that ran alone when its engine's connection was cut. It waits for proof that the engine crashed."""
         self._cuts: dict[str, Crash] = {}
-        """Last crash of each engine, by name, while only its connection is known to have ended."""
+        """Last crash of each engine, by name, as long as only the loss of its connection is known."""
 
     def __len__(self) -> int:
         """Suspects without an engine."""
@@ -89,7 +90,7 @@ class Quarantine:
     def crashed(self, engine: Engine, *, certain: bool) -> None:
         """Count a crash against everything that `engine` ran. Called before its requests are released.
 
-        certain: False if only the connection is known to have ended. returned() then may revoke the crash.
+        certain: False if only the loss of the connection is known. In that case returned() may revoke the crash.
         """
         relieved = [entry for entry in engine.relieved if entry.is_open]
         entries = [entry for entry in (*engine.in_flight.values(), *relieved) if not entry.meta.engine]
@@ -132,7 +133,7 @@ class Quarantine:
             self._reserve(None)
 
     def returned(self, name: str, *, has_outlived: bool) -> None:
-        """An engine registered. One whose process outlived the end of its connection did not crash."""
+        """An engine registered. If its process outlived its connection, it did not crash."""
         crash = self._cuts.pop(name, None)
         if crash is None:
             return
@@ -148,7 +149,9 @@ class Quarantine:
             self._convict(accused)
 
     def _convict(self, entry: Entry) -> None:
-        """Fail a request that ended an engine alone. The crashes that it was in flight at count no longer."""
+        """Fail a request that crashed an engine on its own. The crashes that it was in flight at no longer count
+        against others.
+        """
         names = [crash.engine[: limits.MAX_NAME_BYTES] for crash in entry.crashes if crash.counts][-NAMED_ENGINES:]
         uid, listed = entry.uid.hex(), ", ".join(names)
         extra = of_request(entry.meta.request_id)
@@ -188,7 +191,7 @@ class Quarantine:
             self._drop_accusation()
 
     def next_trial(self) -> tuple[Entry, Engine] | None:
-        """The suspect to dispatch now, and the engine that has nothing else to do. begin() follows the dispatch."""
+        """Return the suspect to dispatch now, and the idle engine for it. Call begin() after the dispatch."""
         if self._trial is not None:
             return None
         entry, engine = self._choose() if self._accused is None else (None, None)
@@ -203,7 +206,9 @@ class Quarantine:
             self._trial, self._trial_since = entry, self._context.now
 
     def _choose(self) -> tuple[Entry, Engine] | tuple[None, None]:
-        """The suspect that arrived last, because one that ran for long without harm is less likely to be poison."""
+        """Choose the suspect that arrived last: one that has run for long without a crash is less likely to be
+        poison.
+        """
         serving = self._engines.serving()
         available = [engine for engine in serving if engine.available()]
         for entry in self._latest_first():
@@ -218,7 +223,9 @@ class Quarantine:
         return sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True)
 
     def _preference(self, engine: Engine) -> tuple[bool, bool, int, int]:
-        """An empty engine; else the one that empties already; else the one with the fewest requests."""
+        """Prefer an idle engine, then the engine that is already being emptied, then the one with the fewest
+        requests.
+        """
         return not _is_empty(engine), engine is not self._reserved, len(engine.in_flight), engine.index
 
     def _reserve(self, engine: Engine | None) -> None:
@@ -236,7 +243,9 @@ class Quarantine:
                 entry.progress = offset + count
 
     def advanced(self, engine: Engine) -> bool:
-        """A reserved engine has sent tokens. True if that acquits its suspect: it is past its last crash."""
+        """A reserved engine has sent tokens. Return True if that acquits its suspect, which is then past its last
+        crash.
+        """
         trial = self._trial
         if trial is None or trial.engine is not engine or not self._has_stood(trial):
             return False
@@ -248,8 +257,8 @@ class Quarantine:
     def _has_stood(self, trial: Entry) -> bool:
         """Whether the suspect on trial is past the point of its last crash.
 
-        If that point is not known in tokens, it is the suspect's progress once it has run alone for as long as it may
-        have run before any of its crashes.
+        If that point is not known in tokens, it is the progress that the suspect reaches after it has run alone for as
+        long as it may have run before any of its crashes.
         """
         if trial.meta.streaming:
             return _is_past(trial)
@@ -273,7 +282,7 @@ class Quarantine:
 
 
 def _is_past(entry: Entry) -> bool:
-    """Whether a streaming request is so far past the point of its last crash that it is not taken for the cause."""
+    """Whether a streaming request is far enough past the point of its last crash not to count as the cause."""
     before = entry.crash_position
     return before is not None and entry.meta.streaming and entry.tokens_so_far >= before + ACQUITTAL_TOKENS
 

@@ -6,14 +6,13 @@ is known to its client, to its tenant and, once dispatched, to its engine.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.environment import PeerId
-from megatron_runtime.process.metrics import counter
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.headers import Role
@@ -37,12 +36,12 @@ from megatron_runtime.requests.capabilities import (
     is_parameter,
 )
 
-_RUNNING = EngineState.RUNNING  # a global is found in a tenth of the time of a member of an Enum (Python 3.11)
+_RUNNING = EngineState.RUNNING  # a lookup of a global takes a tenth of the time of an Enum member (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
-"""Capacity of an engine that announced none: it has a queue of its own."""
+"""Capacity of an engine that announces none, because it has its own queue."""
 _NO_HEARTBEAT = Heartbeat(incarnation=0)
 ENTRY_OVERHEAD_BYTES = 1024
-"""Estimate of what an open request costs beside its bodies."""
+"""Estimated memory of an open request in addition to its bodies, in bytes."""
 TOKEN_BYTES = 4
 
 TenantKey: TypeAlias = str | int
@@ -55,17 +54,17 @@ class Client:
 
     key:       public key of its connection; empty without keys.
     model:     model that its requests are made for; empty: any.
-    formats:   formats of answers that it reads; None: it is no OpenAI server, or does not report them.
+    formats:   formats of answers that it reads; None: it is not an OpenAI server, or does not report them.
     route:     number by which engines group partials for it.
     open:      its open requests by uid.
-    answered:  uids whose final answer was sent on the present connection; the last few thousand.
-    outbox:    messages that the connection did not accept yet, in order, each with the uid that it answers and its
-               size in bytes. While it is not empty, no partials are sent: the tokens stay in the journal and are sent
-               as one partial later.
-    outbox_bytes: the sum of these sizes.
+    answered:  the last few thousand uids whose final answer was sent on the current connection.
+    outbox:    messages that the connection has not accepted yet, in order, each with the uid that it answers and its
+               size in bytes. While the outbox is not empty, no partials are sent: the tokens stay in the journal and
+               are sent later as one partial.
+    outbox_bytes: total size of the outbox.
     behind:    some of its tokens were not sent to it.
-    stuck_since: since when its connection is full; None while it accepts messages. Until the shell reports room, it is
-               sent nothing: what is owed to it is in the journal and in the outbox.
+    stuck_since: time since which its connection is full; None while it accepts messages. Until the shell reports room,
+                 nothing is sent: pending data stays in the journal and in the outbox.
     """
 
     name: str
@@ -90,7 +89,7 @@ class Client:
         return bool(self.outbox) or self.behind or not self.reachable
 
     def keep(self, uid: bytes | None, message: Outgoing, *, first: bool = False) -> None:
-        """Add a message to the outbox. first: before all others."""
+        """Add a message to the outbox. first: ahead of all others."""
         add = self.outbox.appendleft if first else self.outbox.append
         size = size_of(message)
         add((uid, message, size))
@@ -104,12 +103,12 @@ class Client:
 
 
 class CrashEvidence(Enum):
-    """Whether the way in which an engine ended is evidence against the requests that it ran."""
+    """Whether the way an engine was lost is evidence against the requests that it ran."""
 
     NONE = auto()
     """It left, was removed, or sent no heartbeats."""
     CUT = auto()
-    """Its side ended the connection without a message: the process ended, or the network failed."""
+    """Its side closed the connection without a message: the process exited, or the network failed."""
     CERTAIN = auto()
     """It reported a failure, or a new process uses its name."""
 
@@ -119,7 +118,7 @@ class Crash:
     """One crash of an engine, shared by the requests that were in flight.
 
     at:     time of the event.
-    counts: False once the crash is explained: the engine had not ended, or the request that ended it was found.
+    counts: False once the crash is explained: the engine is alive, or the request that crashed it is known.
     """
 
     engine: str
@@ -138,33 +137,33 @@ class Engine:
     index:     order of registration; breaks ties in routing.
     key:       public key of its connection; empty without keys.
     model:     model that it serves; empty: not announced.
-    source:    weights named by an UPDATE_WEIGHTS, as far as the engine reported them.
+    source:    weights of the last UPDATE_WEIGHTS that the engine reported.
     adapters:  names of the adapters that it reported as loaded.
     adapter_errors: why others are not loaded, by name.
     knows_adapters: its release has adapters.
-    draining:  gets no new work until it registers again.
+    draining:  excluded from routing until it registers again.
     digest:    digest of its weights; empty: not reported.
     tokenizes: it accepts text prompts.
     backend:   name of its backend; empty: not announced.
-    lacks:     features that requests may need and that it announced not to have.
+    lacks:     features that it announced as missing, and that requests may need.
     parameters: sampling parameters that it knows.
-    task:      what its pooling model computes in place of tokens; empty: it generates tokens.
+    task:      what its pooling model computes instead of tokens; empty: it generates tokens.
     started_ms: when its process started; 0: unknown.
-    limits:    those of LIMITS that it announced, for STATUS.
-    full:      its connection accepted no more, and the shell has not reported room since.
+    limits:    the limits (LIMITS) that it announced, for STATUS.
+    full:      its connection is full, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
-    welcomed:  when the state to be in was last sent to it.
+    welcomed:  when its target state was last sent to it.
     owed:      the last commit sent to it, until a later heartbeat shows its state.
-    entered_during: operation under way when this engine joined; it is sent the outcome.
+    entered_during: operation in progress when this engine joined; the outcome is sent to it.
     in_flight: requests by dispatch id; changed by give() and take().
-    queued:    tokens that it has to compute before its requests have their next token; those of Entry.uncached.
-    held:      tokens of its requests, when they were dispatched.
+    queued:    tokens that it has to compute before its requests get their next token; the sum of Entry.uncached.
+    held:      tokens of its requests at the time of their dispatch.
     prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0: requests are counted.
-    load:      its place among the engines, which EnginesByLoad sets.
-    heartbeat: the last one.
+    load:      its sort key among the engines, set by EnginesByLoad.
+    heartbeat: the last heartbeat.
     relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
-    reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
-    unsettled: it was sent an abort, and has not reported since that it runs nothing.
+    reserved:  it runs one suspect request alone, or is being emptied for one, and gets no other work.
+    unsettled: an abort was sent to it, and it has not reported since that it is idle.
     """
 
     name: str
@@ -213,7 +212,7 @@ class Engine:
 
     @property
     def does(self) -> str:
-        """The name of its task for clients."""
+        """The name of its task, as clients see it."""
         return self.task or GENERATE
 
     def available(self) -> bool:
@@ -236,7 +235,7 @@ class Engine:
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
     def give(self, entry: Entry, cached: int) -> None:
-        """Add a request under its dispatch id, of whose tokens it has cached some."""
+        """Add a request under its dispatch id. cached: number of its tokens in the engine's cache."""
         self.in_flight[entry.dispatch_id] = entry
         size = entry.size = entry.num_tokens
         uncached = entry.uncached = max(0, size - cached)
@@ -253,15 +252,15 @@ class Engine:
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """It computed `tokens` of those of a request."""
+        """Record that it has computed `tokens` of a request's tokens."""
         entry.uncached -= tokens
         self.queued -= tokens
 
     def report(self, heartbeat: Heartbeat) -> bool:
-        """Take over what it reports of its queue. Return whether `queued` changed.
+        """Take over its report about its queue. Return whether `queued` changed.
 
-        The tokens that it has computed are counted for its oldest requests. Requests that it had not received when it
-        sent the heartbeat stay as they are.
+        Computed tokens are attributed to its oldest requests. Requests that it had not received when it sent the
+        heartbeat are unchanged.
         """
         self.heartbeat, before = heartbeat, self.queued
         if heartbeat.queued_tokens is None or not before:
@@ -282,7 +281,9 @@ class Engine:
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
-        """Whether it may answer a request: it has the model, the adapter and every feature that the request needs."""
+        """Return whether it may answer a request: it has the model, the adapter and every feature that the request
+        needs.
+        """
         return (
             self.has_model(entry.model)
             and (not entry.meta.adapter or entry.meta.adapter in self.adapters)
@@ -290,7 +291,7 @@ class Engine:
         )
 
     def lacking(self, needs: str) -> str:
-        """Return the first of the `needs` of a request that it lacks; empty: it has all."""
+        """Return the first of a request's `needs` that it lacks; empty if it has all."""
         if self.task and not asks_for_pooling(needs):
             return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
@@ -352,24 +353,25 @@ class Entry:
     adapter:    adapter of its first dispatch; only that may continue it. None: the base model, or not dispatched yet.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
     details:    log-probs that came with them, as `(offset of the first token, the message's extras)`; unparsed.
-    num_indexed: the number of `details`, from the first on, whose extras are Extras and no longer bytes.
-    forwarded:  number of the tokens that the client was sent.
-    held:       number of them that the client confirmed to have.
+    num_indexed: number of leading `details` whose extras are parsed (Extras, no longer bytes).
+    forwarded:  number of tokens that were sent to the client.
+    held:       number of tokens that the client confirmed.
     dispatch_id, engine: the current dispatch; 0 and None while it waits.
-    former:     dispatch ids of engines that are gone, whose late final is still accepted.
+    former:     dispatch ids at engines that are gone, from which a late final is still accepted.
     slot:       its slot in Deadlines; None while its time is not limited.
     crashes:    crashes of engines while it was in flight there; empty again once it is acquitted.
-    crash_position: generated tokens at the last of them; None if unknown.
-    progress:   tokens that a reserved engine reports of a request that does not stream.
+    crash_position: number of generated tokens at the last crash; None if unknown.
+    progress:   tokens that a reserved engine has reported for a request that does not stream.
     tenant:     the tenant whose share of the engines it counts against.
     admitted_bytes: its cost in the journal when it arrived.
     is_replay:  it waits because its engine was lost, and is dispatched before others.
     moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
-    dispatched_at, dispatches: its first dispatch that an engine's connection accepted, None before, and their number.
+    dispatched_at, dispatches: time of the first dispatch that an engine's connection accepted, None before; and the
+        number of dispatches.
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
-    media_route: route of the client that sent them.
+    media_route: route of the client that sent the media.
     uncached:   tokens that its engine has to compute before its next token, as estimated; 0 after that token.
-    size:       tokens of prompt and answer when it was dispatched. A text counts a token for four bytes.
+    size:       tokens of prompt and answer at its dispatch. Text counts as one token per four bytes.
     """
 
     uid: bytes
@@ -412,7 +414,7 @@ class Entry:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer. A text counts a token for four bytes."""
+        """Tokens of prompt and answer. Text counts as one token per four bytes."""
         return (len(self.prompt) + len(self.generated)) // TOKEN_BYTES
 
     @property
@@ -422,7 +424,7 @@ class Entry:
     def cost(self) -> int:
         bodies = len(self.prompt) + len(self.params) + len(self.generated)
         if self.media is not None:
-            bodies += len(self.media.template)  # MediaStore counts the data
+            bodies += len(self.media.template)  # MediaStore counts this data
         return bodies + self.details_bytes + ENTRY_OVERHEAD_BYTES
 
 
@@ -430,9 +432,9 @@ class Entry:
 class Tenant:
     """A tenant with open requests.
 
-    order:     a counter, set each time the number of its requests at engines changes; the lower goes first.
+    order:     a counter value, set each time the number of its requests at engines changes; the lower value goes first.
     in_flight: its requests at engines by dispatch id, the most recent last.
-    lanes:     its waiting requests that are no replays, in order, for each band of the queue.
+    lanes:     its waiting requests, without replays, in order, for each band of the queue.
     num_open, open_bytes: its open requests, and their cost in the journal when they were admitted.
     """
 
@@ -452,7 +454,7 @@ class Tenant:
         return self.num_open - len(self.in_flight)
 
     def last_waiting(self) -> Entry | None:
-        """The request that is last in line, of those that wait and have no tokens yet."""
+        """Return the last of its waiting requests that have no tokens yet."""
         for _, lane in sorted(self.lanes.items(), key=lambda item: item[0].priority, reverse=True):
             last = next(reversed(lane.values()))
             if not last.generated:
@@ -474,13 +476,13 @@ class Ended(NamedTuple):
 
     @property
     def queue_seconds(self) -> float:
-        """From its arrival to its first dispatch, or to its end without one."""
+        """Seconds from its arrival to its first dispatch, or to its end without one."""
         dispatched_at = self.entry.dispatched_at
         return (self.at if dispatched_at is None else dispatched_at) - self.entry.arrived
 
 
 class Levels:
-    """Tenants by load; those of one load in the order in which they reached it or began to wait."""
+    """Tenants by load. Tenants of equal load are in the order in which they reached it or began to wait."""
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[Tenant, None]] = {}
@@ -524,32 +526,3 @@ class Band:
     needs: str
     replays: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     tenants: Levels = field(default_factory=Levels)
-
-
-LOSSES = "Replays and engines lost"
-"""Title of a panel of the dashboard."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Event counts for metrics. Plain integers: they cost little on the request path."""
-
-    rejected: Counter[str] = field(default_factory=Counter)
-    """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
-    replays: int = counter("replays", "Requests dispatched again because their engine was lost.", panel=LOSSES)
-    moved: int = counter("moved_requests", "Requests taken from an engine to make room for another tenant.")
-    stale: int = counter("stale_answers", "Answers of engines that were not the next of their request.")
-    late: int = counter("late_answers", "Final answers of engines that had been removed, delivered.")
-    evicted_blocks: int = counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
-    completed: int = counter("completed_requests", "Requests that got their final answer from an engine.")
-    error_answers: int = counter("refused_requests", "Requests that the coordinator answered with an error.")
-    aborted: int = counter("aborted_requests", "Requests aborted by their client, or because it left.")
-    over_limit: int = counter("over_limit_requests", "Requests rejected because of the limits of their API key.")
-    partials: int = counter("partials", "Partial answers received from engines.")
-    engines_lost: int = counter(
-        "engines_lost", "Engines removed because they left, failed or sent no heartbeat.", panel=LOSSES
-    )
-    engine_crashes: int = counter("engine_crashes", "Engines that crashed while they had requests.")
-    suspects: int = counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
-    acquitted: int = counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
-    poison_requests: int = counter("poison_requests", "Requests failed because they end engines.")

@@ -24,12 +24,12 @@ class Rejection(NamedTuple):
 
 
 def unavailable(state: str) -> Rejection:
-    """Return the error of a request that comes while no engine answers on purpose."""
+    """Return the error of a request that arrives while the engines are deliberately not answering."""
     return Rejection(ErrorCode.UNAVAILABLE, f"the engines are {state}: try again later", RETRY_AFTER_SECONDS)
 
 
 def full(reason: str) -> Rejection:
-    """Return the error of a request for which there is no memory or no place in the queue."""
+    """Return the error of a request for which there is no memory or no room in the queue."""
     return Rejection(ErrorCode.QUEUE_FULL, f"{reason}: try again", RETRY_AFTER_SECONDS)
 
 
@@ -48,7 +48,7 @@ def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejec
 
 
 def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
-    """Return the error of a request whose one engine does not answer it."""
+    """Return the error of a request whose only engine does not answer it."""
     why = "does not serve"
     if engine is not None and engine.reserved:
         why = "is reserved for a suspect request"
@@ -102,9 +102,10 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 
 
 def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
-    """Return why a request ends whose adapter was removed, or has another source than that of its tokens.
+    """Return the error of a request whose adapter was removed, or was replaced since its first tokens; None if it may
+    continue.
 
-    None before a list was set, because a restarted coordinator learns the list from engines or the operator.
+    None also before a list is set, because a restarted coordinator gets the list from engines or the operator.
     """
     name = entry.meta.adapter
     if not name or not adapters.generation:
@@ -128,6 +129,6 @@ def other_model(entry: Entry, engines: Sequence[Engine]) -> Rejection:
 
 
 def awaited_engine(entry: Entry) -> str:
-    """Return which engine a request waits for, for its error at its deadline."""
+    """Return which engine a request waits for, for the error at its deadline."""
     features = [described(name)[1] for name in entry.meta.needs.split()]
     return f"an engine that supports {', '.join(features)}" if features else "an engine"

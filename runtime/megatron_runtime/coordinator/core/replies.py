@@ -33,13 +33,15 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 CATCH_UP_BYTES = 4 << 20
-"""A client that is behind is sent at most this much in one event."""
+"""Maximum number of bytes sent in one event to a client that has fallen behind."""
 
 _PER_TOKEN = ("log_probs", "top_n_logprobs")
 
 
 class Replies:
-    """A token enters the journal only from the current dispatch and only as the next one, so none is doubled."""
+    """Sends the output of engines to clients. A token enters the journal only from the current dispatch, and only as
+    the next token, so no token is duplicated.
+    """
 
     def __init__(self, context: Context, dispatcher: Dispatcher) -> None:
         self._context = context
@@ -47,7 +49,7 @@ class Replies:
         self._counters = context.counters
 
     def partial(self, engine: Engine, message: Partial, sent: Outgoing) -> None:
-        """Take new tokens. Forward the message as it was sent if one client is to get all of them."""
+        """Take new tokens. If all of them are for one client that is up to date, forward the message unchanged."""
         self._counters.partials += 1
         if not message.route:
             self._dispatcher.quarantine.note_progress(engine, message)
@@ -87,16 +89,20 @@ class Replies:
             for entry in accepted:
                 entry.forwarded = len(entry.generated) // TOKEN_BYTES
         else:
-            for entry in accepted:
-                if entry.client.blocked:
-                    entry.client.behind = True
-                    self.catch_up(entry.client)
-            unsent = [entry for entry in accepted if not entry.client.blocked and entry.forwarded < entry.tokens_so_far]
-            _index_details(unsent)
-            for entry in unsent:
-                self._send_owed(entry)
+            self._send_to_each(accepted)
         if engine.reserved:
             self._dispatcher.check_trial(engine)
+
+    def _send_to_each(self, accepted: Iterable[Entry]) -> None:
+        """Send the new tokens of each request to its own client, or leave them in the journal if it reads slowly."""
+        for entry in accepted:
+            if entry.client.blocked:
+                entry.client.behind = True
+                self.catch_up(entry.client)
+        unsent = [entry for entry in accepted if not entry.client.blocked and entry.forwarded < entry.tokens_so_far]
+        _index_details(unsent)
+        for entry in unsent:
+            self._send_owed(entry)
 
     def final(self, engine: Engine, message: Final, sent: Outgoing) -> None:
         entry = engine.in_flight.get(message.dispatch_id)
@@ -106,10 +112,10 @@ class Replies:
             self._counters.stale += 1
 
     def late_final(self, peer: PeerId, message: Final, sent: Outgoing) -> bool:
-        """An engine that lost its requests, by removal or silence, answers one of them.
+        """An engine whose requests were taken away, because it was removed or silent, answers one of them.
 
-        The answer is delivered if it begins with the tokens that the client was sent, and ends the request, wherever it
-        is now. False if it belongs to no open request, or differs.
+        If the answer begins with the tokens that were sent to the client, deliver it and end the request, wherever it
+        runs now. Return False if it belongs to no open request, or differs.
         """
         entry = self._dispatcher.former(message.dispatch_id, peer)
         if entry is None or entry.uid != message.uid:
@@ -133,7 +139,8 @@ class Replies:
         self._counters.completed += 1
         self._dispatcher.forget(entry)
         if not client.reachable:
-            # The last tokens may have been lost with the connection, and a client cannot request them after the final.
+            # The last tokens may have been lost with the connection, and the client cannot request them after the
+            # final.
             entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
             if entry.num_indexed < len(entry.details):
@@ -146,7 +153,7 @@ class Replies:
     def catch_up(self, client: Client) -> None:
         """Send `client` its outbox and missing tokens in as few messages as possible, unless its connection is full.
 
-        After CATCH_UP_BYTES, the rest waits until the shell reports room, like the rest for a full connection.
+        After CATCH_UP_BYTES, the remaining messages wait until the shell reports room, as for a full connection.
         """
         if client.stuck_since is not None or not client.reachable:
             return
@@ -175,18 +182,18 @@ class Replies:
             self.catch_up(client)
 
     def _send_owed(self, entry: Entry) -> int:
-        """Send the client all tokens of the request that it lacks. Return the size of the message."""
+        """Send the client all tokens of the request that it lacks. Return the size of the message in bytes."""
         frames = _owed(entry)
         self._context.answer_now(entry.client, frames)
         entry.forwarded = entry.tokens_so_far
         return sum(map(len, frames))
 
     def not_sent(self, client: Client, sent: Outgoing, *, is_gone: bool) -> None:
-        """The connection did not accept this message. Called for the last of them first.
+        """The connection did not accept this message. If there are several, this is called for the last one first.
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
-        is_gone: there is no connection any more. Otherwise it is full, and the shell reports when it is not.
+        is_gone: the connection is closed. Otherwise it is full, and the shell reports when it has room again.
         """
         if is_gone:
             client.reachable = False
@@ -210,7 +217,7 @@ class Replies:
 
 
 def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
-    """A map that an engine packed; an empty one if it cannot be read."""
+    """Return a map that an engine packed; an empty map if it cannot be read."""
     if isinstance(raw, dict):
         return raw
     try:
@@ -222,7 +229,7 @@ def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
 
 
 def _owed(entry: Entry) -> Frames:
-    """All tokens that the client was not sent, with their details, as one partial."""
+    """Return all tokens that were not sent to the client yet, with their details, as one partial."""
     tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
     details = _details_from(entry, entry.forwarded)
     item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
@@ -231,7 +238,7 @@ def _owed(entry: Entry) -> Frames:
 
 
 def _index_details(entries: Iterable[Entry]) -> None:
-    """Let the details of these entries share the places of their log-probs, entries of the same message the same."""
+    """Replace the raw extras of these entries by Extras. Entries of the same message share one."""
     shared: dict[int, Extras] = {}
     for entry in entries:
         details = entry.details
@@ -244,7 +251,7 @@ def _index_details(entries: Iterable[Entry]) -> None:
 
 
 def _details_from(entry: Entry, first: int) -> dict[str, Any]:
-    """The details of the tokens from number `first` on, merged."""
+    """Return the merged details of the tokens from number `first` on."""
     merged: dict[str, Any] = {}
     begin = bisect.bisect_right(entry.details, first, key=itemgetter(0))
     for offset, extras in islice(entry.details, max(0, begin - 1), None):

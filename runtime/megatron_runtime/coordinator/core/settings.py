@@ -14,16 +14,16 @@ __all__ = ["CoordinatorSettings", "PrefixCachingCoordinatorPolicy", "RoutingPoli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds. Tests shorten them; deployments use the defaults."""
+    """Times in seconds. Tests shorten them; deployments use the defaults."""
 
     heartbeat: float = limits.HEARTBEAT_SECONDS
     suspect: float = limits.SUSPECT_SECONDS
     dead: float = limits.DEAD_SECONDS
     client_dead: float = limits.DEAD_SECONDS
     recovery: float = limits.RECOVERY_SECONDS
-    """0 starts RUNNING at once."""
+    """Duration of recovery after a start; 0 starts in RUNNING at once."""
     recovery_settle: float = 1.5
-    """Live engines send a message within this time: they reconnect once a second and send two heartbeats."""
+    """Every live engine sends a message within this time: engines reconnect once per second and send two heartbeats."""
     slow_client: float = 30.0
     """A client whose buffer has been full for this long is removed."""
     key_check: float = 2.0
@@ -53,14 +53,14 @@ class CoordinatorSettings:
     block_size_tokens: granularity of prefix hashes; None uses what the engines announce.
     pause_mode:      "Hold" queues requests while paused or suspended, "Reject" answers 503.
     max_queued:      requests that wait for an engine; beyond it 429.
-    max_wait_seconds: the longest a request waits for an engine; then 504.
+    max_wait_seconds: maximum time that a request waits for an engine; then 504.
     journal_bytes:   memory for prompts and tokens of open requests; beyond it 429.
     max_clients:     clients registered at once.
-    plain_max_requests: requests that a plain engine runs at once, which it does not report; 0: no limit.
-    plain_release:   first release whose messages a plain engine is sent while no plain client has submitted a request,
-                     which would tell it: "0.17" or "0.20", which divides messages into more frames.
+    plain_max_requests: requests that a plain engine runs at once; it does not report them itself. 0: no limit.
+    plain_release:   message format for plain engines until a plain client has submitted a request, which shows the
+                     format: that of release "0.17" or "0.20"; 0.20 divides messages into more frames.
     deterministic:   engines alternate in the order of their names; only the order of arrival decides.
-    schedule_output_path: JSON file for the scheduling decisions, written at the end.
+    schedule_output_path: JSON file for the scheduling decisions, written at exit.
     """
 
     listen: str = "::"

@@ -1,6 +1,6 @@
 """Control messages in two phases: signal every engine, collect acknowledgements, commit. One operation at a time.
 
-protocol/lifecycle.py says in which states each message is legal and what it does.
+protocol/lifecycle.py defines in which states each message is legal and what it does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_runtime.protocol.published_weights import is_published
 logger = logging.getLogger(__name__)
 
 MAX_DEFERRED = 64
-"""Control messages without an operation id that wait for the operation under way."""
+"""Maximum number of control messages without an operation id that wait for the operation in progress."""
 REMEMBERED_OPERATIONS = 64
 
 _STEADY = frozenset(STEADY_ENGINE_STATES)
@@ -49,8 +49,8 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.SET_ADAPTERS: ("adapters",),
 }
 KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
-"""Control messages that fail as a whole if one engine fails. The engine keeps serving. So does UPDATE_WEIGHTS from a
-trainer: an engine that cannot reach the trainer could not use the weights after a restart either."""
+"""Control messages that fail as a whole if one engine fails. The engine keeps serving. UPDATE_WEIGHTS from a trainer
+behaves in the same way: an engine that cannot reach the trainer could not get the weights after a restart either."""
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
 
@@ -61,11 +61,11 @@ class PendingOperation:
 
     clients: clients that get the answer; a second sender of the same id joins.
     waiting: engines that have not answered.
-    failed:  engines that did not carry it out and keep serving; the operation has then failed.
-    must_load: UPDATE_WEIGHTS: engines that have verified the weights and load them in a second step, under a pause.
-    is_loading: the second step has begun. From here on, one that fails makes the others use the old weights.
+    failed:  engines that did not carry it out and keep serving; if there are any, the operation has failed.
+    must_load: UPDATE_WEIGHTS: engines that have verified the weights and load them in a second step, while paused.
+    is_loading: the second step has begun. From here on, if one engine fails, the others return to the old weights.
     unsupported: the backend of a failed engine lacks the feature.
-    adapter_errors: SET_ADAPTERS: by name, why the first engine that failed could not load an adapter.
+    adapter_errors: SET_ADAPTERS: why the first failed engine could not load an adapter, by the adapter's name.
     """
 
     control: Control
@@ -106,8 +106,8 @@ class Verbs:
     source:       weights that the last UPDATE_WEIGHTS named; None before the first.
     adapters:     the list that the last SET_ADAPTERS named.
     drained_all:  nothing is dispatched: all engines were drained, and no UNPAUSE or STOP has come since.
-    settled:      an operation was begun in this process: engines that come later take the state from here.
-    evict:        removes an engine for this reason.
+    settled:      an operation has begun in this process, so engines that register later take their state from here.
+    evict:        removes an engine, given the reason.
     stopped:      called after all engines were stopped.
     adapters_changed: called after a new list of adapters is committed, before the engines get it.
     """
@@ -149,20 +149,20 @@ class Verbs:
 
     @property
     def holds(self) -> bool:
-        """Whether engines are stopped on purpose, or are about to be: new requests wait or are rejected."""
+        """Whether engines are deliberately not running, or about to be, so that new requests wait or are rejected."""
         return self.state in (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED) or (
             self.current is not None and self.current.control.kind is Header.PAUSE
         )
 
     @property
     def target_state(self) -> CoordinatorState:
-        """The state that an engine that joins now has to enter: that after the operation under way."""
+        """The state that an engine that joins now must enter: the state after the operation in progress."""
         if self.current is not None and self.current.control.kind in SIGNALS:
             return TRANSITIONS[self.current.control.kind].coordinator_after
         return self.state
 
     def waits_for(self, engine: Engine) -> bool:
-        """Whether the operation under way waits for this engine."""
+        """Return whether the operation in progress waits for this engine."""
         return self.current is not None and self.current.waiting.get(engine.name) is engine
 
     def operations(self) -> list[Operation]:
@@ -192,8 +192,8 @@ class Verbs:
         self._source_revisions.add(revision)
 
     def source_for(self, engine: Engine) -> str | None:
-        """The weights that an engine has to hold. An engine of another revision was made for its own weights, unless a
-        trainer publishes them: every engine serves the trainer's.
+        """Return the weights that an engine must hold. An engine of another revision keeps its own weights. But if a
+        trainer publishes the weights, every engine serves them.
         """
         is_theirs = is_published(self.source) or engine.revision in self._source_revisions
         return self.source if is_theirs else None
@@ -218,13 +218,13 @@ class Verbs:
         ]
 
     def welcome(self, engine: Engine) -> None:
-        """Send an engine the state, epoch, weights and adapters that it has to enter."""
+        """Send an engine the state, epoch, weights and adapters that it must adopt."""
         engine.welcomed = self._context.now
         size, source = limits.MAX_ENGINE_MESSAGE_BYTES, self.source_for(engine)
         self.acknowledge_hello(engine.peer, state=self.target_state, max_message_bytes=size, source=source)
 
     def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
-        """Send HELLO_ACK with these fields and those that are the same for all peers."""
+        """Send HELLO_ACK with these fields and the fields that are the same for all peers."""
         ack = HelloAck(
             incarnation=self._context.incarnation,
             epoch=self.epoch,
@@ -275,7 +275,7 @@ class Verbs:
             self._start(operation)
 
     def _rejection(self, control: Control) -> tuple[ErrorCode, str] | None:
-        """The first reason why `control` is not begun."""
+        """Return the first reason not to begin `control`; None if there is none."""
         name = control.kind.name
         if control.fence is not None and control.fence < self.fence:
             return ErrorCode.STALE_FENCE, f"fence {control.fence} is lower than {self.fence}, seen before"
@@ -302,11 +302,13 @@ class Verbs:
         return None
 
     def _ends_drain(self, control: Control) -> bool:
-        """Engines run, but were all drained: UNPAUSE lets them have work again, and no engine is signalled."""
+        """Whether UNPAUSE only ends a DRAIN: all engines run but are drained. They get work again, and no engine is
+        signalled.
+        """
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 
     def _is_published_again(self, control: Control) -> bool:
-        """A trainer repeats the update that was committed last, because it got no answer."""
+        """Whether a trainer repeats the last committed update because it got no answer."""
         is_update = control.kind is Header.UPDATE_WEIGHTS and is_published(control.source)
         return is_update and (control.source, control.epoch) == (self.source, self.epoch)
 
@@ -348,7 +350,7 @@ class Verbs:
             self._finish_if_complete(operation)
 
     def check_drained(self) -> bool:
-        """If a DRAIN is under way, confirm the engines that are idle. True if that ended it."""
+        """If a DRAIN is in progress, confirm the engines that are idle. Return True if that completed it."""
         operation = self.current
         if operation is None or operation.control.kind is not Header.DRAIN:
             return False
@@ -359,7 +361,7 @@ class Verbs:
         return self.current is not operation
 
     def acknowledged(self, engine: Engine, ack: ControlAck) -> bool:
-        """An engine answers. False if no operation waits for this answer."""
+        """An engine answers. Return False if no operation waits for this answer."""
         operation = self.current
         if operation is None or operation.operation_id != ack.operation_id:
             return False
@@ -380,7 +382,7 @@ class Verbs:
         return True
 
     def engine_lost(self, engine: Engine, reason: str) -> None:
-        """An engine left the registry: the operation waits for it no longer."""
+        """An engine left the registry: the operation no longer waits for it."""
         operation = self.current
         if operation is not None and operation.waiting.get(engine.name) is engine:
             del operation.waiting[engine.name]
@@ -439,7 +441,9 @@ class Verbs:
             self._commit(operation)
 
     def _load(self, operation: PendingOperation) -> bool:
-        """Have the engines that load weights under a pause do so. False if there are none, or if they have begun."""
+        """Make the engines that load weights while paused do so. Return False if there are none, or if they have begun
+        already.
+        """
         loading = [engine for engine in operation.must_load if self._engines.is_registered(engine)]
         if operation.is_loading or not loading:
             return False
@@ -451,7 +455,7 @@ class Verbs:
         return True
 
     def _discard(self, operation: PendingOperation) -> None:
-        """Have the engines undo phase one. If this message is lost, they do so at the next control message."""
+        """Make the engines undo phase one. If this message is lost, they do so at the next control message."""
         kind, operation_id = operation.control.kind, operation.operation_id
         frames = ControlCommit(operation_id=operation_id, signal=kind, discard=True).to_frames()
         for engine in operation.signalled:
@@ -497,7 +501,7 @@ class Verbs:
         if commit.signal is Header.UPDATE_WEIGHTS:
             engine.source, engine.digest = self.source, ""
         if commit.signal is Header.SET_ADAPTERS:
-            engine.forget_adapters()  # its next HELLO reports those that it has now
+            engine.forget_adapters()  # its next HELLO reports the adapters that it has now
         if commit.signal is Header.STOP:
             engine.serving = False
 
@@ -512,7 +516,7 @@ class Verbs:
         self._conclude(operation, operation.answer(ok=False, state=self.state, code=int(code), error=error))
 
     def _conclude(self, operation: PendingOperation, ack: ControlAck) -> None:
-        """Remember the answer, send it, and begin the next operation."""
+        """Record the answer, send it, and begin the next operation."""
         if self.current is operation:
             self.current = None
             self._context.cancel_timer("operation")
