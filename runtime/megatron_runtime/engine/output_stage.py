@@ -41,12 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 _SMALLER = {True: "ask for fewer log-probabilities", False: "shorten the text, or ask for fewer dimensions"}
-"""How a request has a smaller answer, by whether it has generated tokens."""
+"""How a client can get a smaller answer, by whether the request generates tokens."""
 _PROMPT_TOKENS = 256
-"""At the end of a prompt; a decoder looks at few of them."""
+"""Number of tokens at the end of a prompt that a decoder may look at."""
 
 LikeliestTokens: TypeAlias = TopLogProbs | dict[str, float]
-"""The likeliest tokens at one position, in falling order."""
+"""The most likely tokens at one position, in descending order."""
 
 
 class StopText(NamedTuple):
@@ -59,7 +59,7 @@ class StopText(NamedTuple):
 class StopMatcher:
     """Searches the text of one request for stop texts, token by token.
 
-    The searched text has the special tokens that occur in a stop text. They are no part of the answer's text.
+    The searched text includes special tokens that occur in a stop text. They are not part of the answer's text.
 
     after: tokens before the answer.
     """
@@ -73,18 +73,19 @@ class StopMatcher:
         self._detokenizer = tokenizer.detokenizer(after=after, visible=self._special)
         self._min_tokens = min_tokens
         self._special_places: list[tuple[int, int]] = []
-        """Where the searched text has special tokens: their first character, and the one after their last."""
+        """Places of special tokens in the searched text: index of their first character, and of the one after their
+        last."""
         self._parts: list[str] = []
         self._length = 0
-        """Of the text of all parts."""
+        """Length of the text of all parts."""
         self._tail = ""
-        """The end of the text in which a stop text may begin: `_hold` characters."""
+        """The last `_hold` characters of the text, in which a stop text may begin."""
         self._ends: deque[int] = deque()
         """Length of the text after each token that may be part of a stop text."""
         self._num_releasable = 0
 
     def append(self, token: int) -> None:
-        """Append a token without a search: it was sent earlier, so it completes no stop text."""
+        """Append a token without a search. It was sent earlier, so it does not complete a stop text."""
         self._append(token)
 
     def feed(self, token: int) -> StopText | None:
@@ -94,12 +95,12 @@ class StopMatcher:
         text = self._append(token)
         if self._num_releasable + len(self._ends) < self._min_tokens:
             return None
-        # A stop text that ends within the earlier tokens was passed over: there were fewer than min_tokens.
+        # A stop text that ends within the earlier tokens was skipped: the answer had fewer than min_tokens.
         places = ((text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops)
         return min((StopText(start + at, stop) for at, stop in places if at >= 0), default=None)
 
     def _append(self, token: int) -> str:
-        """Return the text of the token, after the tail so far."""
+        """Return the tail so far, followed by the text of the token."""
         text = self._detokenizer.feed((token,))
         self._parts.append(text)
         self._length += len(text)
@@ -130,9 +131,10 @@ class StopMatcher:
 
 @dataclass(slots=True)
 class LogProbDetails:
-    """Log-probabilities of one request, from token number `first` on. Another engine reported the earlier ones.
+    """Log-probabilities of one request, from token number `first` on. Another engine has reported the earlier ones.
 
-    text_of: returns the text of a token: the likeliest tokens are then maps by text. None: they are pairs with the id.
+    text_of: returns the text of a token; the most likely tokens are then maps by text. None: they are (id, value)
+             pairs.
     """
 
     first: int
@@ -151,7 +153,7 @@ class LogProbDetails:
                 self.prompt_top = list(map(self._named, output.prompt_top_n_logprobs))
 
     def _named(self, likeliest: TopLogProbs) -> LikeliestTokens:
-        """Return the likeliest tokens by text. Of tokens with equal text the likeliest is kept."""
+        """Return the most likely tokens by text. Among tokens with equal text, the most likely one is kept."""
         if self.text_of is None:
             return likeliest
         named: dict[str, float] = {}
@@ -160,7 +162,7 @@ class LogProbDetails:
         return named
 
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the extras of tokens `start` to `stop`. The first extras include those of the prompt."""
+        """Return the extras of tokens `start` to `stop`. The first extras include the prompt's."""
         part = slice(start - self.first, stop - self.first)
         extras: dict[str, Any] = {"log_probs": self.chosen[part]}
         if self.top:
@@ -183,7 +185,7 @@ class LogProbDetails:
 
 
 def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
-    """Return the `error` map of a reply, with the invalid parameter or the time to try again if it has one."""
+    """Return the `error` map of a reply, with the invalid parameter, or the retry time, if the error has one."""
     if isinstance(error, str):
         return {"code": int(code), "type": code.name, "message": error}
     described = {"code": int(code), **serialize_error(error)}
@@ -207,17 +209,17 @@ class OpenDispatch:
     matcher: StopMatcher | None
     details: LogProbDetails | None = None
     times: list[float] | None = None
-    """If a record is requested: when the request was added, and when each new token arrived."""
+    """When the request was added, and when each new token arrived. Only if a record is requested."""
     added: float = 0.0
-    """If requests are traced: when it was added, in seconds since 1970."""
+    """When the request was added, in seconds since 1970. Only if requests are traced."""
 
 
 class OutputStage:
     """Open requests of this engine by dispatch id, and the messages that report their tokens.
 
     send:         sends the frames of a message to the coordinator; returns False if the message is too large.
-    finish_early: aborts a request in the backend that a stop text has ended.
-    tokenizer:    returns that of the model; None: the tokens have no text.
+    finish_early: aborts a request in the backend, because a stop text has ended it.
+    tokenizer:    returns the model's tokenizer; None: the tokens have no text.
     on_forget:    called with the dispatch id of each request that ends.
     tracer:       records a span of each traced request; None: requests are not traced.
     clock:        returns monotonic seconds.
@@ -274,7 +276,7 @@ class OutputStage:
         return None if tokenizer is None else lambda token: tokenizer.token_bytes(token).decode(errors="replace")
 
     def forget(self, dispatch_id: int, *, output: RequestOutput | None = None, error: str = "aborted") -> None:
-        """End a request. output: its last one. error: why it has none."""
+        """End a request. output: its last output. error: why it has none."""
         request = self.open.pop(dispatch_id, None)
         if self._tracer is not None and request is not None and request.dispatch.meta.traceparent:
             _trace(self._tracer, request, output, error=error)
@@ -344,26 +346,6 @@ class OutputStage:
             request.sent = upto
         self._send(Partial(route, entries, tokens_to_bytes(tokens), pack(extras) if extras else b"").to_frames())
 
-    def _record(self, request: OpenDispatch, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of a record: seconds to the first token and from token to token, and the answer's text.
-
-        The times are those of this engine: after a failover there is no ttft.
-        """
-        assert request.times is not None
-        added, *arrived = request.times
-        record: dict[str, Any] = {"tpot": [round(after - before, 6) for before, after in pairwise(arrived)]}
-        if arrived and not request.dispatch.generated:
-            record["ttft"] = arrived[0] - added
-        tokenizer = self._tokenizer()
-        if tokenizer is not None:
-            record["generated_text"] = tokenizer.answer_text(
-                request.tokens,
-                after=_end_of_prompt(request.dispatch),
-                stop_token=output.stop_token,
-                keeps_end=request.params.detokenize_stop_sequence,
-            )
-        return record
-
     def _send_final(self, request: OpenDispatch, output: RequestOutput, found: StopText | None) -> None:
         failed = output.finish_reason == "error"
         if logger.isEnabledFor(logging.DEBUG):
@@ -409,9 +391,29 @@ class OutputStage:
                 dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: {_SMALLER[output.pooled is None]}"
             )
 
+    def _record(self, request: OpenDispatch, output: RequestOutput) -> dict[str, Any]:
+        """Return the fields of a record: seconds to the first token and from token to token, and the answer's text.
+
+        The times are those of this engine: after a failover there is no ttft.
+        """
+        assert request.times is not None
+        added, *arrived = request.times
+        record: dict[str, Any] = {"tpot": [round(after - before, 6) for before, after in pairwise(arrived)]}
+        if arrived and not request.dispatch.generated:
+            record["ttft"] = arrived[0] - added
+        tokenizer = self._tokenizer()
+        if tokenizer is not None:
+            record["generated_text"] = tokenizer.answer_text(
+                request.tokens,
+                after=_end_of_prompt(request.dispatch),
+                stop_token=output.stop_token,
+                keeps_end=request.params.detokenize_stop_sequence,
+            )
+        return record
+
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:
-    """Return the output of a request for no tokens: what was computed of its prompt."""
+    """Return the output of a request for zero tokens: only the results for its prompt."""
     return replace(
         output,
         new_tokens=[],

@@ -75,7 +75,7 @@ MakeLink = Callable[..., PeerLink]
 
 FIRST_REPORT_SECONDS = 10.0
 REPORT_SECONDS = 30.0
-"""From the start to the first log message about a coordinator that does not answer, and between two messages."""
+"""Time from the start to the first log message about a coordinator that does not answer, and between such messages."""
 WEIGHTS_RETRY_SECONDS = 1.0
 """Time between two attempts of a starting engine to get the weights of a trainer."""
 LOAD_SILENCE_SECONDS = 600.0
@@ -113,11 +113,11 @@ class EngineWorker:
         self._aborts_in_progress = 0
         self._weights_wanted = True
         self._weights_unavailable = ""
-        """Why the trainer's weights cannot be loaded; empty otherwise. The engine serves nothing until they are."""
+        """Why the trainer's weights cannot be loaded; empty otherwise. While it is set, the engine does not serve."""
         self._coordinator_state: CoordinatorState | None = None
         self._acknowledged = asyncio.Event()
         self._last_rejection = ""
-        """Error of the last rejected message since the last HELLO_ACK, which was logged."""
+        """Error of the last rejected message since the last HELLO_ACK; it has been logged."""
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
@@ -129,7 +129,7 @@ class EngineWorker:
             on_message=self._on_message,
         )
         self._adapters_in_use: dict[int, Adapter] = {}
-        """By dispatch id."""
+        """Adapters in use, by dispatch id."""
         self._outputs = OutputStage(
             send=self._link.send,
             finish_early=backend.abort,
@@ -144,8 +144,8 @@ class EngineWorker:
     async def run(self) -> None:
         """Serve until `ended` is set, the engine fails, or STOP ends it.
 
-        After STOP an engine of a resource idles: the kubelet would start an ended container again. Such an engine has a
-        revision.
+        After STOP, an engine of a resource (it has a revision) keeps running idle, because the kubelet would restart an
+        exited container.
         """
         await self._backend.start(self)
         health = None
@@ -173,7 +173,9 @@ class EngineWorker:
                 await health.stop()
 
     def on_leave(self) -> None:
-        """Drain: take no new requests, finish those in flight within the drain time, hand over the rest. Idempotent."""
+        """Drain: accept no new requests, finish the requests in flight within the drain time, hand over the rest.
+        Idempotent.
+        """
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._drain())
 
@@ -243,7 +245,7 @@ class EngineWorker:
         )
 
     async def _report_until_registered(self) -> None:
-        """Log where the coordinator was tried and why it does not answer, until it does or the engine ends."""
+        """Log the coordinator's address and why it does not answer, until it answers or the engine exits."""
         limit = math.inf if self._settings.registration_seconds is None else self._settings.registration_seconds
         waited, pause = 0.0, FIRST_REPORT_SECONDS
         while True:
@@ -276,7 +278,7 @@ class EngineWorker:
             self._abort(dispatch_id)
 
     def _abort(self, dispatch_id: int) -> None:
-        """Drop a request. It counts as running, and holds its adapter, until the backend has released it."""
+        """Drop a request. It counts as running, and keeps its adapter in use, until the backend has released it."""
         adapter = self._adapters_in_use.pop(dispatch_id, None)
         self._outputs.forget(dispatch_id)
         self._aborts_in_progress += 1
@@ -291,7 +293,9 @@ class EngineWorker:
             self.lifecycle.adapters.end(adapter)
 
     def _aborted(self, aborted: asyncio.Future[object]) -> None:
-        """Report an idle engine at once, because the coordinator may wait for it. A stopped backend is idle, too."""
+        """Report at once that the engine is idle, because the coordinator may wait for it. A stopped backend counts as
+        idle.
+        """
         if not aborted.cancelled():
             aborted.exception()
         self._aborts_in_progress -= 1
@@ -320,7 +324,7 @@ class EngineWorker:
                 logger.warning("ignored an unexpected message: %.120r", message)
 
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
-        """Ask for the state by HELLO when the coordinator has recovered, because it may have changed."""
+        """Request the state by HELLO when the coordinator has recovered, because the state may have changed."""
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state
         if recovered:
@@ -329,7 +333,7 @@ class EngineWorker:
     async def _control_loop(self) -> None:
         """Handle one control message at a time.
 
-        An exception ends the engine, because an engine that does not follow its coordinator must not serve.
+        An exception terminates the engine, because an engine that does not follow its coordinator must not serve.
         """
         try:
             while not self.ended.is_set():
@@ -351,7 +355,7 @@ class EngineWorker:
         else:
             await self.lifecycle.commit(message)
             if message.signal is Header.SET_ADAPTERS:
-                self._link.say_hello()  # it reports the adapters, and only then the coordinator dispatches to them
+                self._link.say_hello()  # HELLO reports the adapters: only then does the coordinator dispatch to them
             if self.lifecycle.state is EngineState.STOPPED:
                 logger.info("stopped")
                 self._drop_all()
@@ -361,7 +365,7 @@ class EngineWorker:
                     self.ended.set()
 
     async def _enter(self, ack: HelloAck) -> None:
-        """Reach the state of HELLO_ACK. Load its adapters first, and the weights if they are needed."""
+        """Enter the state of HELLO_ACK, after loading its adapters and, if they are needed, the weights."""
         if self._leaving is not None or ack.state is CoordinatorState.RECOVERING:
             return
         if ack.fence <= limits.MAX_FENCE:
@@ -397,7 +401,9 @@ class EngineWorker:
         self._link.say_hello()
 
     def _wait_for_weights(self, error: WeightsUnavailableError) -> None:
-        """Ask the coordinator again soon which weights to load: the trainer may publish the same or others."""
+        """Ask the coordinator again soon which weights to load. By then, the trainer may publish the same weights or
+        others.
+        """
         if str(error) != self._weights_unavailable:
             self._weights_unavailable = str(error)
             logger.warning("WeightsUnavailable: %s; trying again every %g s", error, WEIGHTS_RETRY_SECONDS)
@@ -405,7 +411,7 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
-        """Announce by heartbeat that no heartbeats may come while weights load."""
+        """Announce in a heartbeat that heartbeats may be missing while weights load."""
         if is_reading:
             self._busy_for = LOAD_SILENCE_SECONDS
             self._link.beat()
@@ -441,7 +447,7 @@ class EngineWorker:
             bad_words = self._backend.bad_words(params.bad_words) if params.bad_words else None
             request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter, text=text)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
-        except Exception as error:  # nothing that a request contains ends the engine
+        except Exception as error:  # a request must not crash the engine, whatever it contains
             is_invalid = isinstance(error, ValueError | TypeError | AttributeError)
             code = ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED
             self._outputs.reject(dispatch, code, error)
@@ -449,11 +455,11 @@ class EngineWorker:
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(dispatch.meta.request_id)
             logger.debug("request %s received", dispatch.uid.hex(), extra=extra)
-        if dispatch.dispatch_id in self._outputs.open:  # not rejected
+        if dispatch.dispatch_id in self._outputs.open:  # the request was not rejected
             self._backend.submit(request)
 
     def _check_media(self, dispatch: Dispatch) -> None:
-        """Raise ValueError for images, audio or video that the backend does not take, or that did not arrive."""
+        """Raise ValueError for images, audio or video that the backend does not accept, or that did not arrive."""
         if dispatch.media is not None and Capability.MEDIA not in self._backend.info.capabilities:
             raise ValueError(
                 f"backend {self._backend.info.name!r} of this engine takes no images, audio or video: leave them out"
@@ -482,7 +488,7 @@ class EngineWorker:
         self.fail(cause, goodbye="a rank is silent" if is_silent else ENGINE_FAILED)
 
     def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
-        """End the engine with this cause, unless it has an earlier one.
+        """Terminate the engine with this cause, unless it has an earlier one.
 
         goodbye: reason of the DISCONNECT. Only ENGINE_FAILED counts as a failure of the requests in flight.
         """
@@ -492,11 +498,31 @@ class EngineWorker:
         self.ended.set()
 
 
+def run(settings: EngineSettings, make_backend: MakeBackend) -> None:
+    """Run an engine until SIGTERM or STOP; see EngineWorker.run(). Exit with status 1 and the cause on standard error
+    if the engine fails. The termination message has the cause. If the factory raises an error, it is written there too,
+    and raised.
+
+    make_backend: factory of the backend: backends.registry.build_backend, or the factory of an external backend.
+    """
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            failure = runner.run(_serve(settings, make_backend))
+    except Exception as error:
+        # A setting that this machine does not support, a model that cannot be opened, or a process that was killed.
+        write_termination_message(error)
+        raise
+    if failure is not None:
+        logger.error("engine %s failed: %s", settings.name, failure)
+        write_termination_message(failure)
+        os._exit(1)  # does not wait for threads of the backend, which may hang in native code
+
+
 async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseException | None:
     with _probes_of_start(settings):
         backend = make_backend(settings)
     tracer = tracer_from_environment("megatron-engine")
-    gc.freeze()  # a collection takes 90 ms with the objects of all imports, and 0.1 ms without
+    gc.freeze()  # a collection takes 90 ms with the objects of all imports, but 0.1 ms without them
     worker = EngineWorker(settings, backend, tracer=tracer)
     for number in end_signals():
         asyncio.get_running_loop().add_signal_handler(number, worker.on_leave)
@@ -510,7 +536,7 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseExc
 
 @contextlib.contextmanager
 def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
-    """Answer probes on a thread while a backend is made, which downloads the model if it is not there."""
+    """Answer probes on a thread while the backend is created, which may download the model."""
     if not settings.health_port:
         yield
         return
@@ -521,22 +547,3 @@ def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
         yield
     finally:
         stop()
-
-
-def run(settings: EngineSettings, make_backend: MakeBackend) -> None:
-    """Run an engine until SIGTERM or STOP; see EngineWorker.run(). Exit with status 1 and the cause on standard error
-    if the engine fails. The termination message has the cause, also that of an error of the factory, which is raised.
-
-    make_backend: factory of the backend: backends.registry.build_backend, or that of another backend.
-    """
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            failure = runner.run(_serve(settings, make_backend))
-    except Exception as error:
-        # A setting that this machine does not support, a model that cannot be opened, or a process that was killed.
-        write_termination_message(error)
-        raise
-    if failure is not None:
-        logger.error("engine %s failed: %s", settings.name, failure)
-        write_termination_message(failure)
-        os._exit(1)  # without waiting for threads of the backend, which may hang in native code

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
-"""What a suspend can release."""
+"""Parts that a suspend can release."""
 
 MASK_GRACE_SECONDS = 0.02
 """How long a step waits for the masks of grammars. A mask that takes longer delays only its own request."""
@@ -162,32 +162,6 @@ class EngineCore:
             logger.info("step %d: %s", self._steps, self.stats())
         return outputs
 
-    def _wait_for_masks(self) -> None:
-        """Wait up to MASK_GRACE_SECONDS for the masks that other threads have begun to compute since the last step.
-        Later steps do not wait for them: they leave their requests out until the masks are ready.
-        """
-        until = time.monotonic() + MASK_GRACE_SECONDS
-        for grammar in self._scheduler.without_mask().values():
-            if grammar.is_fresh():
-                grammar.wait(max(0.0, until - time.monotonic()))
-
-    def _end(
-        self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
-    ) -> RequestOutput:
-        """Close `request` and return its last output. newest: the last token of prompt and answer."""
-        routing = self._routing_of(request)
-        if request.slot >= 0:
-            self._rates.ended(int(self.context.num_tokens[request.slot]) - request.prompt_length)
-        self._scheduler.remove(request)
-        output = request.end(request.output(tokens), reason, now=self._clock())
-        output.stop_token = newest if reason == "stop" and newest in request.stop_ids else None
-        output.routing = routing
-        return output
-
-    def _routing_of(self, request: CoreRequest) -> npt.NDArray[Any] | None:
-        """Return the experts of a request's tokens; None if they are not recorded, or if it holds no slot."""
-        return self.context.routing_of(request.slot) if request.slot >= 0 else None
-
     def _end_overdue(self) -> list[RequestOutput]:
         now = self._clock()
         overdue = self._scheduler.overdue(now)
@@ -206,6 +180,15 @@ class EngineCore:
                     outputs.append(self._end(request, reason, [], newest=newest))
         self._continued.clear()
         return outputs
+
+    def _wait_for_masks(self) -> None:
+        """Wait up to MASK_GRACE_SECONDS for the masks that other threads have begun to compute since the last step.
+        Later steps do not wait for them: they leave their requests out until the masks are ready.
+        """
+        until = time.monotonic() + MASK_GRACE_SECONDS
+        for grammar in self._scheduler.without_mask().values():
+            if grammar.is_fresh():
+                grammar.wait(max(0.0, until - time.monotonic()))
 
     def schedule(self) -> StepPlan | None:
         """Choose the rows of the next step and return its plan; None if there is nothing to run."""
@@ -320,10 +303,27 @@ class EngineCore:
         reason = request.finish_reason(token, total_tokens)
         return "stop" if request.grammar is not None and request.grammar.is_complete else reason
 
+    def _end(
+        self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
+    ) -> RequestOutput:
+        """Close `request` and return its last output. newest: the last token of prompt and answer."""
+        routing = self._routing_of(request)
+        if request.slot >= 0:
+            self._rates.ended(int(self.context.num_tokens[request.slot]) - request.prompt_length)
+        self._scheduler.remove(request)
+        output = request.end(request.output(tokens), reason, now=self._clock())
+        output.stop_token = newest if reason == "stop" and newest in request.stop_ids else None
+        output.routing = routing
+        return output
+
+    def _routing_of(self, request: CoreRequest) -> npt.NDArray[Any] | None:
+        """Return the experts of a request's tokens; None if they are not recorded, or if it holds no slot."""
+        return self.context.routing_of(request.slot) if request.slot >= 0 else None
+
     # --- weights and memory -------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Label the weights with `epoch` from now on. Later requests do not reuse KV of another epoch."""
+        """Label the weights with `epoch` from now on. Later requests do not reuse KV from another epoch."""
         if epoch == self.epoch:
             return
         self.epoch, context = epoch, self.context
@@ -338,8 +338,8 @@ class EngineCore:
         """Release memory. Requests keep their tokens. By kv_cache_management_mode their KV stays, moves to host memory,
         or is computed again after resume().
 
-        tags: what to release, of SUSPEND_TAGS. Raises ValueError for another one.
-        If a part cannot be released, restores what was released and raises.
+        tags: parts to release, from SUSPEND_TAGS. Raises ValueError for an unknown one. If a part cannot be released,
+            restores what was released and raises.
         """
         unknown = set(tags) - SUSPEND_TAGS
         if unknown:
@@ -381,7 +381,7 @@ class EngineCore:
         """Return the counters since the start, and the current load. May be called from any thread."""
         scheduler = self._scheduler
         prefill_rate, decode_rate = self._rates.rates()
-        last_request = scheduler.last_request  # first: a request that is added meanwhile may only be in the tokens
+        last_request = scheduler.last_request  # read first: a request that is added meanwhile may only be in the tokens
         return BackendStats(
             steps=self._steps,
             last_step=self._last_step,
