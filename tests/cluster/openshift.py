@@ -18,6 +18,8 @@ from typing import Any
 
 from threaded_server import serving
 
+from megatron_operator.cluster.kinds import ObjectKind
+
 FIRST_ID, IDS = 1_000_660_000, 10_000
 NAMESPACE_ANNOTATIONS = {
     "openshift.io/sa.scc.uid-range": f"{FIRST_ID}/{IDS}",
@@ -47,6 +49,7 @@ CRD: dict[str, Any] = {
     },
 }
 """The API by which a cluster is recognised as OpenShift."""
+CONSTRAINTS = ObjectKind("SecurityContextConstraints", "security.openshift.io", "v1", "securitycontextconstraints")
 _VOLUMES = {
     "configMap",
     "csi",

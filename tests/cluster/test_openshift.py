@@ -13,8 +13,8 @@ from eventually import eventually
 from localcluster import LocalCluster, installation
 from megatron_operator.cluster.kinds import POD, kind_of
 
-from .conftest import condition, wait_until_established
-from .openshift import CONSTRAINT, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
+from .conftest import condition, wait_until_served
+from .openshift import CONSTRAINT, CONSTRAINTS, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> It
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(CRD))
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(webhook))
         try:
-            wait_until_established(control_plane, crd)
+            wait_until_served(control_plane, CONSTRAINTS)
             yield
         finally:
             name = webhook["metadata"]["name"]
@@ -52,7 +52,9 @@ async def test_a_resource_runs_with_the_ids_of_its_namespace(
     await resource.settled("Running")
     first = (await resource.status())["revision"]
     await resource.patch(engine={"batching": {"maxRequests": 7}})
-    await resource.until(lambda status: status["revision"] != first and status.get("updatedReplicas") == 2, seconds=90)
+    await resource.until(
+        lambda status: status["revision"] != first and status["updatedReplicas"] == 2 and "plan" not in status
+    )
     pods = await api.list(POD, resource.namespace)
     assert {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods} >= {
         "coordinator",
