@@ -57,9 +57,9 @@ def _quantiles(*points: tuple[float, float]) -> Callable[[np.random.Generator], 
     return lambda rng: round(math.exp(np.interp(rng.random(), places, logs)))
 
 
-def _lognormal(median: float, mean: float, most: int) -> Callable[[np.random.Generator], int]:
+def _lognormal(median: float, mean: float, maximum: int) -> Callable[[np.random.Generator], int]:
     sigma = math.sqrt(2 * math.log(mean / median))
-    return lambda rng: min(most, max(1, round(rng.lognormal(math.log(median), sigma))))
+    return lambda rng: min(maximum, max(1, round(rng.lognormal(math.log(median), sigma))))
 
 
 def _pair(prompt: Callable[[np.random.Generator], int], answer: Callable[[np.random.Generator], int]) -> Sample:
@@ -148,8 +148,8 @@ def _mooncake(lines: Iterable[str]) -> Iterable[TraceRequest]:
         yield TraceRequest(arrival=arrival, prompt=tokens, tokens=_bounded(answer, MAX_ANSWER_TOKENS), session=session)
 
 
-def _bounded(tokens: int, most: int) -> int:
-    return max(2, min(tokens, most))
+def _bounded(tokens: int, maximum: int) -> int:
+    return max(2, min(tokens, maximum))
 
 
 def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) -> float:
