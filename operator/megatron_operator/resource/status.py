@@ -253,8 +253,8 @@ class MegatronInferenceStatus(ApiModel):
     revision: str | None = Field(default=None, description="Revision of the engines that the current spec describes.")
     verified_revisions: list[str] | None = Field(
         default=None,
-        description=f"Last {VERIFIED_REVISIONS} revisions that passed the check or of which an engine has served, latest "
-        "last. A rollout to one of them needs no check.",
+        description=f"Last {VERIFIED_REVISIONS} revisions that passed the check or of which an engine has served, "
+        "latest last. A rollout to one of them needs no check.",
     )
     endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API in the cluster.")
     epoch: int | None = Field(default=None, description="Epoch of the weights in use.")
@@ -329,6 +329,6 @@ class MegatronInferenceStatus(ApiModel):
     history: list[HistoryEntry] | None = Field(default=None, description="Last state transitions, oldest first.")
     failed_requests: list[FailedRequestEntry] | None = Field(
         default=None,
-        description=f"Last {FAILED_REQUESTS} requests that were answered with engine_failed because they crashed engines, "
-        "oldest first.",
+        description=f"Last {FAILED_REQUESTS} requests that were answered with engine_failed because they crashed "
+        "engines, oldest first.",
     )
