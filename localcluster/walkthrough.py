@@ -21,7 +21,7 @@ from megatron_runtime.protocol import strict_json as json
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
-MOST_STORY_TOKENS, LEAST_STORY_TOKENS = 640, 64
+MAX_STORY_TOKENS, MIN_STORY_TOKENS = 640, 64
 STORY_SECONDS = 10.0
 """Approximate duration of a story, during which it is paused, suspended, or loses its engine."""
 FROZEN_SECONDS = 2.0
@@ -141,7 +141,7 @@ def ask_for_paris(chat: Chat) -> tuple[str, int]:
     answer = chat.ask(QUESTION)
     check("Paris" in answer, f"the answer for the capital of France is {answer!r}")
     pace = len(answer.split()) / (time.monotonic() - began)
-    return answer, min(MOST_STORY_TOKENS, max(LEAST_STORY_TOKENS, int(pace * STORY_SECONDS)))
+    return answer, min(MAX_STORY_TOKENS, max(MIN_STORY_TOKENS, int(pace * STORY_SECONDS)))
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
     """Return the heads of a program for heads of one token: up to 2048 elements if the tokens are enough to fill the
     device, else at most 4 heads."""
-    most = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
-    return min(most, next_power_of_2(num_heads))
+    maximum = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
+    return min(maximum, next_power_of_2(num_heads))
 
 
 def routing_rows(tokens: int) -> int | None:

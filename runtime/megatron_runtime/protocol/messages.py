@@ -716,7 +716,7 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
 """By header: the elements that follow it, and the function that reads them. More elements are ignored."""
-_FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
+_MIN_FIELDS = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
 """By header: the number of elements with the header."""
 
 _KINDS = (
@@ -752,7 +752,7 @@ def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message
     number = items[0]
     found = _REQUEST_PATH.get(number)
     if found is not None:
-        if len(items) < _FEWEST[number]:
+        if len(items) < _MIN_FIELDS[number]:
             raise MalformedMessageError(f"{Header(number).name}: want [{number}, {found[0]}]")
         return found[1](items)
     kind = _CONTROL.get(number)

@@ -333,8 +333,8 @@ class Dispatcher:
         """Make room for tenants that wait and have fewer requests at engines than others, until none has two fewer."""
         now = self._context.now
         while now >= self.next_search and self.queue.length and self._verbs.may_dispatch:
-            most = self.tenants.busy.highest_load
-            short = [entry for entry in self.queue.heads() if entry.tenant.load + 2 <= most]
+            maximum = self.tenants.busy.highest_load
+            short = [entry for entry in self.queue.heads() if entry.tenant.load + 2 <= maximum]
             if not short:
                 return
             if not any(self._make_room(entry, now) for entry in short):
