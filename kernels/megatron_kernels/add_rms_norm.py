@@ -2,7 +2,7 @@
 
 Shapes: T tokens, D hidden.
 Types:  float32, bfloat16, float16; the sum is rounded to the residual's type, the norm is computed from the rounded sum
-        in float32 and rounded once, so that the result is that of the two separate operations.
+        in float32 and rounded once, so that the result equals the two separate operations.
 Bound:  memory; bytes = (4 T D + D) s with an addition (x and residual read, residual and y written, weight read),
         (2 T D + D) s without.
 """

@@ -5,8 +5,8 @@ Shapes: T tokens, D hidden size, N experts of the model, X of them on this rank,
         G = 2 F (gate and up), J chosen experts of a token, R places in the order of `moe_routing`.
 Types:  float32, bfloat16, float16 alike for x and weights. Products accumulate in float32; the hidden layer before and
         after SwiGLU, the weighted result of a pair, and the sum are rounded once each.
-Bound:  at decode memory; bytes = (U (G D + D F) + 2 T D) s for U chosen experts, each read once.
-        With many tokens compute; FLOPs = 2 P (G D + D F) for P pairs.
+Bound:  memory at decode; bytes = (U (G D + D F) + 2 T D) s for U chosen experts, each read once. Compute with many
+        tokens; FLOPs = 2 P (G D + D F) for P pairs.
 Source: one grouped product over tokens sorted by expert, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
 """
 
@@ -20,7 +20,7 @@ from megatron_kernels.swiglu import swiglu
 
 
 def bytes_moved(tokens: int, experts: int, *, hidden: int, width: int, element_size: int) -> int:
-    """experts: number of experts that a token has chosen."""
+    """experts: number of experts that at least one token has chosen."""
     return (experts * 3 * hidden * width + 2 * tokens * hidden) * element_size
 
 

@@ -1,9 +1,9 @@
 """The experts of a mixture in Triton: see `moe_experts`. Two grouped products with SwiGLU between them.
 
 A program of a product computes a tile of places, all of one expert, by a tile of columns of that expert's matrix. It
-finds its expert on the device by bisection. The number of programs is that of the tiles of the order, for any choice of
-experts, so that the launches can be captured. No sum is shared between programs: the first product writes to places,
-the second to pairs, and the pairs of a token are summed in the order of its choices.
+finds its expert on the device by bisection. There is one program for each tile of the order, whichever experts are
+chosen, so that the launches can be captured. No sum is shared between programs: the first product writes to places, the
+second to pairs, and the pairs of a token are summed in the order of its choices.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def moe_experts(
     """As the reference.
 
     Raises:
-        ValueError: matrices that are not contiguous, or an alignment that is no tile of a product.
+        ValueError: matrices that are not contiguous, or an alignment that is not the tile size of a product.
     """
     if not (gate_up_XGD.is_contiguous() and down_XDF.is_contiguous()):
         raise ValueError("the experts' matrices must be contiguous: stack them")

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """weights_TJ, experts_TJ: by falling probability; among equals the lower expert first.
+    """weights_TJ, experts_TJ: by descending probability; among equals, the lower expert comes first.
     counts_N:   pairs of each expert.
     starts_M:   M = N + 1: the start of each expert's part of `order_R`, and the end of the last part.
     order_R:    numbers t * J + j of the pairs, expert by expert, in the order of tokens; -1 pads each part to the

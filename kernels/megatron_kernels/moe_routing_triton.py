@@ -1,7 +1,7 @@
 """Expert routing in Triton: see `moe_routing`. Launches whose sizes follow from the shapes, without atomic operations
 and without reads from the device, so that the order is deterministic and the launches can be captured.
 
-Up to 64 tokens, one launch of one program. Else three:
+Up to 64 tokens take one launch of one program. More tokens take three:
 
 1. One program per block of tokens: probabilities, chosen experts, and the number of choices of each expert.
 2. One program: sums over blocks and experts give the start of each expert's part, and the start of each block in it.
@@ -87,7 +87,7 @@ def _route(
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All of the routing, for tokens that one program holds."""
+    """Compute the whole routing for tokens that one program holds."""
     for first in range(0, size, BLOCK):
         index = first + tl.arange(0, BLOCK)
         tl.store(order + index, tl.full((BLOCK,), -1, tl.int32), mask=index < size)

@@ -1,4 +1,4 @@
-"""The signatures of the operations. The reference of each operation, in the file of its name, documents it."""
+"""The signatures of the operations. Each operation is documented by its reference, in the file of the same name."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def _decode_part(
 @triton.jit(do_not_specialize=["num_splits"])
 def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the parts of one head, weighted by their sums of weights, block by block in the order of their tokens. Empty
-    parts after the last add zero, which changes no bit."""
+    parts at the end add zero, which changes no bit.
+    """
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIMS)
     largest = tl.full((), float("-inf"), tl.float32)

@@ -37,7 +37,7 @@ def paged_prefill(
     lengths_B:      cached tokens of each sequence, including the new ones, which are the last.
     query_starts_B: int32 [B + 1], ascending; the start of each sequence's new tokens, then the end of all. The rows of
                     `q_THC` from the end on are padding: their result is zeros.
-    window:         the most tokens that a new token attends to, including itself; None means all.
+    window:         maximum number of tokens that a new token attends to, including itself; None means all.
     """
     _, num_heads, head_dim = q_THC.shape
     page_size = cache_PXE.shape[1]

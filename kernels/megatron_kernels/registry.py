@@ -41,7 +41,9 @@ _MODULES = {"sample": "sampling"}
 
 
 class KernelError(ValueError):
-    """An operation cannot run as its switch says. The message has the switch, the value and the remedy."""
+    """An operation cannot run with the implementation that its switch selects. The message has the switch, the value
+    and the remedy.
+    """
 
 
 class KernelsMissingError(KernelError):
@@ -128,7 +130,9 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
 
 
 def missing_for_triton() -> str | None:
-    """Return what Triton needs to compile a kernel and its launcher and this machine lacks; None if it has all."""
+    """Return what Triton needs to compile a kernel and its launcher but this machine lacks; None if nothing is
+    missing.
+    """
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "clang")):

@@ -4,11 +4,12 @@ Shapes: N rows, V vocabulary.
 Types:  logits float32, bfloat16, float16; sums of weights float64; tokens int32, log-probabilities float32.
 Bound:  memory; bytes = N V s for one read of the logits, enough for greedy rows. A drawn row is read again for its
         sum, for the draw, and for every step of a search with top-k or top-p: from the L2 cache if the row fits.
-Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tokens of largest weight, among equals the
-        lower id first, and min_p the tokens with a weight of at least min_p; top_p keeps the fewest, most likely tokens
-        of these that reach top_p of their sum. The token is the first, in the order of ids, at which the running sum of
-        kept weights exceeds u times their sum, u the Philox uniform of (seed, position): the same token in any batch.
-        A logit of -inf is the probability 0. A row with NaN, with inf, or only with -inf has the token NOT_FINITE.
+Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tokens of largest weight; among equals, the
+        lower id comes first. min_p keeps the tokens with a weight of at least min_p. top_p keeps the smallest set of
+        the most likely of these tokens whose sum reaches top_p of the total. The token is the first, in the order of
+        ids, at which the running sum of kept weights exceeds u times their sum, u the Philox uniform of (seed,
+        position): the same token in any batch. A logit of -inf is the probability 0. A row with NaN, with inf, or only
+        with -inf has the token NOT_FINITE.
 Source: Philox4x32-10 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import torch
 
 NOT_FINITE = -1
-"""In place of the token of a row whose logits are not finite."""
+"""Returned instead of a token for a row whose logits are not finite."""
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF

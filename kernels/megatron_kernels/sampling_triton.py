@@ -23,7 +23,7 @@ CANDIDATES = 4096
 
 _BITS_OF_ONE = tl.constexpr(0x3F800000)
 _CANDIDATE_BITS = tl.constexpr(0x38800000)
-"""Bits of 2^-14: top-k and top-p rarely keep a token that is less likely than the likeliest by this factor."""
+"""Bits of 2^-14: top-k and top-p rarely keep a token that is less likely than the most likely one by this factor."""
 _STEP = tl.constexpr(2.0**-52)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 
@@ -52,7 +52,7 @@ def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.conste
 
 @triton.jit
 def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Copy the bits of the likeliest tokens to the buffer, up to its capacity. Return their number and sum."""
+    """Copy the bits of the most likely tokens to the buffer, up to its capacity. Return their number and sum."""
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
     for first in range(0, vocabulary, BLOCK):
@@ -71,9 +71,10 @@ def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _measure(row, buffer, vocabulary, num_buffered, largest, temperature, threshold, BLOCK: tl.constexpr):
-    """Return the number and sum of the weights whose bits are at least `threshold`, the least bits of these, and the
-    greatest bits of the others. The number is valid for thresholds above 0, because columns outside have weight 0.
-    Reads the buffer, or the row if `num_buffered` is 0."""
+    """Return the number and sum of the weights whose bits are at least `threshold`, the smallest bits of these, and the
+    largest bits of the others. The number is valid for thresholds above 0, because columns outside have weight 0. Reads
+    the buffer, or the row if `num_buffered` is 0.
+    """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
     smallest = tl.full((), _BITS_OF_ONE, tl.int32)

@@ -1,5 +1,5 @@
 """SwiGLU, silu(gate) * up, the middle of a gated feed-forward block (Shazeer 2020, arXiv:2002.05202); or GeGLU, with
-gelu in its approximation by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415) in place of silu.
+the tanh approximation of gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) instead of silu.
 
 Shapes: T tokens, F feed-forward width, G = 2 F: gate, then up, in each row, as a fused product returns them.
 Types:  float32, bfloat16, float16; computed in float32, rounded once.

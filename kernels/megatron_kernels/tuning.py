@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_DOT_ROWS = 16
-"""Fewest rows of a tensor-core product; fewer rows are padded."""
+"""Minimum number of rows of a tensor-core product; fewer rows are padded."""
 
 
 SPLIT_TOKENS = 128
@@ -28,8 +28,9 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """block_tokens: cached tokens of one product. splits: programs per sequence. split_tokens: fewest tokens of a
-    program, a multiple of block_tokens."""
+    """block_tokens: cached tokens of one product. splits: programs per sequence. split_tokens: minimum number of tokens
+    per program, a multiple of block_tokens.
+    """
 
     block_tokens: int
     splits: int
@@ -104,14 +105,17 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
 
 
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
-    """Return the heads of a program for heads of one token: up to 2048 elements if the tokens are enough to fill the
-    device, else at most 4 heads."""
+    """Return the heads of a program for heads of one token: up to 2048 elements if there are enough tokens to fill the
+    device, otherwise at most 4 heads.
+    """
     maximum = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
     return min(maximum, next_power_of_2(num_heads))
 
 
 def routing_rows(tokens: int) -> int | None:
-    """Return the rows of the only program of expert routing; None if the tokens are too many for one."""
+    """Return the number of rows if one program does the whole expert routing; None if there are too many tokens for
+    one.
+    """
     return next((rows for rows in (16, 64) if tokens <= rows), None)
 
 
@@ -122,7 +126,8 @@ def routing_block(num_experts: int) -> int:
 
 def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
     """Return the places of a tile of the experts' products, to which each expert's part of the order is aligned: the
-    fewest of a tensor-core product, or 64 if an expert gets 32 or more tokens on average."""
+    minimum of a tensor-core product, or 64 if an expert gets 32 or more tokens on average.
+    """
     return 64 if tokens * top_k >= 32 * num_experts else MIN_DOT_ROWS
 
 
@@ -134,7 +139,8 @@ def expert_tile(places: int) -> ExpertTile:
 
 
 def vocabulary_tile(vocabulary: int, element_size: int) -> Tile:
-    """Return the tile of a loop over a row of logits: 32 bytes per lane if there are enough. With 16 logits of float32
-    per lane, the kernel spills registers."""
+    """Return the tile of a loop over a row of logits: 32 bytes per lane if there are enough. With 16 float32 logits per
+    lane, the kernel would spill registers.
+    """
     block = min(4096, max(32, next_power_of_2(vocabulary)))
     return Tile(block, max(1, block * element_size // 1024))

@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _SOURCES = _HERE / "src"
 _OPTIMISATION = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
-# GCC 12 takes the undefined operands of its own AVX-512 intrinsics for uninitialised variables.
+# GCC 12 reports the undefined operands of its own AVX-512 intrinsics as uninitialised variables.
 _WARNINGS = ("-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
 _FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", *_OPTIMISATION, *_WARNINGS)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
@@ -67,7 +67,9 @@ def library() -> Path:
 
 
 def build(target: Path, *, compiler: str = "g++", machine: str | None = None, flags: tuple[str, ...] = ()) -> None:
-    """Compile and link the library in parallel. `flags`: in addition, as -fsanitize=address. Raises BuildError."""
+    """Compile and link the library in parallel. `flags`: additional compiler flags, such as -fsanitize=address. Raises
+    BuildError.
+    """
     if shutil.which(compiler) is None:
         raise BuildError(
             f"the CPU kernels must be compiled and {compiler} is missing: install g++ 12 or newer "
@@ -111,7 +113,9 @@ def _run(command: list[str]) -> None:
 
 @cache
 def _digest() -> str:
-    """Of everything that determines the library, except the compiler's version, which is unknown without one."""
+    """Return the digest of everything that determines the library, except the compiler's version, which is unknown on a
+    machine without one.
+    """
     digest = hashlib.sha256(repr((_FLAGS, VARIANTS, platform.machine())).encode())
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())

@@ -11,10 +11,10 @@ _SYSTEM = Path("/sys")
 def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int:
     """Return the number of physical cores that this process may use, within the CPU limit of its container.
 
-    Two threads of one core share its vector units and gain nothing. Of a limit, the whole CPUs count, at least one: the
-    kernel would suspend any further thread in each period, while the other threads wait for it.
+    Two threads of one core share its vector units and gain nothing. A limit is rounded down to whole CPUs, at least
+    one: the kernel would suspend any further thread in each period while the other threads wait for it.
 
-    system: where sysfs is mounted. cpus: that the process may use; None means its affinity.
+    system: where sysfs is mounted. cpus: CPUs that the process may use; None means its affinity.
     """
     if cpus is None:
         cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -24,7 +24,7 @@ def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int
 
 
 def _siblings(system: Path, cpu: int) -> str:
-    """Return what identifies the core of a CPU: the list of the CPUs of the core."""
+    """Return an identifier of a CPU's core: the list of the CPUs of that core."""
     path = system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return path.read_text().strip() if path.is_file() else str(cpu)
 

@@ -20,7 +20,7 @@ PANEL = 16
 """Outputs of a panel. Also the divisor of the size of a head and of a page of the cache."""
 
 BFLOAT16_INSTRUCTION_SETS = frozenset(("amx", "avx512_bf16", "neon_i8mm"))
-"""Those that multiply bfloat16."""
+"""Instruction sets that can multiply bfloat16."""
 
 SILU, GELU_TANH = range(2)
 """Activation functions."""
@@ -35,7 +35,7 @@ class Matrix(ctypes.Structure):
 
 
 class Packing(ctypes.Structure):
-    """Rows of a file and the matrix that they become, as in src/operations.h."""
+    """Rows of a file and the matrix that they are packed into, as in src/operations.h."""
 
     _fields_ = (
         ("source", c_int64),

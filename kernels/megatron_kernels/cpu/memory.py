@@ -81,7 +81,7 @@ class WeightMemory:
         return self.take(panels * size).view(panels, size)
 
     def join_pages(self) -> threading.Thread:
-        """Begin to join the used memory to pages of 2 MiB, which a step reads faster because each TLB entry covers
+        """Begin to join the used memory into pages of 2 MiB, which a step reads faster because each TLB entry covers
         512 times as much. Return the thread that does it, which works a quarter of the time.
         """
         with self._lock:
@@ -135,7 +135,7 @@ def _join_pages(parts: list[tuple[weakref.ref[mmap.mmap], int, int]]) -> None:
         for address in range(start, stop - _LARGE_PAGE + 1, _LARGE_PAGE):
             mapping = part()
             if mapping is None:
-                break  # its weights have gone
+                break  # the weights were released
             begun = time.perf_counter()
             _advise(address, _LARGE_PAGE, _HUGEPAGE)
             if _advise(address, _LARGE_PAGE, _COLLAPSE) == errno.EINVAL:

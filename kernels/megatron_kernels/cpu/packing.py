@@ -73,7 +73,7 @@ QUANTIZED_KINDS = frozenset(_KEPT)
 """GGML types that are packed without a change of any value."""
 _DENSE_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 DENSE_DTYPES = frozenset(_DENSE_KINDS)
-"""Types of dense weights that are packed without a conversion before."""
+"""Types of dense weights that are packed without an earlier conversion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PackedMatrix:
         return Matrix(self.format, self.inputs, self.outputs, self.data.data_ptr())
 
     def part(self, rows: slice, columns: slice) -> PackedMatrix | None:
-        """Return a view of some rows and columns, of step 1; None if they are no whole panels and blocks."""
+        """Return a view of some rows and columns, with step 1; None unless they are whole panels and blocks."""
         block = block_inputs(self.format)
         (row, last_row, _), (column, last_column, _) = rows.indices(self.outputs), columns.indices(self.inputs)
         if row % PANEL or last_row % PANEL or column % block or last_column % block:
@@ -137,7 +137,7 @@ def pack(
 ) -> PackedMatrix:
     """Return a weight packed in the format of this name, directly from its memory.
 
-    weight: one weight, or several of one packed_format() whose rows are concatenated; each must fit by itself.
+    weight: one weight, or several of one packed_format() whose rows are concatenated; each must fit on its own.
     name: float32, bfloat16, float16, int8 or int4. Quantized weights keep their blocks if it is an integer format.
     memory: where the panels are allocated; None allocates separately.
     """

@@ -24,7 +24,7 @@ _SCALES = {
     abi.Q5_K: (0, 2 * PANEL),
     abi.Q6_K: (0, PANEL),
 }
-"""Format of panels of integers: first byte and number of the float16 numbers of a block, as in src/kernels.h."""
+"""Format of panels of integers: offset in bytes and count of the float16 numbers in a block, as in src/kernels.h."""
 
 
 def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:

@@ -57,8 +57,8 @@ class BackendRequest:
     ) -> Self:
         """Return the record of a request that arrives.
 
-        longest: limit of prompt and answer, in tokens. now: on the backend's clock. epoch: of its weights.
-        fields:  those of the subclass.
+        longest: limit of prompt plus answer, in tokens. now: time on the backend's clock. epoch: epoch of its weights.
+        fields:  fields of the subclass.
 
         Raises the errors of EngineRequest.max_total_tokens().
         """
@@ -91,7 +91,7 @@ class BackendRequest:
     def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
         """Note that later tokens are computed with weights of `epoch`.
 
-        total_tokens: of prompt and answer so far, of which `num_computed` are in the KV cache.
+        total_tokens: tokens of prompt and answer so far, of which `num_computed` are in the KV cache.
         """
         start = total_tokens - 1 if total_tokens > self.prompt_length else 0
         self.policy_epoch = with_epoch(self.policy_epoch, start, epoch)
@@ -108,7 +108,7 @@ class BackendRequest:
         return RequestOutput(self.request_id, tokens, self.prompt_length, num_cached_tokens=self.num_cached_tokens)
 
     def end(self, output: RequestOutput, reason: FinishReason, *, now: float) -> RequestOutput:
-        """Make `output` the last one."""
+        """Turn `output` into the last output of the request, and return it."""
         self.note(DynamicInferenceEventType.FAIL if reason == "error" else DynamicInferenceEventType.FINISH)
         output.finish_reason = reason
         output.summary = self.summary(now)

@@ -31,8 +31,8 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
         from megatron_runtime.backends.vllm.backend import VllmBackend
 
         return VllmBackend(settings)
-    # The OpenMP runtime of torch reads it when it is loaded. Threads that spin between operators would use the CPUs of
-    # the coordinator, the server and other engines on the same machine.
+    # The OpenMP runtime of torch reads it when it is loaded. Threads that spin between operators would take CPU time
+    # from the coordinator, the server and other engines on the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.backends.native.build import build_native
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, the grammars of its answers, and the queue of those that wait to be compiled. No torch."""
+"""The tokenizer of a model, the grammars of its answers, and the queue of grammars to compile. No torch."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ LARGE_VOCABULARY = 100_000
 """Tokens. Indexing 50,000 tokens takes 0.3 s, indexing 260,000 several seconds."""
 
 COMPILE_SECONDS_PER_MINUTE = 20.0
-"""Time to compile new grammars that each tenant has, in each engine. Usual grammars take less than is charged."""
+"""Compile time for new grammars that each tenant gets per minute in each engine. Usual grammars take less than their
+charge."""
 
 LISTS_OF_BAD_WORDS = 32
-"""That stay tokenized. A list of the largest size takes 4 ms."""
+"""Number of lists that stay tokenized. To tokenize a list of the largest size takes 4 ms."""
 
 
 class ModelText:
@@ -53,7 +54,7 @@ class ModelText:
         self._make_tokenizer = tokenizer
         self._grammars: GrammarCompiler | None = None
         self._grammar_lock = Lock()
-        # The choices of a request, and often all requests of a client, have the same words.
+        # All choices of a request, and often all requests of a client, have the same words.
         self._bad_words = lru_cache(LISTS_OF_BAD_WORDS)(self._token_sequences)
 
     @classmethod
@@ -110,7 +111,7 @@ class ModelText:
         """Return the state of an answer after its tokens `generated`; None if it may have any tokens.
 
         tenant:      the masks of tenants are computed round robin.
-        begin_calls: begins the grammar of tool calls; None: it is compiled in place.
+        begin_calls: begins the grammar of tool calls; None compiles it in this thread.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
@@ -153,7 +154,7 @@ class ModelText:
             logger.info("structured output is not available: %s", error)
 
     def close_grammars(self) -> None:
-        """End the process that compiles untrusted grammars. The next grammar starts it again."""
+        """Stop the process that compiles untrusted grammars. The next grammar starts it again."""
         with self._grammar_lock:
             grammars, self._grammars = self._grammars, None
         if grammars is not None:
@@ -172,8 +173,8 @@ class ModelText:
 class GrammarQueue:
     """Begins the grammars of requests: one new grammar at a time, round robin over tenants.
 
-    A grammar that was compiled before does not wait for new ones. A request without a tenant has a share like the
-    others, and no budget. All methods run on the event loop.
+    A grammar that was compiled before does not wait for new ones. Requests without a tenant get a share like the
+    others, and have no budget. All methods run on the event loop.
     """
 
     def __init__(self, text: ModelText | None) -> None:
@@ -212,7 +213,7 @@ class GrammarQueue:
                 request,
                 sampling_params=params,
                 generated_tokens=np.array(tokens, np.int32),
-                deadline_seconds=None,  # that of the request holds where it runs
+                deadline_seconds=None,  # the grammar of the request holds wherever it runs
             )
         )
         assert begun is not None

@@ -12,7 +12,7 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 class AdapterSourceError(ValueError):
-    """A source leads to no LoRA adapter. The message names the problem and the remedy."""
+    """There is no LoRA adapter at a source. The message names the problem and the remedy."""
 
 
 def adapter_directory(source: str) -> Path:

@@ -23,9 +23,9 @@ from megatron_runtime.checkpoints.remote import hf_home
 class Builtin:
     """A model in Python packages.
 
-    distribution: the name to install.
-    packages:     where the files are, in order; several packages hold parts of one file.
-    sha256:       of the .gguf file.
+    distribution: name of the package to install.
+    packages:     packages that hold the file, in order; several packages hold its parts.
+    sha256:       digest of the .gguf file.
     """
 
     distribution: str
@@ -61,11 +61,11 @@ def builtin_file(name: str) -> Path:
         stamp = cache / f"{builtin.sha256[:16]}-{version}.verified"
         if not stamp.is_file():
             _require_digest(file, builtin)
-            with contextlib.suppress(OSError):  # with a read-only cache the digest is compared each time
+            with contextlib.suppress(OSError):  # if the cache is read-only, the digest is checked each time
                 cache.mkdir(parents=True, exist_ok=True)
                 stamp.touch()
         return file
-    # Named by its content and renamed last: a file of this name is complete.
+    # Named by its content, and renamed as the last step: a file with this name is complete.
     whole = cache / f"{name}-{builtin.sha256[:16]}.gguf"
     if not whole.is_file():
         cache.mkdir(parents=True, exist_ok=True)

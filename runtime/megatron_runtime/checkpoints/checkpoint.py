@@ -45,13 +45,13 @@ class UnusableWeightsError(ValueError):
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint at `source`, to be closed after the last read.
 
-    Raises UnsupportedModelError and the errors of the format; WeightsUnavailableError for those of a trainer.
+    Raises UnsupportedModelError and the errors of the format; WeightsUnavailableError for weights of a trainer.
     """
     if isinstance(source, ModelInMemory):
         checkpoint: Checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
         return checkpoint
     if isinstance(source, PublishedModel):
-        # A load of files need not import the connections.
+        # Loading from files does not need the connection code.
         from megatron_runtime.checkpoints.published import PublishedCheckpoint
 
         return PublishedCheckpoint(source.source, config=source.config, keys_dir=source.keys_dir)
@@ -60,7 +60,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Identifies weights. kinds: shape and type of each tensor. digest: of names, kinds and values.
+    """Identifies weights. kinds: shape and type of each tensor. digest: digest of names, kinds and values.
 
     Equal files have equal digests, whether they are read whole or piece by piece.
     """
@@ -78,7 +78,7 @@ class VerifiedCheckpoint(Checkpoint):
     uses_kernels:  blocks are validated by the CPU kernels.
     checks_values: False leaves the check of tensors that are not quantized to the caller.
 
-    Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
+    Raises UnusableWeightsError, before any tensor is read, if the tensors differ from `expected`.
     """
 
     on_read: Callable[[int], None] | None = None
@@ -112,7 +112,7 @@ class VerifiedCheckpoint(Checkpoint):
         return Signature(self.kinds, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        # Blocks are validated as they are stored: they have a fraction of the bytes of their values.
+        # Blocks are validated in their stored form, which has a fraction of the bytes of their values.
         stored = self.blocks(name, part, wanted=SCALES)
         if stored is not None:
             return stored.dequantize()
@@ -146,7 +146,7 @@ class VerifiedCheckpoint(Checkpoint):
         data = stored.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD
         if words is None:
-            # Words need an address that is a multiple of their size; a view of a file may begin at any address.
+            # Words must be aligned to their size; a view of a file may begin at any address.
             aligned = data[:end] if data.data_ptr() % _WORD == 0 else data[:end].clone()
             words = int(aligned.view(torch.int64).sum())
         before, rest = self._sums.get(name, (0, b""))
@@ -163,7 +163,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[VerifiedCheckpoint]:
-    """Report to the probes of this process how far the reading of `checkpoint` is, and show a progress bar on standard
+    """Report the progress of reading `checkpoint` to the probes of this process, and show a progress bar on standard
     error if that is a terminal.
 
     what: the label of the bar, such as "loading".

@@ -62,10 +62,11 @@ def convert(
     """Write the model at `source` to `directory`: weights, configuration, tokenizer. One tensor is in memory at a time.
 
     source:    a model reference, or the result of `resolve`.
-    directory: created; it appears complete or not at all.
+    directory: is created, and appears complete or not at all.
     to:        "safetensors" for transformers, "torch_dist" for Megatron-LM, "packed" for engines on the CPU.
-    dtype:     of the weights: "float32", "bfloat16", "float16", or "keep" (float32 for quantized tensors). "packed"
-               also takes "int8" and "int4", with which quantized matrices keep their blocks; "keep" is then "auto".
+    dtype:     type of the weights: "float32", "bfloat16", "float16", or "keep" (float32 for quantized tensors).
+               "packed" also takes "int8" and "int4", with which quantized matrices keep their blocks; "keep" is then
+               "auto".
     replace:   replace a directory of that name.
     write_gguf_tokenizer: converts the tokenizer of a GGUF file; None leaves it out.
     progress:  called with the bytes written so far and in total.
@@ -97,7 +98,7 @@ def convert(
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
         types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
         own = find_beside(found, CONFIG_FILE)
-        # The model's own file may have fields that this runtime does not know.
+        # The model's own file may have fields that are unknown to this runtime.
         values = config_to_hf(checkpoint.config) if own is None else own.read_json()
         for name in ("torch_dtype", "quantization_config"):  # the weights are written dequantized
             values.pop(name, None)
@@ -106,7 +107,7 @@ def convert(
 
 
 class _OfType(Checkpoint):
-    """Another checkpoint with dense tensors, which have the type `dtype` if one is given."""
+    """Wraps a checkpoint: its tensors are dense, and have the type `dtype` if one is given."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
@@ -124,7 +125,7 @@ def write_text_files(
     *,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
 ) -> None:
-    """Write tokenizer, chat template and end-of-answer tokens, to which the tokenizer of a GGUF file may add some."""
+    """Write tokenizer, chat template and end-of-answer tokens. The tokenizer of a GGUF file may add such tokens."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         found = find_beside(source, name)
         if found is not None:
@@ -143,11 +144,12 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty directory beside `directory`. It takes that name when the block ends, and is removed on failure.
+    """Yield an empty directory next to `directory`. It is renamed to `directory` when the block ends, and removed on
+    failure.
 
-    replace: a directory of that name may exist and is removed at the end; otherwise it must be absent or empty.
+    replace: if `directory` exists, it is removed at the end; without `replace` it must be absent or empty.
 
-    The leftovers of a killed process are removed by the next one. Raises DestinationError.
+    The next process removes the leftovers of a killed one. Raises DestinationError.
     """
     directory = directory.absolute()
     if directory.exists() and not directory.is_dir():

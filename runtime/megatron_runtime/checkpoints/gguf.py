@@ -1,7 +1,8 @@
 """Read weights from a GGUF file, quantized as they are stored or dequantized.
 
-Tensors are returned as transformers has them. llama.cpp stores some differently: the rows of q and k of some families
-are in the order of rotary pairs, the experts of a layer are one tensor, and weights of norms include their offset.
+Tensors are returned in the layout of transformers. llama.cpp stores some differently: the rows of q and k of some
+families are in the order of rotary pairs, the experts of a layer are one tensor, and weights of norms include their
+offset.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Entry:
 
     offset:       in bytes, from the start of the file.
     paired_heads: number of heads, if the rows of each are in the order of rotary pairs; else None.
-    less:         to be subtracted from the values.
+    less:         offset to subtract from the values.
     """
 
     file: MappedFile
@@ -73,7 +74,7 @@ class _Entry:
 class GGUFCheckpoint(Checkpoint):
     """The weights in a .gguf file, or in the parts of one. The constructor reads the headers.
 
-    path: of the file, or of any part.
+    path: path of the file, or of any part.
     """
 
     def __init__(self, path: Path) -> None:
@@ -223,7 +224,7 @@ def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
 def _entries(
     stored: Mapping[str, _Entry], family: Family, config: ModelConfig, path: Path
 ) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors by their names in transformers; the experts of a layer are one tensor in the file."""
+    """Yield the tensors by their names in transformers. In the file, the experts of a layer are one tensor."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []
     for own_name, entry in stored.items():
@@ -258,7 +259,9 @@ def _entries(
 
 
 def _whole_tensors(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> Iterator[GGUFTensorInfo]:
-    """Yield the tensors of a file. Raise an error unless each is of a known type, in whole blocks and inside."""
+    """Yield the tensors of a file. Raise an error unless each has a known type, consists of whole blocks and lies
+    inside the file.
+    """
     for info in index:
         if info.kind not in BLOCK_SIZES:
             raise UnsupportedModelError(

@@ -26,7 +26,7 @@ _SIZE = struct.Struct("<Q")
 _TOKENIZER_PREFIX = "tokenizer."
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 20
 _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 24
-"""Of a file; of a tensor; and of all arrays of a file together."""
+"""Limits: pairs and tensors per file, axes per tensor, elements of all arrays of a file together."""
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -60,7 +60,7 @@ def gguf_parts(path: Path) -> list[Path]:
 def read_gguf_header(path: Path, *, vocabulary: bool) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
     """Return the metadata of the file at `path`, and the index of its tensors.
 
-    vocabulary: read the arrays of the tokenizer; otherwise they are empty, which takes a quarter of the time.
+    vocabulary: read the arrays of the tokenizer. Without it they are empty, and reading takes a quarter of the time.
 
     Raises ModelFileError if the file is not GGUF, truncated, of an unknown version, or beyond a limit.
     """
@@ -145,14 +145,14 @@ class _Reader:
         return [self._value(kind, wanted=wanted, depth=depth) for _ in range(count)]
 
     def _strings(self, count: int, *, wanted: bool) -> list[str]:
-        """Read a vocabulary: hundreds of thousands of strings, hence no call of our own for each of them."""
+        """Read a vocabulary. It has hundreds of thousands of strings, so no function is called for each string."""
         view, size_at, header, at, end = self._view, _SIZE.unpack_from, _SIZE.size, self._at, len(self._view)
         found = []
         try:
             for _ in range(count):
                 start = at + header
                 at = start + size_at(view, at)[0]
-                if at > end:  # before the slice: it would copy the rest of the file
+                if at > end:  # check before slicing, which would copy the rest of the file
                     raise self._cut_short(at - end, end)
                 if wanted:
                     found.append(view[start:at])

@@ -65,7 +65,7 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
         ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         where="the model's configuration",
     )
-    # As in save_pretrained(): a head that is tied to the embedding is not a separate tensor.
+    # As in save_pretrained(), a head that is tied to the embedding is not a separate tensor.
     left_out = ("lm_head.weight",) if config.tie_embeddings else ()
     held: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():

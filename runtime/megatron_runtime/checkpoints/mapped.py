@@ -30,7 +30,7 @@ class MappedFile:
                     self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._resident += size
             if self._resident > RESIDENT_BYTES and hasattr(self._view, "madvise"):
-                # Drops the pages of this process, not those of the page cache: a view in use maps them again.
+                # Drops the pages of this process, not of the page cache: a view in use maps them again.
                 self._view.madvise(mmap.MADV_DONTNEED)
                 self._resident = size
             view = self._view

@@ -7,7 +7,7 @@ therefore opens them here:
 - A link is followed only to a regular file in the same directory, at any depth. That includes the layout of a
   Kubernetes volume (`file -> ..data/file`, `..data -> ..2026_11_23/`).
 - A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory beside `snapshots`,
-  and to those of the `blobs` directory of the cache, which repositories share.
+  and to the `blobs` directory of the cache, which repositories share.
 - The directory itself may be a link, or be below one: it is resolved once. A path named by the caller is trusted.
 - FIFOs, devices and sockets are rejected, and files that are read whole have a size limit.
 """
@@ -27,7 +27,7 @@ from megatron_runtime.protocol.text import shown
 
 TOKENIZER_FILE = "tokenizer.json"
 OTHER_VOCABULARIES = ("tekken.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
-"""Files that vLLM reads in place of tokenizer.json. A repository with a tokenizer has one of all these."""
+"""Files that vLLM reads instead of tokenizer.json. A repository with a tokenizer has one of all these."""
 MAX_METADATA_BYTES = 16 << 20
 """Limit of config.json and the other small files."""
 MAX_INDEX_BYTES = 64 << 20
@@ -71,7 +71,7 @@ def require_safe_name(name: object) -> str:
 
 
 def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
-    """Return the JSON object in `data`. elements: limit of their number. Raises ModelFileError naming `where`."""
+    """Return the JSON object in `data`. elements: maximum number of elements. Raises ModelFileError naming `where`."""
     if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
         raise ModelFileError(f"{where} has more than {elements} JSON elements: it is not a file of a model")
     try:
@@ -96,7 +96,7 @@ def size_of(values: Any = ()) -> tuple[int, ...]:
 class ModelFile:
     """One file of a model.
 
-    path: as the caller names it.
+    path: path as given by the caller.
     root: the resolved directory that must contain the file; None for a single file that the caller names.
     """
 
@@ -124,7 +124,7 @@ class ModelFile:
         return found
 
     def read_bytes(self, limit: int = MAX_METADATA_BYTES) -> bytes:
-        """Return the content of the file. limit: in bytes. Raises ModelFileError, OSError."""
+        """Return the content of the file. limit: maximum size in bytes. Raises ModelFileError, OSError."""
         with self.open() as file:
             data = file.read(limit + 1)
         if len(data) > limit:
@@ -213,7 +213,7 @@ class ModelDirectory:
 
 
 def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end an answer. values: of config.json, which often has only one of them."""
+    """Return the tokens that end an answer. values: content of config.json, which often has only one of them."""
     file = directory.file("generation_config.json")
     generation = file.read_json() if file is not None else {}
     found = generation.get("eos_token_id", values.get("eos_token_id"))

@@ -1,6 +1,6 @@
 """Read and write model directories whose matrices are stored in the panels of the CPU kernels.
 
-`model.packed` is a safetensors file with the matrices as bytes; config.json and the tokenizer are beside it. An engine
+`model.packed` is a safetensors file with the matrices as bytes; config.json and the tokenizer are next to it. An engine
 maps the file and computes with its pages: nothing is converted or copied, and all engines of a node share the memory.
 Other formats are converted while they are read, and each engine has its own copy.
 """
@@ -54,7 +54,7 @@ _REMEDY = "write it again with megatron convert --to packed"
 _DTYPES = {**DTYPES, "U8": torch.uint8}
 _NAMES = {number: name for name, number in PANEL_FORMATS.items()}
 _STORED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types of values by the name of their format; float32 of all others."""
+"""Format name -> type of its values; all other formats have float32."""
 
 
 class PackedCheckpoint(Checkpoint):
@@ -95,7 +95,7 @@ class PackedCheckpoint(Checkpoint):
         return matrix.part(*(*part, slice(None), slice(None))[:2])
 
     def _matrix(self, tensor: StoredTensor, described: Any, where: str) -> PackedMatrix:
-        """Return a matrix as a view of the file. described: [name of the format, inputs], as the file says."""
+        """Return a matrix as a view of the file. described: [name of the format, inputs], from the file."""
         shape, offset = tensor.kind.shape, tensor.offset
         match described:
             case [str(name), int(inputs)] if name in PANEL_FORMATS and inputs > 0:
@@ -131,7 +131,8 @@ def _map(file: ModelFile) -> torch.Tensor:
     with file.open() as opened:
         # Copy on write only because torch accepts no read-only buffer.
         view = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-    # Where kernel and file system have pages of 2 MiB, those of a file that is not in memory yet are read as such.
+    # If kernel and file system support pages of 2 MiB, the parts of the file that are not in memory yet are read in
+    # such pages.
     with suppress(OSError):
         view.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(view, dtype=torch.uint8)
@@ -157,7 +158,7 @@ def write_packed(checkpoint: Checkpoint, directory: Path, *, numbers: Format, wr
         number = PANEL_FORMATS[format] if stored is None else packed_format(stored, format)
         matrices[name] = _NAMES[number], inputs
         kinds[name] = TensorKind((outputs // PANEL, panel_bytes(number, inputs)), torch.uint8)
-    # Matrices first: the parts of one that a step reads as a whole, such as queries and keys, are then adjacent.
+    # Matrices come first, so that the parts that a step reads as one matrix, such as queries and keys, are adjacent.
     dense = (family.hf_name(name) for name in shapes)
     kinds |= {name: checkpoint.kinds[name] for name in dense if name not in matrices}
 

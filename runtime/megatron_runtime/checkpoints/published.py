@@ -1,7 +1,7 @@
-"""Weights that a trainer publishes, as a checkpoint: blocks are received as they are read.
+"""Weights that a trainer publishes, as a checkpoint. Blocks are received when they are read.
 
-A rank receives the rows that it holds, in blocks of about a million values. A block is used only if its SHA-256 is that
-of the manifest, whose SHA-256 is in the reference that the coordinator sent.
+A rank receives the rows that it holds, in blocks of about a million values. A block is used only if its SHA-256 matches
+the manifest, and the manifest only if its SHA-256 matches the reference that the coordinator sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 ANSWER_SECONDS = 15.0
 """Timeout of the trainer's answer."""
 CLOSED = -1
-"""Sent in place of the number of a tensor: the rank has received everything."""
+"""Sent instead of a tensor number: the rank has received everything."""
 _KEPT_BLOCKS = 8
 """The reads of one matrix overlap in the blocks at their ends."""
 
@@ -45,7 +45,7 @@ _KEPT_BLOCKS = 8
 class PublishedCheckpoint(Checkpoint):
     """The tensors of one session of a trainer. The constructor connects; close() ends the connection.
 
-    config:   of the model of this engine. The trainer's tensors must fit it.
+    config:   configuration of this engine's model. The trainer's tensors must fit it.
     keys_dir: directory of engine.key and trainer.pub; None: no encryption.
 
     The constructor and read() raise WeightsUnavailableError, after a deadline if the trainer is stopped or cut off.
@@ -76,7 +76,7 @@ class PublishedCheckpoint(Checkpoint):
 
     def close(self) -> None:
         with self._lock:
-            with contextlib.suppress(PairLostError):  # the trainer's side has ended
+            with contextlib.suppress(PairLostError):  # the trainer's side has closed
                 self._group.send(torch.tensor([CLOSED, 0]))
             self._group.close()
             self._blocks.clear()

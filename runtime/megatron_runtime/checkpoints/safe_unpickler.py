@@ -23,7 +23,7 @@ Globals = Mapping[tuple[str, str], Any]
 
 _MAX_SIZE = 1 << 63
 _REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
-"""Opcodes that allocate the size they state, build integers of megabytes, or read tables of this process."""
+"""Opcodes that allocate as much as they state, build integers of megabytes, or read tables of this process."""
 _MAX_ARGUMENTS = 64
 
 
@@ -81,7 +81,7 @@ def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
 
 
 class _Reader(pickle._Unpickler):
-    """Takes time and memory proportional to the size of the pickle, for any content."""
+    """Uses time and memory proportional to the size of the pickle, whatever its content."""
 
     # Declared by the standard library's reader.
     stack: list[Any]
@@ -131,7 +131,7 @@ class _Reader(pickle._Unpickler):
             return
         if type(target) not in self._classes:
             raise ValueError(f"{shown(target)} has no attributes that a pickle may set")
-        # Of the class: a pickle can set an attribute of this name on the instance.
+        # Looked up on the class: a pickle can set an attribute of this name on the instance.
         set_state = getattr(type(target), "__setstate__", None)
         if set_state is not None:
             set_state(target, state)
@@ -139,14 +139,14 @@ class _Reader(pickle._Unpickler):
         if isinstance(state, tuple):
             own, slots = state
             state = {**(own or {}), **(slots or {})}
-        # A state can be shared by many objects, each of which copies it.
+        # Many objects can share one state, and each copies it.
         self._attributes_left -= len(state)
         if self._attributes_left < 0:
             raise ValueError("it sets more attributes than it has bytes")
         vars(target).update(state)
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
-        """Set entries of a mapping. Entries under keys of other types are left out: no caller reads them.
+        """Set entries of a mapping. Entries with keys of other types are left out: no caller reads them.
 
         The hashes of tuples and long integers are predictable, so a pickle could make all its keys collide.
         """

@@ -46,8 +46,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "language_model.")
-"""Of the tensors of the text model: as transformers writes a causal model, a model without a head, and the text part of
-a multimodal model."""
+"""Prefixes of the text model's tensors: in a causal model as transformers writes it, in a model without a head, and in
+the text part of a multimodal model."""
 _IGNORED = re.compile(
     r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.(attn|attention)\.(masked_)?bias|.*\.[kv]_scale|mtp\..*"
 )
@@ -59,14 +59,14 @@ _OTHER_PARTS = re.compile(
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 64
-"""Of the first tensor."""
+"""Alignment of the first tensor in a file, in bytes."""
 _SIZE_BYTES = 8
 _LARGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. offset: of its first byte in the file."""
+    """A tensor in a file. offset: position of its first byte in the file."""
 
     kind: TensorKind
     offset: int
@@ -107,7 +107,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self.config = replace(self.config, tie_embeddings=True)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a view of the file, of the stored type; bfloat16 values of scaled matrices."""
+        """Return a view of the file in the stored type; for scaled matrices, bfloat16 values."""
         scaled = self._scaled.get(name)
         return self._stored(name, part) if scaled is None else scaled.read(self._stored, part)
 
@@ -118,7 +118,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if not size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
         data = file.piece(offset, size)
-        # A tensor may begin at any address; its values need one that is a multiple of their size.
+        # A tensor may begin at any address, but its values must be aligned to their size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
 
@@ -159,7 +159,7 @@ def _names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _says_untied(values: Fields) -> bool:
-    """Return whether config.json says itself, not only by the default of its family, that the model has a head."""
+    """Return whether config.json itself states that the model has a head, not only the default of its family."""
     return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 
@@ -167,7 +167,7 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     """Return the files that the index names; without an index model.safetensors, or else all .safetensors files."""
     index = directory.file(INDEX_FILE)
     if index is None:
-        # Other formats of the same weights may lie beside it.
+        # Other formats of the same weights may be in the same directory.
         single = directory.file(_SINGLE_FILE)
         return directory.files(".safetensors") if single is None else [single]
     data = index.read_bytes(MAX_INDEX_BYTES)
@@ -282,12 +282,12 @@ def write_file(
     dtypes: Mapping[str, torch.dtype] = DTYPES,
     metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
 ) -> None:
-    """Write tensors to one file, one at a time. kinds, read, written: as of write_safetensors()."""
+    """Write tensors to one file, one at a time. kinds, read, written: as for write_safetensors()."""
     with path.open("wb") as file:
         pending = bytearray(_header(kinds, dtypes, metadata))
         for key in kinds:
             values = read(key).contiguous().view(-1).view(torch.uint8)
-            # Pieces that begin at multiples of a large page: ext4 and XFS then keep the file in large pages.
+            # Write pieces that begin at multiples of a large page, so that ext4 and XFS keep the file in large pages.
             for piece in values.split(_LARGE_PAGE):
                 pending += piece.numpy().data
                 if len(pending) >= _LARGE_PAGE:

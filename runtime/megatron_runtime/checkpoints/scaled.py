@@ -2,7 +2,7 @@
 
 Two layouts: block-scaled FP8 as DeepSeek and Qwen publish it (`weight` and `weight_scale_inv`), and compressed-tensors
 (https://github.com/vllm-project/compressed-tensors): `weight` or `weight_packed` with `weight_scale`, a
-`weight_zero_point`, and the `weight_g_idx` of columns whose order differs from that of the groups.
+`weight_zero_point`, and a `weight_g_idx` if the columns are not in the order of the groups.
 
 N outputs and K inputs of a matrix, G groups of inputs.
 """
@@ -23,7 +23,7 @@ from megatron_runtime.protocol.text import shown
 Reader = Callable[[str, Part], torch.Tensor]
 
 STORED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""Types of stored numbers that are no values of a model by themselves."""
+"""Types of stored numbers that need a scale to become values of a model."""
 
 _FP8, _COMPRESSED = "fp8", "compressed-tensors"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -38,9 +38,10 @@ class ScaledMatrix:
 
     shape:      (N, K).
     values:     name of the stored numbers, [N, K], or int32 words of several numbers along K.
-    bits:       of a number in such words; None without words.
+    bits:       bits of a number in such words; None without words.
     scale:      name of the scales: one, or one for each `rows` outputs and `columns` inputs.
-    zero_point: name of the numbers that stand for zero, laid out as the scales; None if zero does. Words are along N.
+    zero_point: name of the numbers that represent zero, laid out like the scales; None if 0 represents zero. Words are
+                along N.
     groups:     name of the group of each input, int32 [K]; None if each `columns` inputs are a group.
     """
 
@@ -54,7 +55,7 @@ class ScaledMatrix:
     groups: str | None = None
 
     def read(self, stored: Reader, part: Part = ()) -> torch.Tensor:
-        """Return the values of a part, bfloat16: the type that such models had before."""
+        """Return the values of a part as bfloat16, the type that such models had before quantization."""
         outputs, inputs = (
             slice(*(part[axis] if axis < len(part) else slice(None)).indices(size)[:2])
             for axis, size in enumerate(self.shape)
@@ -88,7 +89,8 @@ class ScaledMatrix:
 def scaled_matrices(
     kinds: Mapping[str, TensorKind], quantization: Fields, stored: Reader
 ) -> tuple[dict[str, ScaledMatrix], set[str]]:
-    """Return the matrices stored in scaled form by the name of their values, and the names of all that they consist of.
+    """Return the matrices stored in scaled form, by the name of their values, and the names of all tensors that they
+    consist of.
 
     quantization: `quantization_config` of config.json; empty for a model without.
 

@@ -26,7 +26,7 @@ _LATEST_BYTES = 64
 
 
 class ModelSourceError(ValueError):
-    """A model reference leads to no model. The message names the reference and the remedy."""
+    """A model reference does not lead to a model. The message names the reference and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class StoredModel:
 class ModelInMemory:
     """A model in the memory of the program: a Checkpoint, and its name in messages.
 
-    reopen: of a model that the program may train meanwhile, returns a Checkpoint of its present weights.
+    reopen: for a model that the program may train meanwhile, returns a Checkpoint of its current weights.
     records_routing: whether the model's configuration asks for the experts of each token.
     """
 
@@ -98,8 +98,8 @@ def resolve(model: str) -> StoredModel:
     """Return where the weights of `model` are. Weights of a hub or an object store are fetched once.
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file, or a directory: with
-           config.json and safetensors or model.packed, with the .gguf files of one model, a Megatron-Core
-           checkpoint, or the directory that Megatron-LM loads one from. Of a model in several .gguf files any.
+           config.json and safetensors or model.packed, with the .gguf files of one model, a Megatron-Core checkpoint,
+           or the directory that Megatron-LM loads one from. For a model in several .gguf files, any of them.
 
     Raises ModelSourceError, ModelFileError, and for a hub or a store HubError and HubUnavailableError.
     """
@@ -162,7 +162,9 @@ def require_format(source: ModelSource, wanted: str, *, model: str) -> None:
 
 
 def find_beside(source: ModelSource, name: str) -> ModelFile | None:
-    """Return the file `name` that belongs to a model beside its weights, if there is one. Raises ModelFileError."""
+    """Return the file `name` that belongs to a model in addition to its weights, if there is one. Raises
+    ModelFileError.
+    """
     places: tuple[Path, ...] = ()
     if isinstance(source, StoredModel) and source.format != "GGUF":
         places = (source.path, source.path.parent) if source.format == "TorchDist" else (source.path,)

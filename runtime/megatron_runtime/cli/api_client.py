@@ -18,9 +18,9 @@ from megatron_runtime.process.options import API_KEY, environment_option
 from megatron_runtime.protocol import strict_json as json
 
 MAX_EVENT_BYTES = 16 << 20
-"""Of one line of a stream."""
+"""Limit of one line of a stream."""
 MAX_ERROR_BYTES = 64 << 10
-"""Of an answer that is not a stream, read at most."""
+"""Limit of an answer that is not a stream; the rest is not read."""
 
 _DATA = b"data:"
 _DONE = b"[DONE]"

@@ -72,8 +72,8 @@ def count_gpus() -> int:
 def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[tuple[int, ...] | None]:
     """Return the numbers of the GPUs of each engine, in order; None for an engine that needs no assignment.
 
-    ranks: of each engine.
-    gpus:  that this machine has.
+    ranks: number of ranks of each engine.
+    gpus:  number of GPUs of this machine.
 
     Raises click.UsageError: there are fewer than that; the message has the options, the numbers and the remedy.
     """
@@ -96,6 +96,6 @@ def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[
 
 
 def show_only(gpus: tuple[int, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let the programs of `environment` see these GPUs only, of those that they can see now."""
+    """Restrict the programs started with `environment` to these GPUs, numbered among the GPUs that they can see now."""
     visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     environment[VISIBLE] = ",".join(visible[number] if visible else str(number) for number in gpus)

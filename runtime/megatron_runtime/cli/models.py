@@ -133,7 +133,7 @@ def fetch(
 
 @contextmanager
 def _shown_progress(what: str) -> Iterator[Progress]:
-    """Show a transfer as a bar on a terminal, otherwise as a line for every tenth of it."""
+    """Show a transfer as a progress bar on a terminal, otherwise as one line per tenth."""
     from rich import console, progress
 
     from megatron_runtime.checkpoints.remote.files import each_tenth
@@ -159,7 +159,7 @@ def _shown_progress(what: str) -> Iterator[Progress]:
 def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
     """Yield a Progress that calls `report`, and serve the last counts over HTTP. port: None serves nothing.
 
-    Before the first count, which a download has when it holds the lock of the cache, the answer is 503.
+    The answer is 503 until the first count, which comes when the download holds the lock of the cache.
     """
     if port is None:
         yield report

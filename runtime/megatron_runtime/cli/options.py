@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # click ends the command without a message
+        except BrokenPipeError:  # click exits the command without a message
             raise
         except ModuleNotFoundError as error:
             raise click.ClickException(missing_package(error, extra="runtime")) from error
@@ -74,7 +74,7 @@ class LazyGroup(click.Group):
 class Parsed(click.types.FuncParamType):
     """The type of an option whose text is parsed.
 
-    name:  of the value on the help page.
+    name:  name of the value on the help page.
     parse: returns the value of a text. Raises click.BadParameter with the value and what is allowed.
     """
 
@@ -208,7 +208,7 @@ ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock
 
 
 def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raise click.UsageError for a name that is none of our formats, unless vLLM's parsers may be named."""
+    """Raise click.UsageError for a name that is not one of our formats, unless vLLM's parsers are allowed."""
     for flag, name, names in (
         ("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS),
         ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
@@ -465,7 +465,7 @@ def _long_options(command: click.Command) -> dict[str, click.Option]:
 
 
 def _option_value(option: click.Option, value: Any) -> Any:
-    """Return a value of a file as the command line has it: text, or a list of texts, or whether a flag is set."""
+    """Return a value of a file in the form of the command line: a text, a list of texts, or whether a flag is set."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise click.BadParameter("use true or false.")
@@ -480,7 +480,7 @@ def _option_value(option: click.Option, value: Any) -> Any:
 
 
 def arguments_of(command: click.Command, values: Mapping[str, Any]) -> list[str]:
-    """Return the command line arguments of the options that `values` has by their parameters. None: the default."""
+    """Return the command line arguments for `values`, which maps parameter names to values. None: the default."""
     arguments: list[str] = []
     for option in command.params:
         value = values.get(str(option.name))

@@ -1,4 +1,6 @@
-"""Child processes: those of `megatron serve` and the ranks of an engine. A child ends when its parent ends."""
+"""Child processes: the processes of `megatron serve`, and the ranks of an engine. A child exits when its parent
+exits.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,25 @@ RESTART_WINDOW_SECONDS = 60.0
 _LINES_KEPT = 20
 RENDEZVOUS_SECONDS = 900
 OUTLIVE_SECONDS = 4.0
-"""Ranks that still run this long after another one has ended are killed."""
+"""Ranks that still run this long after another rank has exited are killed."""
 _UNUSED_SIGNAL = "SIGUSR2"
-"""On the signals that it handles, the agent ends its ranks at once. On SIGTERM rank 0 must drain first."""
+"""On the signals that it handles, the agent kills its ranks at once. But rank 0 must drain on SIGTERM first."""
 
 
 _PORTS = range(20_000, 29_500)
-"""Below the ports that Linux gives to outgoing connections. One of those could take a port before its process binds."""
+"""Below the ports that Linux assigns to outgoing connections: a connection could take the port before its process binds
+it."""
 
 
 _reservations: dict[int, socket.socket] = {}
-"""UDP sockets on the ports that this process has reserved. A process that chooses a port skips those that another one
-has reserved, because their servers may not listen yet."""
+"""UDP sockets on the ports that this process has reserved. A process that chooses a port skips the ports that another
+process has reserved, because their servers may not listen yet."""
 
 
 def reserve_port(port: int) -> bool:
-    """Reserve a port of the loopback interface until this process ends. False if another process has reserved it."""
+    """Reserve a port of the loopback interface until this process exits. Return False if another process has reserved
+    it.
+    """
     if port in _reservations:
         return True
     reservation = socket.socket(type=socket.SOCK_DGRAM)
@@ -60,7 +65,7 @@ def reserve_port(port: int) -> bool:
 def free_ports(count: int) -> list[int]:
     """Return different TCP ports of the loopback interface that are free now.
 
-    Until this process ends, no process gets them from this function.
+    Until this process exits, this function gives them to no other process.
 
     Raises:
         OSError: too few ports are free.
@@ -80,14 +85,14 @@ def free_ports(count: int) -> list[int]:
 
 
 class ChildFailedError(Exception):
-    """A child ended and is not restarted. The message has its name, its exit status and its last lines."""
+    """A child exited and is not restarted. The message has its name, its exit status and its last lines."""
 
 
 @dataclass(slots=True)
 class Child:
     """One supervised process.
 
-    arguments: of `megatron`.
+    arguments: arguments of `megatron`.
     pass_fds:  file descriptors that it inherits.
     variables: environment variables that differ from those of the supervisor.
     """
@@ -99,17 +104,17 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS + 1))
-    """Times at which it has ended."""
+    """Times of its exits."""
 
 
 class Supervisor:
     """Runs children until stop().
 
     say:       called with a child's name, or None for the supervisor itself, and a line to print.
-    are_ready: the children have started. From then on a child that ends is restarted, up to RESTARTS times within
+    are_ready: the children have started. From then on a child that exits is restarted, at most RESTARTS times within
                RESTART_WINDOW_SECONDS.
-    failed:    gets ChildFailedError when a child ends and is not restarted.
-    Children have their own session, so that Ctrl-C reaches only the supervisor, which ends them in order.
+    failed:    called with ChildFailedError when a child exits and is not restarted. Children have their own session, so
+    that Ctrl-C reaches only the supervisor, which ends them in order.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:
@@ -127,7 +132,7 @@ class Supervisor:
         self._watchers.append(asyncio.create_task(self._watch(child, process)))
 
     async def stop(self, *, grace_seconds: float) -> None:
-        """End the children in reverse order, each with END_SIGNAL and, after the grace time, SIGKILL."""
+        """Stop the children in reverse order, each with END_SIGNAL and, after the grace period, SIGKILL."""
         self._stopping = True
         for child in reversed(self._children):
             process = child.process
@@ -198,15 +203,15 @@ def _exit_status(code: int) -> str:
 
 
 class RanksFailedError(RuntimeError):
-    """The ranks have ended because one failed. The message names the rank, which has logged the cause."""
+    """The ranks have exited because one failed. The message names the rank, which has logged the cause."""
 
 
 def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
     """Run `megatron` with `arguments` once for each rank of this node, with torch's elastic agent and no restarts.
 
-    The ranks of a single node, and the agent's store, use files and Unix sockets in a private folder.
-    Returns when all ranks have ended normally. Its end signals are forwarded to the ranks; rank 0 ends the engine.
-    If a rank fails, the others are ended. Raises RanksFailedError.
+    The ranks of a single node, and the agent's store, use files and Unix sockets in a private folder. Returns when all
+    ranks have exited normally. Termination signals are forwarded to the ranks; rank 0 stops the engine. If a rank
+    fails, the others are killed. Raises RanksFailedError.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -252,15 +257,15 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, of those that the agent found ended at the same time.
+    """Return the rank that failed first, of the ranks that the agent found exited at the same time.
 
-    A rank that was ended by a signal is the cause. A rank that exited with a status may have done so because of it.
+    A rank that was killed by a signal is the cause. A rank that exited with a status may have done so as a consequence.
     """
     return min(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[1].timestamp))
 
 
 def _kill_survivors(ranks: int) -> None:
-    """Kill the ranks that outlive another one. The agent would wait longer for a stopped rank."""
+    """Kill the ranks that outlive a failed one. The agent would wait longer for a stopped rank."""
     ended_at: float | None = None
     seen = 0
     while True:

@@ -1,6 +1,6 @@
 """Waits until the processes of `megatron serve` serve.
 
-`serve` imports this module when it has started them: the imports take as long as half of their start.
+`serve` imports this module after it has started them, because the imports take half as long as their start.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ADAPTER_SECONDS = 3600.0
 
 
 async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
-    """Wait until every engine serves with the adapters and the server is connected to the coordinator; report each
-    engine.
+    """Wait until every engine serves with the adapters and the server is connected to the coordinator. Report each
+    engine when it is ready.
     """
     client = CoordinatorClient(coordinator)
     await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
@@ -63,7 +63,7 @@ async def _is_ready(url: str) -> bool:
 
 
 async def _set_adapters(adapters: AdapterList, *, admin: str) -> None:
-    """Have every engine load the adapters. Raises ClickException with engine, adapter and cause."""
+    """Make every engine load the adapters. Raises ClickException with engine, adapter and cause."""
     link = PeerLink(
         CoordinatorAddresses(admin),
         keys=None,

@@ -19,7 +19,7 @@ _READY = re.compile(r"ready in \S+ s: .* at (\S+)/v1 ")
 
 
 _OTHERS = ("reference", "model", "max_tokens", "config")
-"""Parameters of `serve` that `run` lacks, or has with another meaning."""
+"""Parameters of `serve` that `run` lacks, or that have another meaning there."""
 
 
 @click.command(params=[each for each in serve.params if each.name not in _OTHERS])
@@ -54,7 +54,7 @@ def run(context: click.Context, reference: str, **options: Any) -> None:
                 click.secho(line.rstrip(), dim=True, err=True)
             else:
                 raise click.ClickException(f"the server ended with status {server.wait()}")
-            threading.Thread(target=server.stdout.read, daemon=True).start()  # or its pipe becomes full
+            threading.Thread(target=server.stdout.read, daemon=True).start()  # otherwise its pipe would fill up
             context.invoke(chat, url=ready[1], model=None, api_key=None, **conversation)
         finally:
             server.send_signal(END_SIGNAL)

@@ -110,7 +110,7 @@ def serve(**options: Any) -> None:
     options["gpus"] = assign_gpus(
         options["device"], engines=options["engines"], ranks=options["tensor_parallel"], gpus=count_gpus()
     )
-    options["device"] = options["device"].kind  # the GPUs are in the environment of the engines
+    options["device"] = options["device"].kind  # the GPUs are in the environment of the engine processes
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
         asyncio.run(_serve(SimpleNamespace(**options)))
@@ -208,7 +208,7 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
 
 
 async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:
-    """Return whether `work` ended before `stop` was set. Raises the exception of `failed` or `work`."""
+    """Return whether `work` finished before `stop` was set. Raises the exception of `failed` or `work`."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -27,9 +27,9 @@ _ANSWER_SECONDS = 5.0
 class Server:
     """A running `megatron serve`.
 
-    url:         of the OpenAI API, without /v1.
+    url:         URL of the OpenAI API, without /v1.
     model:       the reference that the engines load.
-    name:        of the model in /v1/models.
+    name:        name of the model in /v1/models.
     coordinator: address of its client port.
     started:     seconds since 1970.
     """
@@ -58,7 +58,7 @@ def listed(server: Server) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(asdict(server)))
         file.flush()
-        fresh.replace(path)  # complete and locked when others see it
+        fresh.replace(path)  # other processes see the file complete and locked
         try:
             yield
         finally:
@@ -66,14 +66,14 @@ def listed(server: Server) -> Iterator[None]:
 
 
 def running_servers() -> list[Server]:
-    """Return the servers of this user that run, by their start. Files of those that were killed are deleted."""
+    """Return this user's running servers in the order of their start. Delete the files of killed servers."""
     found = []
     for path in _directory().glob("*.json"):
         with suppress(FileNotFoundError), path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                with suppress(ValueError, TypeError):  # of another release
+                with suppress(ValueError, TypeError):  # written by another release
                     found.append(Server(**json.loads(file.read())))
             else:
                 path.unlink(missing_ok=True)
@@ -113,8 +113,8 @@ async def _all_engines(servers: list[Server]) -> list[list[dict[str, Any]]]:
 
 
 async def _engines(server: Server) -> list[dict[str, Any]]:
-    """Return the engines of a server as its coordinator reports them. One that has not registered is STARTING, and
-    UNKNOWN if the coordinator does not answer.
+    """Return the engines of a server as its coordinator reports them. An engine that has not registered is STARTING.
+    All are UNKNOWN if the coordinator does not answer.
     """
     from megatron_runtime.client.coordinator_client import CoordinatorClient
 

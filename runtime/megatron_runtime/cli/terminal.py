@@ -21,7 +21,7 @@ from megatron_runtime.protocol import strict_json as json
 HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."
 _QUOTES = '"""'
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
-"""A path such as /etc/hosts is no command."""
+"""Matches commands only: a path such as /etc/hosts is a message."""
 SETTINGS: Mapping[str, click.ParamType] = {
     "temperature": FiniteRange(0, 2),
     "max-tokens": COUNT,
@@ -52,8 +52,8 @@ class _LeaveError(Exception):
 class Conversation:
     """A conversation with one model, and the commands that change it.
 
-    messages: with their roles, as the server takes them. The system message is the first one, if there is any.
-    settings: of the requests, by their names in SETTINGS with `_` for `-`.
+    messages: messages with their roles, as the server accepts them. A system message comes first.
+    settings: settings of the requests, by their names in SETTINGS with `_` for `-`.
     """
 
     client: ApiClient

@@ -70,17 +70,17 @@ class RequestOptions(TypedDict, total=False):
 
     deadline_seconds: time after which the coordinator fails the request; None or absent: no deadline.
     engine:           name of the only engine that may answer; the request fails with it. Empty: any engine.
-    tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64 characters.
+    tenant:           tenant whose share of the engines the request counts against, an opaque text of at most 64
+                      characters.
                       Empty: this client.
     adapter:          name of the LoRA adapter that answers. Empty: the base model.
     request_id:       id by which logs and traces of all components name the request, of at most 128 characters.
     traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
     session:          opaque id of at most 64 characters: requests of one session go to one engine while it holds their
                       prefix. Empty: no session.
-    on_tokens:        called with the number of new tokens when they arrive, on the connection's event loop, whether a
-                      stream is read or not. Tokens then arrive as they are generated also without a stream.
-    media:            images, audio and video of the prompt, which is tokens then. Open requests with the same ones send
-                      them once.
+    on_tokens:        called with the number of new tokens when they arrive, on the connection's event loop, whether or
+                      not a stream is read. Without a stream, too, tokens then arrive as they are generated.
+    media:            images, audio and video of a prompt of tokens. Open requests with the same media send them once.
     """
 
     deadline_seconds: float | None
@@ -95,17 +95,17 @@ class RequestOptions(TypedDict, total=False):
 
 
 class CoordinatorClient:
-    """One connection to a coordinator, which registers again after each restart of the coordinator.
+    """One connection to a coordinator. It registers again after each restart of the coordinator.
 
     The connection belongs to the event loop of start(). Requests and control messages may also come from any other
     running loop; their futures and streams then belong to that loop. Requests may be added before start() and while
-    there is no coordinator: they are submitted after the next registration, with the tokens that they already have.
+    there is no coordinator: the next registration submits them, with the tokens that they already have.
 
     address:    a port on this host, "host:port" or "tcp://host:port".
-    keys:       for a coordinator with CURVE keys.
+    keys:       keys for a coordinator that uses CURVE.
     name:       identity of the client; None: a random one.
     model:      hash of the model that requests are made for; engines with another model do not answer. Empty: any.
-    records:    the engine also returns the text and the times of an answer.
+    records:    whether the engine also returns the text and the times of an answer.
     read_reply: converts the map of an answer for its future. A ValueError, TypeError or KeyError fails the request.
     open_socket: opens the connection.
     on_stopped: called once, on the connection's loop, when the client has stopped.
@@ -127,7 +127,7 @@ class CoordinatorClient:
         self.requests: dict[int, PendingRequest] = {}
         """The open requests by number."""
         self._open: dict[bytes, PendingRequest] = {}
-        """The same by uid."""
+        """The open requests by uid."""
         self._sent_media: Counter[bytes] = Counter()
         """Digests of media, with the number of open requests that were submitted with them to this coordinator."""
         self._records = records
@@ -159,7 +159,7 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and got a message within the last seconds."""
+        """Whether the client is registered and has received a message within the last seconds."""
         return self._link.registered
 
     # --- start and stop -----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class CoordinatorClient:
 
         Raises:
             CoordinatorUnreachableError: no answer in time. The client is stopped and cannot be started again.
-            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is no coordinator.
+            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is not a coordinator.
         """
         if self._stopped:
             return
@@ -186,8 +186,9 @@ class CoordinatorClient:
     def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
         """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent.
 
-        error:   called for each open request; its future or stream raises the result instead.
-        is_lost: the coordinator has ended, so DISCONNECT does not wait for it.
+        error:   called for each open request; its future or stream raises the returned error instead of being
+                 cancelled.
+        is_lost: the coordinator has exited, so DISCONNECT does not wait for it.
         """
 
         async def stop_there() -> None:
@@ -232,7 +233,8 @@ class CoordinatorClient:
     def add_request(
         self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> asyncio.Future[Any]:
-        """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
+        """Submit a request now. The future returns the answer or raises RequestRejectedError; cancelling it aborts the
+        request.
 
         prompt:  token ids, shape [n], or text, which the engine tokenizes.
         sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
@@ -248,12 +250,12 @@ class CoordinatorClient:
     def add_request_streaming(
         self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
-        """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
+        """Submit a request now. The stream yields `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
 
         If log-probabilities are requested, a partial has "new_log_probs" and "new_top_n_logprobs", and the first one
-        "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials were not read, the last of them
-        takes up the tokens of the next ones. Sets `streaming` on the caller's parameters. Closing the stream aborts the
-        request. The arguments are those of add_request().
+        "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens are
+        added to the last of them. Sets `streaming` on the caller's parameters. Closing the stream aborts the request.
+        The arguments are those of add_request().
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params.streaming = True
@@ -272,7 +274,7 @@ class CoordinatorClient:
         make_stream: Callable[[int], AnyStream],
         **options: Unpack[RequestOptions],
     ) -> AnyStream:
-        """Do what add_request_streaming() does, with a stream of the caller's, from any thread.
+        """Like add_request_streaming(), but with the caller's own stream, and from any thread.
 
         make_stream: returns the stream of a request id, which aborts by abort_request().
         """
@@ -323,7 +325,9 @@ class CoordinatorClient:
             self._send(request)
 
     def _send(self, request: PendingRequest) -> None:
-        """Send SUBMIT, without the data of media that the coordinator got with another open request."""
+        """Send SUBMIT, without the data of media that the coordinator has already received with another open
+        request.
+        """
         if request.media is None:
             self._link.send(request.submit().to_frames())
             return
@@ -354,9 +358,9 @@ class CoordinatorClient:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
-        if ack.adapters is not None and ack.adapters.generation:  # a restarted coordinator learns the list later
+        if ack.adapters is not None and ack.adapters.generation:  # a restarted coordinator gets the list later
             self.adapters = ack.adapters
-        self.tasks = ack.tasks or self.tasks  # while no engine serves, the last tasks hold
+        self.tasks = ack.tasks or self.tasks  # while no engine serves, the last known tasks apply
         if forgotten or not self._ever_registered:
             self._sent_media.clear()
             for request in list(self._open.values()):
@@ -384,7 +388,7 @@ class CoordinatorClient:
             case Error(uid=bytes() as uid):
                 rejected = self._open.get(uid)
                 if rejected is not None and message.code is ErrorCode.MEDIA_MISSING:
-                    # The request that brought the media ended before the coordinator read this one.
+                    # The request that sent the media ended before the coordinator read this one.
                     self._link.send(rejected.submit().to_frames())
                 elif rejected is not None:
                     code, text, retry = message.code, message.message, message.retry_after_seconds
@@ -420,20 +424,22 @@ class CoordinatorClient:
         return self._call(lambda: self._quotas.reserve(reserve))
 
     def charge(self, charge: Charge) -> None:
-        """Count tokens of a tenant at the coordinator, or return tokens. Without a connection it is lost."""
+        """Count tokens of a tenant at the coordinator, or return tokens. The message is lost if there is no
+        connection.
+        """
         self._at_home(lambda: self._quotas.charge(charge))
 
     # --- control messages -------------------------------------------------------------------------------------------
 
     def send(self, frames: Frames) -> None:
-        """Send a message that has no answer. Without a connection it is lost."""
+        """Send a message that has no answer. It is lost if there is no connection."""
         self._at_home(lambda: self._link.send(frames))
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
         return self._call(lambda: self._calls.status(timeout_seconds=timeout_seconds))
 
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
-        """Send a control message now. The future gives the coordinator's acknowledgement; it may be ignored.
+        """Send a control message now. The future returns the coordinator's acknowledgement; the caller may ignore it.
 
         It raises ControlRejectedError or CoordinatorUnreachableError.
         """

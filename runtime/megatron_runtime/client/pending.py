@@ -60,9 +60,9 @@ class PendingRequest:
     """One request, from its submission to its final answer.
 
     generated: tokens from partials. They are sent to a restarted coordinator, and no later answer may contradict them.
-    details:   details of these tokens, which an engine that continues the request does not have.
-    submitted, deadline: on the clock of time.perf_counter().
-    future, stream: receives the answer; both may belong to the event loop of another thread.
+    details:   details of these tokens. An engine that continues the request does not have them.
+    submitted, deadline: times on the clock of time.perf_counter().
+    future, stream: one of them receives the answer; it may belong to the event loop of another thread.
     on_tokens: called with the number of new tokens when they arrive.
     media:     images, audio and video of the prompt, with all data.
     """
@@ -104,7 +104,7 @@ class PendingRequest:
         """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none.
 
         params: SamplingParams, or another object whose serialize() returns fields of them.
-        record: ask for the answer's text and times; see SamplingParams.return_record.
+        record: whether to request the answer's text and times; see SamplingParams.return_record.
 
         Raises InvalidSamplingParamsError, and ValueError for media without data.
         """
@@ -190,9 +190,9 @@ class PendingRequest:
             act()
 
     def submit(self, *, known_media: Collection[bytes] = ()) -> Submit:
-        """Return the SUBMIT to send now, with the time left and the tokens held.
+        """Return the SUBMIT message to send now, with the remaining time and the tokens that the client has.
 
-        known_media: digests of media that the coordinator has: their data are left out.
+        known_media: digests of media that the coordinator has; their data is left out.
         """
         meta = self.meta
         if self.deadline is not None:
@@ -205,8 +205,8 @@ class PendingRequest:
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
         """Return the stream's frame of the new tokens in `tokens`, whose first is number `offset`; None if none is new.
 
-        If `offset` is beyond the held tokens, a connection was lost with those in between. The coordinator sends them
-        again after the SUBMIT that follows each registration.
+        If `offset` is beyond the client's tokens, the tokens in between were lost with a connection. The coordinator
+        sends them again after the SUBMIT that follows each registration.
         """
         known = self.held - offset
         new = tokens[TOKEN_BYTES * known :] if known >= 0 else b""
@@ -252,7 +252,7 @@ class PendingRequest:
         return reply
 
     def _complete_details(self, reply: dict[str, Any]) -> None:
-        """Prepend the details that partials brought before a failover to those of the last engine.
+        """Prepend the details from partials before a failover to the details of the last engine.
 
         If some are missing, `log_probs_from` stays: the number of the token at which the lists begin.
         """
@@ -276,7 +276,7 @@ def failed_reply(error: dict[str, Any]) -> dict[str, Any]:
 def partial_frames(
     message: Partial, find: Callable[[bytes], PendingRequest | None]
 ) -> Iterator[tuple[PendingRequest, dict[str, Any]]]:
-    """Yield the requests of a PARTIAL that `find` knows by uid and that get new tokens, each with their frame."""
+    """Yield each request of a PARTIAL that `find` returns for its uid and that gets new tokens, with its frame."""
     try:
         details = unpack(message.extras, DETAILS) if message.extras else {}
     except MalformedMessageError as error:
@@ -295,9 +295,9 @@ def partial_frames(
 
 
 def merge_partials(unread: dict[str, Any], item: dict[str, Any]) -> bool:
-    """Add the tokens of a stream's item to those of the item before, which was not read; see AsyncStream.
+    """Add the tokens of a stream item to the previous, unread item; see AsyncStream.
 
-    False, and nothing is added, if one of them is the answer, or if they have different details.
+    Return False, and add nothing, if one of them is the answer, or if they have different details.
     """
     frame, added = unread.get("partial"), item.get("partial")
     if frame is None or added is None or frame.keys() != added.keys():

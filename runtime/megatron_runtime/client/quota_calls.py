@@ -9,7 +9,7 @@ from megatron_runtime.protocol.messages import Charge, Frames, Quota, Reserve
 
 
 class QuotaCalls:
-    """Calls in progress on one connection. After a new registration each is sent again; it counts once by its uid.
+    """Calls in progress on one connection. After a new registration each is sent again; its uid makes it count once.
 
     is_connected: returns whether messages reach the coordinator.
     """
@@ -28,7 +28,9 @@ class QuotaCalls:
         return future
 
     def _forget_unsent(self, uid: bytes) -> None:
-        """A call ended. Without a connection no answer will come that must return its tokens."""
+        """Forget a call that has ended. Without a connection no answer can arrive whose tokens would have to be
+        returned.
+        """
         if not self._is_connected():
             self._open.pop(uid, None)
 
@@ -40,7 +42,7 @@ class QuotaCalls:
         """is_forgotten: the coordinator may have lost messages."""
         for uid, (reserve, future) in list(self._open.items()):
             if future.done():
-                del self._open[uid]  # nothing waits for it, and the tokens return with the end of the minute
+                del self._open[uid]  # no caller waits for it, and the tokens return at the end of the minute
             elif is_forgotten:
                 self._send(reserve.to_frames())
 

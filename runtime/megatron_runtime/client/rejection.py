@@ -8,7 +8,7 @@ from megatron_runtime.protocol.headers import ErrorCode
 class RequestRejectedError(Exception):
     """The coordinator rejected or failed a request.
 
-    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request ends
+    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request crashes
           engines, 501 unsupported, 503 unavailable, 504 deadline exceeded.
     is_transient: whether the same request may succeed later.
     field: the sampling parameter at fault, if the coordinator named one.
@@ -33,13 +33,13 @@ class InvalidRequestError(RequestRejectedError):
 
 
 class AdapterNotFoundError(RequestRejectedError):
-    """The engines have no adapter of the name that the request has."""
+    """The engines have no adapter with the name in the request."""
 
     is_transient = False
 
 
 class ModelChangedError(RequestRejectedError):
-    """The engines run another model than the request names."""
+    """The engines run a model other than the one that the request names."""
 
     is_transient = False
 
@@ -63,7 +63,7 @@ class DeadlineExceededError(RequestRejectedError, TimeoutError):
 
 
 class RequestFailedError(RequestRejectedError):
-    """The request ends the engines that run it, or its answer cannot be read. The message has its uid."""
+    """The request crashes the engines that run it, or its answer cannot be read. The message has its uid."""
 
     is_transient = False
 

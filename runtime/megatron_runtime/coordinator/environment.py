@@ -1,4 +1,4 @@
-"""What a coordinator's core asks of its environment: which keys are accepted, and the tokens of texts."""
+"""The core's interface to its environment: which keys are accepted, and how texts are tokenized."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 PeerId: TypeAlias = tuple[int, bytes]
-"""Number of a port and routing id: one connection."""
+"""Port number and routing id, which identify one connection."""
 MAX_TEXT_CHARACTERS = 512 * 1024
-"""Limit of a prompt that is sent as text: other requests wait while it is tokenized, here or at an engine."""
+"""Maximum length of a prompt that is sent as text. Other requests wait while it is tokenized, here or at an engine."""
 
 
 class Access:
-    """What the shell knows of keys and connections. This is the access without encryption; the shell overrides it."""
+    """What the shell knows about keys and connections. This base class is for operation without encryption; the shell
+    overrides it.
+    """
 
     def key_of(self, peer: PeerId) -> bytes:
         """Return the public key that the connection was accepted with."""
@@ -40,7 +42,7 @@ class Access:
         return False
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
-        """Return the keys in use, those of `connected` peers among them, for STATUS; None without encryption."""
+        """Return the keys in use for STATUS, including the keys of `connected` peers; None without encryption."""
         return None
 
     def rejected(self) -> int:
@@ -55,10 +57,10 @@ class PromptTokenizer(Protocol):
 
 
 class PromptReader:
-    """Accepts prompts, and reads their tokens where they are needed: those of texts, and those of plain clients.
+    """Accepts prompts, and reads the tokens of text prompts and of plain clients' prompts where they are needed.
 
-    tokenizer: None: every text goes to an engine.
-    needs_tokens: the choice of the engine needs them.
+    tokenizer: None sends every text to an engine.
+    needs_tokens: whether the choice of the engine needs the tokens.
     """
 
     def __init__(self, tokenizer: PromptTokenizer | None, *, needs_tokens: bool) -> None:
@@ -88,7 +90,7 @@ class PromptReader:
         text = prompt.decode("utf-8", "replace")
         try:
             return tokens_to_bytes(list(map(int, self.tokenizer.tokenize(text))))
-        except BaseException as error:  # a panic of the tokenizers library is no Exception
+        except BaseException as error:  # a panic of the tokenizers library is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             extra = of_request(meta.request_id)

@@ -1,13 +1,13 @@
-"""The pair of coordinators: which one is active, and their connection, on which each sends its state.
+"""The pair of coordinators: which one is active, and the connection on which they exchange their states.
 
 Both coordinators run. One is active, the other one is on standby: it sends peers to the active one. The standby takes
-over when a peer asks it to, and it has not heard from the other coordinator for some time. So it needs two witnesses, a
-peer and itself, and neither the API server nor the operator.
+over when a peer asks it to, and it has not heard from the other coordinator for some time. So a takeover needs two
+witnesses, a peer and the standby itself, but neither the API server nor the operator.
 
 Each takeover has a term, one more than the highest that is known. Two coordinators may be active at the same time, if
-they cannot reach each other. A peer is registered with one coordinator at a time, and never follows one with a lower
-term than it has seen. As soon as two active coordinators hear of each other, directly or from a peer, the one with the
-lower term stands by again. Of two equal terms, the lower incarnation stands by.
+they cannot reach each other. A peer is registered with one coordinator at a time, and never follows a coordinator with
+a lower term than it has seen. As soon as two active coordinators hear of each other, directly or from a peer, the one
+with the lower term stands by again. If the terms are equal, the one with the lower incarnation stands by.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Election:
 
     @property
     def state(self) -> PairState:
-        """What to send to the other coordinator."""
+        """The state to send to the other coordinator."""
         return PairState(incarnation=self._incarnation, term=self.term, active=self.active)
 
     def heard(self, now: float, other: PairState) -> None:
@@ -79,7 +79,9 @@ class Election:
             self.term = max(self.term, other.term)
 
     def asked(self, now: float, term: int) -> Answer:
-        """A peer sent a message. It has been registered with a coordinator of `term`, 0 if it does not say."""
+        """A peer sent a message. term: term of the coordinator that it was registered with; 0 if it does not report
+        one.
+        """
         if self.active and term <= self.term:
             return Answer.SERVE
         heard = self._hears(now)
@@ -91,11 +93,11 @@ class Election:
         return Answer.SERVE
 
     def stalled(self, now: float) -> None:
-        """This process handled no messages for some time, in which the other coordinator may have taken over."""
+        """This process was stalled; the other coordinator may have taken over meanwhile."""
         self._silent_since, self._other = now, None
 
     def leave(self, now: float) -> bool:
-        """This process ends. Stand by for the rest of its life, if the other coordinator is there to take over."""
+        """This process is about to exit. Stand by until then, if the other coordinator is there to take over."""
         self._leaves = self._hears(now) is not None
         self.active = self.active and not self._leaves
         return self._leaves
@@ -106,7 +108,8 @@ class Election:
 
 
 class Pair:
-    """Decides for each message whether this coordinator may handle it, and exchanges states on the admin ports.
+    """Decides for each message whether this coordinator may handle it, and exchanges states with the other one on the
+    admin ports.
 
     gatekeeper: the keys; None without encryption. Each coordinator connects with its own pair of keys.
     changed:    called after `active` or `term` has changed.
@@ -153,7 +156,7 @@ class Pair:
         self._tick()
 
     def close(self) -> None:
-        """Idempotent. The last state still leaves."""
+        """Close the connection. Idempotent. The last state is still sent."""
         if self._timer is not None:
             self._timer.cancel()
         dealer, self._dealer = self._dealer, None
@@ -161,7 +164,7 @@ class Pair:
             dealer.close(linger_ms=1000)
 
     def passes(self, peer: PeerId, key: bytes, frames: Frames) -> bool:
-        """Whether the coordinator handles this message. If not, it has been handled here.
+        """Return whether the coordinator must handle this message. If not, it was handled here.
 
         key: the public key of the connection.
         """
@@ -187,7 +190,7 @@ class Pair:
         self._send(peer, self._redirect)
 
     def hand_over(self) -> bool:
-        """This process ends: let the other coordinator take over. False if it cannot be notified."""
+        """This process is about to exit: let the other coordinator take over. Return False if it cannot be notified."""
         was_active = self._election.active
         if not self._report():
             return False

@@ -55,7 +55,7 @@ MayBeSilent: TypeAlias = Callable[[PeerId], bool]
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
-"""Limit of the unsent bytes of an engine that reads too slowly. Until it has read them, it gets no work."""
+"""Maximum number of unsent bytes of an engine. An engine that reads more slowly gets no work until it has caught up."""
 
 
 class BindError(OSError):
@@ -67,8 +67,8 @@ class Transport(Access):
 
     addresses:  after start(), the bound address of each role.
     gatekeeper: checks keys; None without encryption.
-    on_gone:    called with each peer whose connection ended, and whether its side ended it. The peer's system does when
-                the process ends. This side ends a connection without heartbeats or with a protocol violation.
+    on_gone:    called with each peer whose connection ended, and whether the peer's side closed it, as its system does
+                when the process exits. This side closes a connection without heartbeats or with a protocol violation.
     on_room:    called with each peer whose connection accepts messages again after it rejected one.
     may_be_silent: whether a peer has announced that it is busy, so that its silent connection is kept.
     """
@@ -107,12 +107,12 @@ class Transport(Access):
             self.addresses[role] = self._bind(int(role), port)
 
     def stop(self) -> None:
-        """Stop listening. Idempotent. Sent messages leave while closed() is awaited."""
+        """Stop listening. Idempotent. Queued messages are still sent while closed() is awaited."""
         for router in self._routers.values():
             router.close()
 
     async def closed(self) -> None:
-        """Return when all messages sent before stop() have left, after a second at most."""
+        """Return when all messages from before stop() have been sent, after a second at most."""
         await asyncio.gather(*(router.closed() for router in self._routers.values()))
 
     def router(self, port: int) -> Router:
@@ -122,7 +122,9 @@ class Transport(Access):
         return peer in self._connections
 
     def send(self, peer: PeerId, message: Frames, even_if_full: bool = False) -> bool:
-        """False, and nothing is sent, if there is no such connection, or if it is full: on_room follows then."""
+        """Send a message. Return False, and send nothing, if there is no such connection, or if it is full; in the
+        second case on_room follows.
+        """
         connection = self._connections.get(peer)
         return connection is not None and connection.send(message, even_if_full)
 
@@ -133,7 +135,7 @@ class Transport(Access):
             connection.report_room()
 
     def cut(self, peer: PeerId) -> None:
-        """End a connection: nothing from it arrives and nothing reaches it any more."""
+        """Close a connection. From then on, nothing arrives from it and nothing is sent to it."""
         self._routers[peer[0]].cut(peer)
 
     # --- access -------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ class Transport(Access):
             if path is None:
                 address = router.bind(settings.listen, number)
             else:
-                path.unlink(missing_ok=True)  # of a coordinator that was killed
+                path.unlink(missing_ok=True)  # left by a coordinator that was killed
                 address = router.bind_path(path)
         except OSError as error:
             reason = error.strerror or error
@@ -217,7 +219,7 @@ class Transport(Access):
 
 
 def _key_role(port: int) -> Role:
-    """The role whose keys open a port; the shared port takes those of clients."""
+    """The role whose keys open a port. The shared port accepts keys of clients."""
     return Role.CLIENT if port == SHARED_PORT else Role(port)
 
 
@@ -261,7 +263,7 @@ class Coordinator:
             shut_down=self.ended.set,
         )
         self._pair: Pair | None = None
-        """None: there is no other coordinator, and this one is always active."""
+        """None if there is no other coordinator; this one is then always active."""
         if settings.other_host is not None:
             self._pair = Pair(settings, self.transport.gatekeeper, changed=self._pair_changed, send=self.transport.send)
         self._timer: asyncio.TimerHandle | None = None
@@ -296,7 +298,7 @@ class Coordinator:
             self.settings.schedule_output_path.write_text(self.core.router.decisions_text())
 
     async def close(self) -> None:
-        """stop(), and wait until the sent messages have left."""
+        """Call stop(), and wait until the queued messages have been sent."""
         self.stop()
         await self.transport.closed()
 
@@ -306,7 +308,7 @@ class Coordinator:
             await asyncio.wait_for(self._until(lambda: not len(self.core.dispatcher.journal)), seconds)
 
     async def hand_over(self, *, seconds: float = 0.0) -> bool:
-        """Let the other coordinator of the pair take over. False if there is none after `seconds`."""
+        """Let the other coordinator of the pair take over. Return False if there is none after `seconds`."""
         deadline = self._time() + seconds
         while self._pair is not None and not self._pair.hand_over():
             if self._time() >= deadline:
@@ -361,7 +363,7 @@ class Coordinator:
             self._stand_by(pair)
 
     def _stand_by(self, pair: Pair) -> None:
-        """Forget everything, and send all peers to the other coordinator. Clients submit open requests again there."""
+        """Discard the state, and send all peers to the other coordinator. Clients submit open requests again there."""
         peers = [peer.peer for peer in (*self.core.engines, *self.core.clients)]
         self.core = self._make_core()
         self._context = self.core.context
@@ -466,7 +468,7 @@ class Coordinator:
 
 
 def _trace(tracer: Tracer, ended: Ended, *, wall_offset: float) -> None:
-    """Record the span of a request that ended. wall_offset: as of Context."""
+    """Record the span of a request that ended. wall_offset: as in Context."""
     entry, engine, at, error = ended
     attributes: dict[str, str | int | float | None] = {
         tracing.REQUEST_ID: entry.meta.request_id or entry.uid.hex(),
@@ -514,12 +516,12 @@ async def serve(
             stack.callback(loop.remove_signal_handler, number)
         coordinator.start()
         stack.push_async_callback(coordinator.close)
-        # Imported modules stay, and requests leave no cycles: a full collection would find nothing.
+        # Imported modules stay in memory, and requests leave no reference cycles: a full collection would free nothing.
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
         for role, address in coordinator.transport.addresses.items():
             logger.info("%s port: %s", role.name.lower(), address)
-        # The sockets are bound by now: peers need not wait for what follows.
+        # The sockets are bound by now, so peers need not wait for the rest of the start.
         if settings.health_port is not None:
             stack.push_async_callback(await _start_health(settings.health_port, coordinator))
         await asyncio.to_thread(importlib.import_module, "megatron_runtime.requests.hashing")

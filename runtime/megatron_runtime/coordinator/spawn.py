@@ -1,4 +1,4 @@
-"""A coordinator in a child process, which ends when the program that started it ends.
+"""A coordinator in a child process, which exits when the program that started it exits.
 
 The child is a fresh interpreter, not a copy of its parent: the caller's main module does not run in it. It reads its
 settings as JSON from standard input and writes the addresses as one line to standard output.
@@ -24,15 +24,17 @@ _SETTINGS = TypeAdapter(CoordinatorSettings)
 
 
 class CoordinatorFailedError(RuntimeError):
-    """The coordinator process has ended. The message has its exit status and its last lines."""
+    """The coordinator process has exited. The message has its exit status and its last lines."""
 
 
 class CoordinatorStartError(RuntimeError):
-    """The coordinator process ended, or wrote no address, before its sockets were bound."""
+    """The coordinator process exited, or wrote no address, before its sockets were bound."""
 
 
 class CoordinatorProcess(WatchedChild):
-    """A running coordinator. Clients and engines connect to `address` (single port) or to those of their role."""
+    """A running coordinator. Clients and engines connect to `address` (single port), or to the address of their
+    role.
+    """
 
     def __init__(self) -> None:
         super().__init__("the coordinator", f"{__package__}.spawn", str(os.getpid()))
@@ -44,7 +46,7 @@ class CoordinatorProcess(WatchedChild):
 
 
 def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
-    """Start a coordinator and wait until its sockets are bound. It ends when this process ends or is killed.
+    """Start a coordinator and wait until its sockets are bound. It exits when this process exits or is killed.
 
     Raises CoordinatorStartError if it does not start; the cause is on its standard error.
     """
@@ -66,11 +68,11 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
 
 
 def main() -> None:
-    """The child."""
+    """Run the child process."""
     be_child()
     parent = int(sys.argv[1])
     settings = _SETTINGS.validate_json(sys.stdin.buffer.readline())
-    # Ctrl-C in a terminal reaches the whole process group; the parent decides when its coordinator ends.
+    # Ctrl-C in a terminal reaches the whole process group; the parent decides when its coordinator stops.
     os.setsid()
 
     def on_bound(addresses: dict[Role, str]) -> None:
@@ -81,7 +83,9 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Send this process END_SIGNAL when its parent ends. The pipe may outlive it: other processes may hold copies."""
+    """Send this process END_SIGNAL when its parent exits. The pipe may outlive the parent, because other processes may
+    hold copies.
+    """
     loop = asyncio.get_running_loop()
 
     def leave() -> None:

@@ -21,9 +21,9 @@ class RankError(RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank ended or is stalled: its engine ends and is started again with all ranks.
+    """A rank exited or is stalled. Its engine exits and is started again with all ranks.
 
-    by_silence: neither its process nor its step is known to have failed: its node or the network may be lost.
+    by_silence: no failure of its process or its step is known, so its node or the network may be lost.
     """
 
     reason = "RankLost"

@@ -1,8 +1,8 @@
 """The process groups of one rank and the collectives in them: NCCL on GPUs, Unix sockets between the CPU ranks of one
 host, and gloo between hosts and in programs that use torch.distributed.
 
-T tokens of this rank's step, A tokens of all expert ranks' steps, M the most tokens of one expert rank, N rows whose
-logits are computed, D hidden, W a rank's part of the vocabulary, V the vocabulary.
+T tokens of this rank's step, A tokens of all expert ranks' steps, M the largest number of tokens of one expert rank, N
+rows whose logits are computed, D hidden, W a rank's part of the vocabulary, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_runtime.distributed.watch import StepProgress
 
 
 class Collectives:
-    """The exchanges between the ranks of one model in a forward pass. This base class is that of a single rank.
+    """The exchanges between the ranks of one model in a forward pass. This base class is for a single rank.
 
     Every rank of a group calls the methods in the same order. A result may be the argument, changed in place.
     """
@@ -31,11 +31,13 @@ class Collectives:
         return
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the tensor ranks, of the attention's output, down projection and embedding."""
+        """Return the sum over the tensor ranks. Used for the attention output, the down projection and the
+        embedding.
+        """
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return logits_NV of all tensor ranks' parts of the vocabulary."""
+        """Return logits_NV, joined from all tensor ranks' parts of the vocabulary."""
         return logits_NW
 
     def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -52,7 +54,7 @@ class Collectives:
 
 
 class GroupError(RuntimeError):
-    """A collective failed: another rank ended, or the network between them failed."""
+    """A collective failed: another rank exited, or the network between them failed."""
 
 
 class _ProcessGroup:
@@ -86,9 +88,9 @@ class Groups(Collectives):
     torch.distributed, the constructor does.
 
     rank:     number of this rank in its engine.
-    device:   of this rank's tensors.
+    device:   device of this rank's tensors.
     engine, engines, folder: see RankIdentity.
-    progress: of this rank's step.
+    progress: progress of this rank's step.
     """
 
     def __init__(
@@ -120,11 +122,13 @@ class Groups(Collectives):
                 timeout=timeout,
                 device_id=device if backend == "nccl" else None,
             )
-        shape = (engines, sizes.pipeline, sizes.expert, sizes.tensor)  # as Shard.rank
+        shape = (engines, sizes.pipeline, sizes.expert, sizes.tensor)  # as in Shard.rank
         numbers = torch.arange(engines * sizes.world).view(shape)
 
         def group(dimension: int, name: str) -> _ProcessGroup | LocalGroup | None:
-            """Create the groups of ranks along a dimension. Return this rank's group; None if it has no other rank."""
+            """Create the groups of ranks along a dimension. Return this rank's group; None if the group has only this
+            rank.
+            """
             ranks = numbers.movedim(dimension, -1).flatten(0, 2).tolist()
             if len(ranks[0]) == 1:
                 return None
@@ -139,7 +143,7 @@ class Groups(Collectives):
         self._pipeline, self._expert, self._tensor = group(1, "pipeline"), group(2, "expert"), group(3, "tensor")
 
     def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
-        """Begin a forward pass with these numbers of tokens on the expert ranks, which each rank has from the plan."""
+        """Begin a forward pass. Every rank knows the number of tokens on each expert rank from the plan."""
         self._tokens_of_experts = tokens_of_experts
         self.progress.reach("the input")
 
@@ -170,7 +174,7 @@ class Groups(Collectives):
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        # Progress is recorded for each block of a prompt's log-probabilities: there may be many.
+        # Progress is recorded for each block of a prompt's log-probabilities, because there may be many blocks.
         self.progress.reach("logits")
         if self._tensor is None:
             return logits_NW
@@ -210,7 +214,7 @@ class Groups(Collectives):
         return self.own_tokens(y_AD)
 
     def send_to_next_stage(self, x_TD: torch.Tensor) -> None:
-        """Start to send. `x_TD` must not change until flush()."""
+        """Start sending. `x_TD` must not change until flush()."""
         assert self._pipeline is not None
         x_TD = x_TD.contiguous()
         with self._exchange():

@@ -1,7 +1,7 @@
 """Collectives on CPU tensors between the ranks of one host, over Unix sockets in a private folder.
 
-gloo listens on TCP and authenticates no peer, so any user of the host could take the place of a rank. Here only the
-owner of the folder connects.
+gloo listens on TCP and authenticates no peer, so any user of the host could pose as a rank. Here, only the owner of the
+folder can connect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 LARGE_BYTES = 64 * 1024
-"""A larger tensor is summed in parts: each rank sums one of them, and receives the others."""
+"""A larger tensor is summed in parts: each rank sums one part and receives the others."""
 _RETRY_SECONDS = 0.01
 
 
@@ -26,12 +26,12 @@ class LocalGroup:
 
     All ranks construct it at the same time: the constructor waits for the others.
 
-    folder:  where the ranks meet; only the user of the ranks may enter it.
-    name:    of the group's dimension; other groups of the same ranks have other names.
+    folder:  folder of the sockets; only the user of the ranks may enter it.
+    name:    name of the group's dimension; it differs between groups of the same ranks.
     ranks:   the ranks of the group in their order, `rank` among them.
-    timeout_seconds: of the constructor, and of each collective.
+    timeout_seconds: timeout of the constructor, and of each collective.
 
-    The constructor and all methods raise RuntimeError if a rank is missing, ends, or makes no progress in time.
+    The constructor and all methods raise RuntimeError if a rank is missing, exits, or makes no progress in time.
     """
 
     def __init__(self, folder: Path, name: str, ranks: Sequence[int], *, rank: int, timeout_seconds: float) -> None:
@@ -41,11 +41,11 @@ class LocalGroup:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._links: dict[int, socket.socket] = {}
         self._received = torch.empty(len(self._ranks), 0)
-        """Memory for tensors of the other ranks, used again by each sum."""
+        """Memory for tensors of the other ranks, reused by each sum."""
         deadline = time.monotonic() + timeout_seconds
         try:
             with contextlib.ExitStack() as stack:
-                # A rank listens for the ranks after it and connects to those before it.
+                # A rank listens for the ranks after it and connects to the ranks before it.
                 listeners = {}
                 for other in self._ranks[self._place + 1 :]:
                     listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -85,7 +85,7 @@ class LocalGroup:
         self._exchange([(rank, flat, parts[place]) for place, rank in self._others()])
 
     def _sum(self, sent: Sequence[torch.Tensor], *, into: torch.Tensor) -> None:
-        """Send to each rank its tensor, and add the received ones to `into`, which is that of this rank."""
+        """Send each rank its tensor, and add the received tensors to `into`, this rank's own."""
         size = into.numel()
         if self._received.dtype != into.dtype or self._received.shape[1] < size:
             self._received = torch.empty(len(self._ranks), size, dtype=into.dtype)
@@ -101,7 +101,7 @@ class LocalGroup:
             into += part
 
     def _others(self) -> list[tuple[int, int]]:
-        """The other ranks with their places in the group."""
+        """Yield the other ranks with their positions in the group."""
         return [(place, rank) for place, rank in enumerate(self._ranks) if place != self._place]
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], object]:
@@ -112,9 +112,9 @@ class LocalGroup:
         self._exchange([(rank, None, tensor)])
 
     def _exchange(self, transfers: Iterable[tuple[int, torch.Tensor | None, torch.Tensor | None]]) -> None:
-        """Send and receive at once, so that two ranks that send to each other never wait for each other.
+        """Send and receive at the same time, so that two ranks that send to each other cannot deadlock.
 
-        transfers: rank, the tensor to send to it, and the one to receive from it.
+        transfers: rank, the tensor to send to it, and the tensor to receive from it.
         """
         deadline = time.monotonic() + self._timeout
         left = [(rank, self._links[rank], _bytes(sent), _bytes(received)) for rank, sent, received in transfers]
@@ -131,7 +131,7 @@ class LocalGroup:
 
 
 Transfer = tuple[int, socket.socket, memoryview, memoryview]
-"""Rank, its socket, the bytes to send and those to receive."""
+"""Rank, its socket, the bytes to send and the buffer to receive into."""
 
 
 def _advance(transfer: Transfer) -> Transfer:

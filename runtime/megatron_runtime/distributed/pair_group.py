@@ -1,4 +1,4 @@
-"""Tensors between two processes of different programs, over gloo, apart from torch's default group.
+"""Transfers tensors between processes of two programs over gloo, independently of torch's default group.
 
 gloo authenticates no peer. The caller compares what it receives with a digest from an authenticated connection.
 """
@@ -17,13 +17,14 @@ import torch.distributed as dist
 MEETING_SECONDS = 60.0
 """Timeout of the constructor: the other side may have to import torch first."""
 EXCHANGE_SECONDS = 30.0
-"""Timeout of a transfer. A peer that ends is noticed at once; one that is stopped or cut off, after this time."""
+"""Timeout of a transfer. A peer that exits is noticed at once; a peer that is stopped or cut off is noticed after this
+time."""
 SENDER, RECEIVER = 0, 1
 _READY, _LOOK_SECONDS = "ready", 0.02
 
 
 class PairLostError(RuntimeError):
-    """The other side ended, did not answer in time, or was never there."""
+    """The other side exited, did not answer in time, or never connected."""
 
 
 def local_address(host: str, port: int) -> str:
@@ -44,7 +45,7 @@ def listen_store(host: str) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int) -> dist.TCPStore:
-    """Raises PairLostError."""
+    """Connect to a rendezvous store. Raises PairLostError."""
     try:
         return dist.TCPStore(
             host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=MEETING_SECONDS)
@@ -56,7 +57,7 @@ def connect_store(host: str, port: int) -> dist.TCPStore:
 def wait_for_receiver(store: dist.Store, *, closing: threading.Event) -> None:
     """Return when the receiver is about to connect. Raises PairLostError after a deadline, or if `closing` is set.
 
-    A thread that waits in gloo when the interpreter ends makes the process abort. This wait can be ended.
+    If a thread waits in gloo when the interpreter exits, the process aborts. This wait can be cancelled.
     """
     deadline = time.monotonic() + MEETING_SECONDS
     while not store.check([_READY]):
@@ -94,7 +95,7 @@ class PairGroup:
         self.close()
 
     def close(self) -> None:
-        """End the connections. Idempotent."""
+        """Close the connections. Idempotent."""
         self._group = None
 
     def send(self, tensor: torch.Tensor) -> None:

@@ -2,8 +2,8 @@
 
 Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later, and exchanges a block
 of data with every other pod on both. A pod that is reachable but takes no part passes: its image may still be pulled,
-or its ranks may run already. Silence fails: dropped packets, a lost host, or a name service that does not answer. One
-deadline bounds the whole check.
+or its ranks may run already. A pod that is silent fails the check: packets are dropped, its host is lost, or the name
+service does not answer. One deadline bounds the whole check.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ RETRY_SECONDS = 0.25
 GREETING_SECONDS = 2.0
 """A peer that accepts a connection and sends nothing for this time is another program, such as the ranks' store."""
 NAMED = 4
-"""Limit of the pairs in an error message."""
+"""Maximum number of pairs in an error message."""
 SILENT_SHARE = 0.3
-"""A connection attempt that is open for this share of the timeout at the deadline counts as unanswered."""
+"""A connection attempt that has been open for this share of the timeout when the deadline comes counts as
+unanswered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
         if len(outcomes) < len(others):
             errors = [each for each in results if not isinstance(each, Outcome)]
             raise PreflightError("; ".join(errors[:NAMED]), rank=settings.node)
-        # Pods that take part need an answer of this one as well. If one receives none, it reports that itself.
+        # The other pods need an answer from this pod as well. A pod that receives none reports that itself.
         partners = [number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):

@@ -35,9 +35,9 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 KEY_LOOK_SECONDS = 1.0
-"""Time between two reads of engine.pub if it lacks a rank's key: pods receive a rotated key at different times."""
+"""Interval of reading engine.pub again if it lacks a rank's key: pods receive a rotated key at different times."""
 REPORT_SECONDS = 1.0
-"""Interval of the reports of a rank that prepares."""
+"""Interval of the reports of a rank that is preparing."""
 PREPARED_LOOK_SECONDS = 0.2
 _AT_WORK, _PREPARED, _FAILED = "preparing", "prepared", "preparation failed"
 """Keys of the store: the reports of all ranks, the ranks that have prepared, and the first failure."""
@@ -74,10 +74,11 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
 def prepare_together(
     store: dist.Store, identity: RankIdentity, prepare: Callable[[], T], *, timeout_seconds: float
 ) -> T:
-    """Run `prepare`, such as the download of the model, and wait until every rank has run its own. Return its result.
+    """Run `prepare`, such as the download of the model, and wait until every rank has done the same. Return the result
+    of `prepare`.
 
-    A rank reports that it is at work, so the others wait for a slow one without a limit. They wait for
-    `timeout_seconds` when no rank reports anything.
+    A rank reports while it is preparing, so the others wait for a slow rank without a limit. They wait for
+    `timeout_seconds` after the last report of any rank.
 
     Raises RankError with the cause if another rank fails, RendezvousError naming a rank that is missing, and the
     exceptions of `prepare`.
@@ -129,8 +130,8 @@ class Meeting:
     """The sockets of one rank, and the addresses of the others.
 
     keys_dir: folder of engine.key and engine.pub; both ends of a connection must hold a key of engine.pub. None: no
-              encryption. The socket is in the folder of the ranks, if they have one; else it listens on loopback only,
-              unless the engine spans several hosts.
+              encryption. The socket is in the folder of the ranks if they have one. Otherwise it listens on loopback,
+              or on all interfaces if the engine spans several hosts.
     """
 
     def __init__(self, identity: RankIdentity, store: dist.Store, *, keys_dir: Path | None) -> None:
@@ -163,7 +164,8 @@ class Meeting:
     def wait_for_all(self, *, until: float) -> None:
         """Wait until every rank of the engine has written its address and an accepted key.
 
-        until: of time.monotonic(). Raises RendezvousError naming a rank that has not.
+        until: deadline on the clock of time.monotonic(). Raises RendezvousError naming a rank that has not written
+               them.
         """
         everyone = range(self._identity.world)
         try:
@@ -229,7 +231,7 @@ class Meeting:
 
 
 def _is_accepted(key: bytes, file: Path) -> bool:
-    """Return whether `file` has this key; False if the file cannot be read."""
+    """Return whether `file` contains this key; False if the file cannot be read."""
     try:
         return key in file.read_bytes().split()
     except OSError as error:

@@ -48,7 +48,7 @@ class ParallelSizes:
 
     @property
     def product(self) -> str:
-        """The dimensions whose product is the number of ranks, for errors."""
+        """The dimensions whose product is the number of ranks, as text for errors."""
         if self.data > 1:
             return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
         return f"tensor {self.tensor} x pipeline {self.pipeline} x expert {self.expert}"
@@ -94,7 +94,7 @@ class Shard:
         return self.pipeline_rank == self.sizes.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
-        """Layers of this rank's stage. If they do not divide evenly, the first stages have one more."""
+        """Layers of this rank's stage. If the layers do not divide evenly, the first stages have one more."""
         if num_layers < self.sizes.pipeline:
             raise IndivisibleError(
                 f"pipeline_parallel_size={self.sizes.pipeline}: the model has {num_layers} layers: use at most that"
@@ -102,11 +102,11 @@ class Shard:
         return _part(num_layers, self.pipeline_rank, self.sizes.pipeline)
 
     def heads(self, num_heads: int) -> range:
-        """Query heads."""
+        """Range of query heads."""
         return self._even(num_heads, "query heads", "tensor")
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Key-value heads. If there are fewer heads than ranks, several ranks hold each."""
+        """Range of key-value heads. If there are fewer heads than ranks, several ranks hold the same head."""
         if num_kv_heads >= self.sizes.tensor:
             return self._even(num_kv_heads, "key-value heads", "tensor")
         if self.sizes.tensor % num_kv_heads:
@@ -119,11 +119,11 @@ class Shard:
         return range(head, head + 1)
 
     def feed_forward(self, intermediate_size: int) -> range:
-        """Rows of gate and up, columns of down."""
+        """Range of the rows of gate and up, which are the columns of down."""
         return self._even(intermediate_size, "feed-forward size", "tensor")
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Rows of embedding and head: `vocabulary_width`, fewer on the last ranks."""
+        """Range of the rows of embedding and head: `vocabulary_width` rows, fewer on the last ranks."""
         width = self.vocabulary_width(vocab_size)
         start = min(vocab_size, self.tensor_rank * width)
         return range(start, min(vocab_size, start + width))
@@ -133,7 +133,7 @@ class Shard:
         return -(-vocab_size // self.sizes.tensor)
 
     def experts(self, num_experts: int) -> range:
-        """Experts of each layer. Each is divided among the tensor ranks, as a dense feed-forward."""
+        """Experts of each layer. Each expert is divided among the tensor ranks, like a dense feed-forward."""
         return self._even(num_experts, "experts", "expert")
 
     def _even(self, size: int, what: str, dimension: Literal["tensor", "expert"]) -> range:
@@ -161,13 +161,13 @@ def _divisors(size: int) -> str:
 class RankIdentity:
     """A rank in its engine of `world` ranks.
 
-    local_rank, local_world: the same on this host or pod.
-    address, port:           where rank 0 listens.
-    engine, engines:         number of this engine, and of all engines, of a program that runs them side by side. All
-                             their ranks are in the program's torch.distributed, engine after engine.
+    local_rank, local_world: rank and number of ranks on this host or pod.
+    address, port:           address and port on which rank 0 listens.
+    engine, engines:         index of this engine and number of engines, in a program that runs several side by side.
+                             All their ranks are in the program's torch.distributed, engine after engine.
     attempt:                 number of engines that this program has constructed before.
-    folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it.
-                             None: by TCP, at the address and port.
+    folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it. None:
+                             they connect by TCP, at the address and port.
     """
 
     rank: int
@@ -184,7 +184,7 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """A host or pod among those of the engine. A single node has port None: its ranks use no port."""
+    """One of the engine's hosts or pods. A single node has port None: its ranks use no port."""
 
     node_rank: int = 0
     nodes: int = 1

@@ -1,8 +1,8 @@
 """Detection of lost and stalled ranks: heartbeats, the step timeout and the collective timeout. No torch.
 
 - Every rank sends a heartbeat every BEAT_SECONDS. A rank whose heartbeat is HEARTBEAT_SECONDS old is lost.
-- A heartbeat carries the progress of the rank's step. If no rank makes progress for the step timeout, the rank that
-  the others wait for has stalled the step. If all ranks wait in collectives, the timeout is COLLECTIVE_SECONDS.
+- A heartbeat carries the progress of the rank's step. If no rank makes progress within the step timeout, the rank that
+the others wait for has stalled the step. If all ranks wait in collectives, the timeout is COLLECTIVE_SECONDS.
 
 The timeouts are far above the delays of a loaded machine. See docs/decisions/021.
 """
@@ -20,17 +20,17 @@ BEAT_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
 """A rank is lost after this time without a heartbeat."""
 LONG_ORDER_SECONDS = 600.0
-"""The same during an order that may hold the rank's interpreter lock, such as loading weights."""
+"""HEARTBEAT_SECONDS during an order that may hold the rank's interpreter lock, such as loading weights."""
 COLLECTIVE_SECONDS = 30.0
 """A step is stalled after all ranks have waited for each other for this time."""
 WARM_UP_SECONDS = 300.0
-"""Limit of each part of a warm-up step, which compiles kernels and reads pages of weights for the first time."""
+"""Timeout of each part of a warm-up step, which compiles kernels and reads pages of weights for the first time."""
 
 
 class HeartbeatTimer:
     """The time of a peer's last heartbeat. All times are of time.monotonic().
 
-    allowed_seconds: the longest silence, which the peer announced with its last heartbeat.
+    allowed_seconds: longest allowed silence, as announced by the peer's last heartbeat.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Report(NamedTuple):
     done:      number of the last order that the rank completed.
     marks:     a counter that rises whenever the rank makes progress.
     exchanges: number of collectives that the rank has entered.
-    place:     the rank's position in the step, for messages.
+    place:     the rank's position in the step, for log messages.
     """
 
     done: int = 0
@@ -100,7 +100,7 @@ class StepProgress:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Record that the body is a collective."""
+        """Context manager: record that its body is a collective."""
         self._exchanges += 1
         self._marks += 1
         self._phase = Phase.EXCHANGING
@@ -134,7 +134,9 @@ class Stall(NamedTuple):
 
 
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
-    """Return the rank that the others wait for: not done with `order`, in no collective, and the fewest collectives."""
+    """Return the rank that the others wait for: it has not completed `order`, is in no collective, and has entered the
+    fewest collectives.
+    """
 
     def lateness(rank: int) -> tuple[bool, bool, int]:
         report = reports[rank]
@@ -144,7 +146,7 @@ def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
 
 
 class StepWatch:
-    """Finds the rank that stalls a step, from the reports of all ranks. Runs on rank 0."""
+    """Finds the rank that stalls a step, based on the reports of all ranks. Runs on rank 0."""
 
     def __init__(self, step_timeout_seconds: float) -> None:
         self._step_timeout = step_timeout_seconds
@@ -155,8 +157,9 @@ class StepWatch:
         """Return the stall if no rank has made progress in `order` during its timeout.
 
         order:   number of the last step that was sent to the ranks.
-        reports: by rank.
-        now:     of time.monotonic(). The caller looks every BEAT_SECONDS; most of its own delay is not counted.
+        reports: reports by rank.
+        now:     time on the clock of time.monotonic(). The caller calls this every BEAT_SECONDS; most of its own delay
+                 is not counted.
         """
         passed = min(now - self._looked_at, 2 * BEAT_SECONDS)
         self._looked_at = now

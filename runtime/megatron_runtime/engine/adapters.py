@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterSet:
-    """Used from the event loop. The changes of the list come one at a time.
+    """Used on the event loop. The list changes one step at a time.
 
-    current: the list that was set last.
-    errors:  by name, why an adapter of the list is not loaded.
-    rejected: by name, why an adapter of the list that was staged last could not be loaded.
+    current: the list set last.
+    errors:  adapter name -> why it is not loaded.
+    rejected: adapter name -> why an adapter of the list staged last could not be loaded.
     """
 
     def __init__(self, backend: EngineBackend) -> None:
@@ -38,9 +38,9 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the adapters of `wanted` that are not loaded: all of them, or none. The list itself does not change.
+        """Load the missing adapters of `wanted`: all of them, or none. The list itself does not change.
 
-        After a failure `rejected` has the causes of every adapter that cannot be loaded.
+        After a failure, `rejected` has the cause for each adapter that cannot be loaded.
         """
         self.rejected = {}
         if wanted.adapters:
@@ -62,13 +62,13 @@ class AdapterSet:
         await self._replace(self._staged, {})
 
     async def discard(self) -> None:
-        """Unload what stage() has loaded for a list that is not committed."""
+        """Unload the adapters that stage() has loaded for a list that is not committed."""
         self._staged = self.current
         await self._unload_unused()
 
     async def adopt(self, wanted: AdapterList) -> bool:
-        """Reach the coordinator's list in one phase, and return whether the list changed. An adapter that cannot be
-        loaded is left out, and its cause noted: the engine serves the base model and the other adapters.
+        """Reach the coordinator's list in one phase, and return whether the list changed. If an adapter cannot be
+        loaded, its cause is recorded, and the engine serves the base model and the other adapters.
         """
         if wanted == self.current:
             return False
@@ -90,7 +90,7 @@ class AdapterSet:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Adapter | None:
-        """Return the adapter of a new request, which holds it until end(). None if there is none of this name.
+        """Return the adapter of a new request, which holds it until end(). None if there is no adapter with this name.
 
         Raises UnsupportedVerbError: the backend has no adapters.
         """
@@ -130,7 +130,9 @@ class AdapterSet:
             return results
 
     async def _unload_unused(self) -> None:
-        """Unload the adapters that no list and no request needs. A failure is logged: the adapter is in no list."""
+        """Unload the adapters that neither a list nor a request needs. A failure is only logged, because the adapter is
+        not in a list.
+        """
         async with self._changing:
             for adapter in [adapter for adapter in self._loaded if not self._is_needed(adapter)]:
                 self._loaded.discard(adapter)

@@ -43,16 +43,18 @@ class BackendInfo:
     """Constant properties of a backend, known before start().
 
     name:                name in errors.
-    vocab_size, eos_ids: of the model.
-    max_sequence_length: limit of prompt and answer of one request, in tokens. The first load can lower it.
+    vocab_size, eos_ids: vocabulary size and end-of-sequence tokens of the model.
+    max_sequence_length: limit of prompt plus answer of one request, in tokens. The first load may lower it.
     max_requests:        limit of concurrent requests.
     max_tokens:          limit of tokens of one step; 0: unknown.
-    kv_cache_bytes:      KV cache of each rank; 0: unknown, as before the first load of a backend that measures it.
+    kv_cache_bytes:      size of each rank's KV cache; 0: unknown, for example before the first load of a backend that
+                         measures it.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
     ranks:               number of ranks that confirm each verb.
-    task:                of a pooling model, one of POOLING_TASKS: the backend generates nothing; None: it generates.
-    loads_under_pause:   new weights are loaded in the place of those in use, by load_staged_weights().
-    remedies:            how the user enables a capability that is not declared, if the backend can have it.
+    task:                one of POOLING_TASKS for a pooling model, which generates nothing; None for a model that
+                         generates.
+    loads_under_pause:   load_staged_weights() loads new weights over the weights in use, while paused.
+    remedies:            how the user can enable a capability that is not declared, if the backend supports it at all.
     """
 
     name: str
@@ -87,7 +89,7 @@ class BackendInfo:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Names of the capabilities that requests may need and the backend does not declare."""
+        """Names of the capabilities that requests may need but the backend does not declare."""
         return tuple(dict.fromkeys(need.capability.name for need in NEEDS if need.capability not in self.capabilities))
 
 
@@ -111,7 +113,7 @@ class RankResults:
 
     @property
     def error(self) -> str | None:
-        """All causes with their ranks, or the cause alone if it is the same on all ranks; None without a failure."""
+        """The causes with their ranks, or only the cause if it is the same on all ranks; None if no rank failed."""
         if not self.failed:
             return None
         causes = set(self.failed.values())
@@ -129,7 +131,7 @@ class RankResults:
 class CacheEvents:
     """Changes of the prefix cache, as digests of blocks (requests.hashing.block_digests).
 
-    stored, evicted: blocks that were added and removed. cleared: all earlier blocks were removed, before these changes.
+    stored, evicted: blocks that were added and removed. cleared: all earlier blocks were removed before these changes.
     """
 
     stored: Sequence[bytes] = ()
@@ -150,7 +152,8 @@ class BackendListener(Protocol):
     def on_failure(self, cause: BaseException) -> None:
         """Called once, when the backend has failed and runs no further step.
 
-        cause: a RankError names the rank. A RankLostError `by_silence` is not evidence that a request ended the engine.
+        cause: a RankError names the rank. A RankLostError `by_silence` is not evidence that a request crashed the
+               engine.
         """
 
     def on_leave(self) -> None:
@@ -166,9 +169,9 @@ class EngineBackend(Protocol):
     opposite verb. The worker never calls a verb whose capability is not declared; the defaults raise
     UnsupportedVerbError.
 
-    Outputs are delivered by callback (BackendListener), not by an async iterator, for two reasons: a step costs one
-    wake-up of the event loop, and outputs of steps before pause(), release_memory() and stop() are delivered before
-    these return.
+    Outputs are delivered by callback (BackendListener), not by an async iterator, for two reasons. A step costs one
+    wake-up of the event loop. And the outputs of all steps before pause(), release_memory() or stop() are delivered
+    before that call returns.
     """
 
     info: BackendInfo
@@ -177,7 +180,9 @@ class EngineBackend(Protocol):
         """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""
 
     def metrics(self) -> Iterable[Metric] | None:
-        """Return vLLM's own metrics; None from a backend without vLLM, whose stats() also go by vLLM's names."""
+        """Return vLLM's own metrics. None for a backend without vLLM, whose stats() are then also exposed under vLLM's
+        names.
+        """
         return None
 
     async def start(self, listener: BackendListener) -> None:
@@ -189,18 +194,18 @@ class EngineBackend(Protocol):
     async def stop(self, cause: BaseException | None = None) -> None:
         """Stop after the step in progress. Idempotent.
 
-        cause: the error if the engine has failed.
+        cause: the error, if the engine has failed.
         """
 
     def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
-        """Return the token ids of a text prompt. Only of a backend that declares Capability.TEXT.
+        """Return the token ids of a text prompt. Only for a backend that declares Capability.TEXT.
 
         Raises ValueError if the text cannot be tokenized.
         """
         raise NotImplementedError
 
     def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Return the token sequences of SamplingParams.bad_words. Only of a backend that declares BAD_WORDS.
+        """Return the token sequences of SamplingParams.bad_words. Only for a backend that declares BAD_WORDS.
 
         Raises ValueError if a text cannot be tokenized.
         """
@@ -212,9 +217,10 @@ class EngineBackend(Protocol):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Its outputs go to the listener; one with an error rejects it. It ends at its deadline.
+        """Queue a request. Its outputs go to the listener; an output with an error rejects it. The request ends at its
+        deadline.
 
-        The backend compiles the grammar of structured output, if it wants to before the request joins the queue.
+        The backend may compile the grammar of structured output before the request joins the queue.
         """
 
     def abort(self, request_id: int) -> asyncio.Future[object]:
@@ -231,7 +237,7 @@ class EngineBackend(Protocol):
     async def unpause(self) -> RankResults: ...
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Have every rank acknowledge that it has done all earlier commands and is ready to commit `signal`."""
+        """Make every rank acknowledge that it has executed all earlier commands and is ready to commit `signal`."""
         return RankResults(self.info.ranks)
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
@@ -250,7 +256,7 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def load_staged_weights(self) -> RankResults:
-        """Pause, and load the staged weights in the place of those in use. Only of a backend that `loads_under_pause`.
+        """Pause, and load the staged weights over the weights in use. Only for a backend that `loads_under_pause`.
 
         commit_weights() or discard_weights() ends the pause. After a failure the weights in use are unknown.
         """
@@ -261,24 +267,26 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def discard_weights(self) -> None:
-        """Drop staged weights, if there are any. If they were loaded, load those before again, and end the pause."""
+        """Drop staged weights, if there are any. If they were loaded already, reload the previous weights and end the
+        pause.
+        """
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
-        """Use the weights that the coordinator names to a joining engine: now if weights are loaded, else at the next
-        load. Raises if they cannot be used.
+        """Use the weights that the coordinator named when this engine joined: now if weights are loaded, otherwise at
+        the next load. Raises if they cannot be used.
         """
         raise UnsupportedVerbError("joining updated weights", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def set_epoch(self, epoch: int) -> None:
-        """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV of other epochs is not reused."""
+        """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV from other epochs is not reused."""
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
         """Load and verify a LoRA adapter while steps run; if no weights are loaded, load it with them.
 
-        Loaded adapters outlive release_memory(), restore_memory() and updates of the weights. The KV and the prefix
-        blocks of a request belong to its adapter.
+        Loaded adapters outlive release_memory(), restore_memory() and updates of the weights. KV and prefix blocks of a
+        request are shared only with requests of the same adapter.
 
-        name:   Adapter.key, as in EngineRequest.adapter. Another source has another name.
+        name:   Adapter.key, as in EngineRequest.adapter. A different source has a different name.
         source: "hf:ORG/NAME[@REVISION]" or the path of a directory; see checkpoints.adapters.adapter_directory().
         """
         raise UnsupportedVerbError("loading an adapter", Capability.ADAPTERS, self.info.name)

@@ -23,25 +23,26 @@ if TYPE_CHECKING:  # pydantic takes long to import, and a load needs no messages
 TopLogProbs = list[tuple[int, float]]
 FinishReason = Literal["stop", "length", "abort", "error"]
 EpochSpans = list[tuple[int, int]]
-"""(position, epoch): from this position on, among prompt and answer, forward passes ran on the weights of `epoch`."""
+"""(position, epoch): from this position in prompt plus answer on, forward passes used the weights of `epoch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as a backend gets it.
+    """A request as the backend receives it.
 
     prompt_tokens:    int32 [p].
     generated_tokens: int32 [g], generated earlier by this or another engine; the engine continues after them and never
                       samples them again.
     seed:             determines, with the index of a token, the random number that the token is sampled with.
-    deadline_seconds: time left, running or waiting; None means no limit.
+    deadline_seconds: remaining time, waiting included; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
-    has_tenant:       the client named the tenant. Else it stands for the client's connection, and has no budgets.
-    adapter:          key of the LoRA adapter that answers, as load_adapter() got it; empty: the base model.
+    has_tenant:       whether the client named the tenant. Otherwise the tenant stands for the client's connection, and
+                      has no budgets.
+    adapter:          key of the LoRA adapter that answers, as passed to load_adapter(); empty: the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     client_request_id: id of the client's request, for log lines.
-    bad_words:        token sequences of the sampling parameter of this name; None: it is not set, or not tokenized.
-    media:            images, audio and video of the prompt; None: it has none.
+    bad_words:        token sequences of the sampling parameter `bad_words`; None: it is not set, or not tokenized.
+    media:            images, audio and video of the prompt; None: no media.
     text:             the prompt of a pooling model, which the backend tokenizes; None: prompt_tokens has its tokens.
     """
 
@@ -73,7 +74,7 @@ class EngineRequest:
         """Return the request of a DISPATCH whose sampling parameters have been decoded to `params`.
 
         bad_words: token sequences of params.bad_words.
-        adapter:   the one that the DISPATCH names.
+        adapter:   the adapter that the DISPATCH names.
         text:      its prompt, if the backend tokenizes it.
         """
         meta = dispatch.meta
@@ -95,7 +96,7 @@ class EngineRequest:
         )
 
     def max_total_tokens(self, longest: int) -> int:
-        """Return the number of tokens of prompt and answer together at which the request ends.
+        """Return the number of tokens of prompt plus answer at which the request ends.
 
         longest: limit of the engine, in tokens.
 
@@ -103,7 +104,7 @@ class EngineRequest:
         """
         prompt, params = len(self.prompt_tokens), self.sampling_params
         if params.pooling is not None:
-            return longest  # the backend limits the prompt, which it tokenizes and may cut
+            return longest  # the backend limits the prompt: it tokenizes the prompt and may cut it
         if prompt == 0:
             raise ValueError("prompt is empty: give at least one token")
         total = params.num_tokens_total
@@ -112,12 +113,12 @@ class EngineRequest:
         if prompt >= longest:
             raise MaxSequenceLengthOverflowError(self.request_id, too_long(prompt, longest))
         if total is None and params.num_tokens_to_generate is not None:
-            # For no token at all, one is sampled with the prompt, and OutputStage drops it.
+            # If no token is requested, one is sampled with the prompt all the same, and OutputStage drops it.
             total = prompt + max(1, params.num_tokens_to_generate)
         return longest if total is None else min(longest, total)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
-        """Return the tokens that end the answer. eos_ids: those of the model."""
+        """Return the tokens that end the answer. eos_ids: the model's end-of-sequence tokens."""
         params = self.sampling_params
         stop_ids = set(params.stop_token_ids or ())
         if params.termination_id is None:
@@ -128,7 +129,7 @@ class EngineRequest:
 
 
 def too_long(prompt: int, longest: int) -> str:
-    """Return the error for a prompt of `prompt` tokens where prompt and answer together may have `longest`."""
+    """Return the error for a prompt of `prompt` tokens if prompt plus answer may be at most `longest` tokens."""
     return (
         f"This model's maximum context length is {longest} tokens for prompt and answer. However, the prompt alone has "
         f"{prompt} tokens: shorten the prompt"
@@ -144,7 +145,8 @@ def with_epoch(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
 class RequestSummary:
     """Times and weight epochs of a request on this engine. Times are 0 for a stage that was not reached.
 
-    queue_seconds:   until it first had a slot; prefill_seconds: from then to its first token; decode_seconds: the rest.
+    queue_seconds:   until it first had a slot. prefill_seconds: from then to its first token. decode_seconds: after
+                     that.
     policy_epoch:    weights that sampled the tokens; kv_cache_epoch: weights that computed their KV.
     """
 
@@ -160,16 +162,19 @@ class RequestSummary:
 class RequestOutput:
     """Output of a step for one request. With a finish_reason it is the last output of that request.
 
-    new_log_probs, new_top_n_logprobs: of each new token, and the likeliest (id, log-probability) there.
-    prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
+    new_log_probs, new_top_n_logprobs: log-probability of each new token, and the most likely (id, log-probability)
+        pairs at its position.
+    prompt_log_probs, prompt_top_n_logprobs: the same for each prompt token except the first; sent with the first new
+        token.
     hidden_state: float32 [D], if the request wants it; in the last output.
-    pooled: float32, what a pooling model computed: [D], or [tokens, D] for a vector of each token; in the last output.
-    label: name of the class that a classifier gives to a text; None: it is no classifier, or the class has no name.
+    pooled: float32, result of a pooling model: [D], or [tokens, D] for one vector per token; in the last output.
+    label: name of the class that a classifier assigns to a text; None: not a classifier, or the class has no name.
     stop_token: the last token, if it ended the request.
-    error, error_code: the cause, if finish_reason is "error". The answer keeps class and fields of an exception.
+    error, error_code: the cause, if finish_reason is "error". The answer keeps the class and the fields of an
+                       exception.
     summary: in the last output, and in every output of a request that a stop text may end.
-    routing: with the summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each token but
-             the last, which is not computed, in the G layers with experts.
+    routing: with the summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each token in
+             the G layers with experts. The last token is left out, because it is not computed.
     """
 
     request_id: int
@@ -200,7 +205,7 @@ class BackendStats:
     """Counters since the start, and the current load. A backend leaves out what it does not count.
 
     steps, last_step: number of finished engine steps, and the end of the last one (time.monotonic()).
-    weights_digest:   of the weights that were loaded last; empty before, or if the backend computes none.
+    weights_digest:   digest of the weights loaded last; empty before the first load, or if the backend computes none.
     prefix_coordination_waits: steps that a request waited while another request computed its prefix.
     prefill_rate, decode_rate, queued_tokens: as in Heartbeat; None: unknown.
     last_request:     the highest id of the requests that `queued_tokens` includes.

@@ -29,7 +29,7 @@ from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommi
 logger = logging.getLogger(__name__)
 
 REMEMBERED_ANSWERS = 64
-"""Number of operations whose acknowledgement is kept, to be repeated when the operation comes again."""
+"""Number of operations whose acknowledgement is kept, so that it can be repeated when the operation is sent again."""
 
 
 # --- states as events -------------------------------------------------------------------------------------------------
@@ -52,7 +52,8 @@ LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
 
 
 class StateEvents:
-    """State of one engine, with Megatron-Core's events to wait for: some stay set beyond the state of their name.
+    """State of one engine, with Megatron-Core's events to wait for: some stay set after the state of their name has
+    ended.
 
     Belongs to one event loop.
     """
@@ -84,7 +85,7 @@ class StateEvents:
     def has_reached(self, state: EngineState, *, times: int | None = None) -> bool:
         """Return whether the event of `state` is set, or signals have led to `state` at least `times` times.
 
-        `times` is for a caller that may wait only after later signals have changed the state again.
+        `times` is for a caller that may begin to wait only after later signals have changed the state again.
         """
         return self.is_set(state) or (times is not None and self._times[state] >= times)
 
@@ -164,9 +165,9 @@ WORK: dict[Header, Work] = {
 class Lifecycle:
     """State, epoch and fence of one engine. Used from the event loop, one control message at a time.
 
-    source: weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named them.
+    source: source of the weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named one.
     adapters: the LoRA adapters.
-    acted: how often each signal's work was done; a repeated operation id does not count.
+    acted: number of times that each signal's work was done; a repeated operation id does not count.
     seconds: total duration of each signal's work.
     """
 
@@ -181,10 +182,10 @@ class Lifecycle:
         self.adapters: AdapterSet = AdapterSet(backend)
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged: Control | None = None
-        """The last operation, if it was acknowledged and not committed. Weights or adapters are staged while it is one
-        that sets them. The weights are loaded if it has `load`."""
+        """The last operation, if it was acknowledged and not committed. If it sets weights or adapters, they are
+        staged. If it has `load`, the weights are loaded."""
         self.unknown_weights: str | None = None
-        """Why the weights in use are not known: the engine must end."""
+        """Why it is unknown which weights are in use. If set, the engine must exit."""
 
     @property
     def state(self) -> EngineState:
@@ -234,7 +235,7 @@ class Lifecycle:
         return is_update and self.backend.info.loads_under_pause
 
     async def _load_staged(self, control: Control) -> str | None:
-        """Load the staged weights of this operation under a pause. Return the error if that failed."""
+        """Load the staged weights of this operation while paused. Return the error if that failed."""
         acknowledged = self._acknowledged
         if acknowledged is None or acknowledged.operation_id != control.operation_id:
             return f"{control.kind.name} {control.operation_id}: its weights are not staged"
@@ -321,7 +322,7 @@ class Lifecycle:
             await self._land(commit.signal)
 
     async def converge(self, target: CoordinatorState) -> None:
-        """Reach `target`, the coordinator's state, in one phase: for an engine that joins."""
+        """Enter `target`, the coordinator's state, in one phase. For an engine that joins."""
         self.events.enter(self.settled_state)
         for signal in signals_to_join(self.state, target):
             error = await self._act(Control(kind=signal))
@@ -348,7 +349,7 @@ class Lifecycle:
     async def adopt(self, source: str | None, epoch: int) -> None:
         """Use the weights and the epoch of the coordinator's HELLO_ACK."""
         loaded = self._acknowledged
-        if loaded is not None and loaded.load and loaded.source == source:  # its commit was lost
+        if loaded is not None and loaded.load and loaded.source == source:  # the commit was lost
             self._acknowledged = None
             await self._commit_work(Header.UPDATE_WEIGHTS)
             self.source = source
@@ -369,7 +370,7 @@ class Lifecycle:
         return await self.adapters.adopt(wanted)
 
     async def _end_uncommitted(self) -> None:
-        """Discard what is staged. A commit that is still on its way has no effect."""
+        """Discard staged weights and adapters. A commit that is still in flight then has no effect."""
         ended, self._acknowledged = self._acknowledged, None
         if ended is not None and ended.kind is Header.UPDATE_WEIGHTS:
             await self.backend.discard_weights()

@@ -16,7 +16,9 @@ from megatron_runtime.protocol.lifecycle import EngineState
 
 
 class EngineMetrics(Collector):
-    """Metrics `megatron_*`, and vLLM's own metrics; from other backends, those that vLLM has under its names, too."""
+    """Metrics `megatron_*`, and vLLM's own metrics. For other backends, metrics that vLLM has too are repeated under
+    vLLM's names.
+    """
 
     def __init__(self, lifecycle: Lifecycle, backend: EngineBackend) -> None:
         self._lifecycle = lifecycle

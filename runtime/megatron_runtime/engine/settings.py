@@ -26,14 +26,15 @@ class EngineSettings:
     backend:           "native" is this project's engine; "vllm" runs vLLM, which must be installed.
     device:            "auto" (a GPU if there is one), "cpu" or "cuda".
     dtype:             "auto", "float32", "bfloat16"; on a GPU also "float16", on a CPU also "int8" and "int4".
-    max_sequence_length: limit of prompt + generated tokens of one request; None means the limit of the model, and with
-                       vLLM on a GPU the longest sequence that fits.
-    max_requests:      limit of concurrent requests; None means 64, and with vLLM on a GPU its own limit.
-    max_tokens:        limit of tokens of one step; None means 2048, and with vLLM on a GPU its own limit.
+    max_sequence_length: limit of prompt + generated tokens of one request. None means the model's limit; with vLLM on a
+                         GPU, the longest sequence that fits.
+    max_requests:      limit of concurrent requests. None means 64; with vLLM on a GPU, vLLM's own limit.
+    max_tokens:        limit of tokens per step. None means 2048; with vLLM on a GPU, vLLM's own limit.
     chunked_prefill:   split prompts longer than max_tokens over several steps.
     max_prefill_tokens: limit of prompt tokens of a step that also decodes, with chunked_prefill; native engines only.
-                       None: as many as fit max_tokens.
-    kv_cache_memory:   size of the KV cache in bytes; None means 1 GiB on a CPU, and on a GPU what the weights leave.
+                       None: limited by max_tokens only.
+    kv_cache_memory:   size of the KV cache in bytes. None means 1 GiB on a CPU; on a GPU, the memory that the weights
+                       leave free.
     moe_enable_routing_replay: record the experts of each token; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
     prefix_eviction:   "lru" keeps blocks without requests until their memory is needed; "ref_zero" frees them at once.
@@ -41,22 +42,23 @@ class EngineSettings:
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
     model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: any.
-    revision:          hash of the manifests of this engine; shown in the status. Empty: it belongs to no resource, and
-                       its process ends after STOP.
-    health_port:       port of HTTP probes and metrics; None: neither, 0: a free port.
+    revision:          hash of the manifests of this engine; shown in the status. Empty: the engine belongs to no
+                       resource, and its process exits after STOP.
+    health_port:       port of HTTP probes and metrics. None serves neither; 0 picks a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub, and of trainer.pub for weights of a trainer;
                        None means no encryption.
     threads:           torch threads of all ranks of this host or pod together; None: torch's default.
     parallel:          number of ranks by dimension.
     rendezvous_seconds: timeout of the ranks' rendezvous at the start.
-    step_timeout_seconds: watchdog of an engine of several ranks: it fails if no rank makes progress for so long.
+    step_timeout_seconds: watchdog timeout of an engine of several ranks: it fails if no rank makes progress for this
+                          long.
     vllm_arguments:    engine arguments of vLLM by name; see protocol/vllm_arguments.py.
     vllm_allow_code:   accept arguments with which vLLM loads code.
     vllm_sleep_level:  effect of SUSPEND with vLLM on a GPU: 1 moves the weights to host memory, 2 drops them and reads
                        their files again at RESUME; None means 2, and 1 if a draft model would be lost.
-    registration_seconds: the engine ends if no coordinator has answered in this time after its start; None: it tries
-                       without end.
-    drain_seconds:     time after SIGTERM to finish the requests in flight; the rest is handed over.
+    registration_seconds: the engine exits if no coordinator has answered within this time after its start; None: it
+                          retries forever.
+    drain_seconds:     time after SIGTERM to finish the requests in flight; the remaining requests are handed over.
     """
 
     coordinator: str

@@ -26,11 +26,12 @@ MAX_TOKEN = (1 << 31) - 1
 class PromptBatch:
     """The prompts of one call, and their answers in the same order.
 
-    sampling_params: of all prompts, or one for each; also of Megatron-Core.
-    text: None for an engine whose tokens have no text.
-    sent:    numbers of the prompts that the engine gets. The others cannot be token ids, and fail alone.
+    sampling_params: one for all prompts, or one for each; may be Megatron-Core's.
+    text: converts tokens and text; None for an engine whose tokens have no text.
+    sent:    indices of the prompts that are sent to the engine. The others cannot be converted to token ids, and fail
+             individually.
     tokens:  token ids of each prompt; empty if it has none.
-    replies: reply maps by the number of their prompt. Those of prompts that fail alone are there from the beginning.
+    replies: reply maps by prompt index. The replies of prompts that failed individually are there from the beginning.
 
     Raises InvalidSamplingParamsError.
     """
@@ -66,7 +67,7 @@ class PromptBatch:
         self.replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
 
     def answer(self, number: int) -> DynamicInferenceRequest:
-        """Return the request of a prompt's reply, with its texts. A prompt of tokens is also converted to text."""
+        """Return the finished request of a prompt, with its texts. A prompt of tokens is also converted to text."""
         request = DynamicInferenceRequestRecord.from_reply(self.replies[number]).merge()
         prompt, params, text = self._prompts[number], self.params[number], self._text
         request.sampling_params = copy.copy(params)  # a copy, because the caller may reuse the object
@@ -100,9 +101,11 @@ class PromptBatch:
         return [self.answer(number) for number in range(len(self._prompts))]
 
     def chunk_reader(self) -> ReadChunk:
-        """Return a function that converts the items of a stream, in their order, to chunks. There is one prompt."""
+        """Return a function that converts the items of a stream, in their order, to chunks. The call must have one
+        prompt.
+        """
         detokenizer = self._text.detokenizer(after=self.tokens[0]) if self._text is not None else None
-        length = count = 0  # characters and tokens in the chunks so far
+        length = count = 0  # numbers of characters and tokens in the chunks so far
 
         def read(item: dict[str, Any]) -> GenerationChunk:
             nonlocal length, count
@@ -123,7 +126,9 @@ class PromptBatch:
 
 
 def _validated(params: Any) -> SamplingParams:
-    """Return sampling parameters of this project. Their owner may have changed them since the construction."""
+    """Return the sampling parameters as this project's class, validated, because their owner may have changed them
+    since the construction.
+    """
     own = SamplingParams.of(params)
     own.validate()
     return own
@@ -132,8 +137,8 @@ def _validated(params: Any) -> SamplingParams:
 def token_ids(prompt: Any, params: SamplingParams, text: ModelText | None) -> list[int]:
     """Return the token ids of a prompt, which may be token ids already.
 
-    Raises TypeError, ValueError for anything else, also for a text that is not valid Unicode, and RuntimeError for a
-    text if the engine's tokens have none.
+    Raises TypeError or ValueError for anything else, including text that is not valid Unicode, and RuntimeError for
+    text if the engine's tokens have no text.
     """
     if isinstance(prompt, str):
         if text is None:

@@ -1,4 +1,4 @@
-"""How the arguments of a program become an executor with its limits, and a coordinator's settings."""
+"""Turns the arguments of a program into an executor with its limits, and into a coordinator's settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def default_config() -> InferenceConfig:
-    """Return Megatron-Core's defaults, with a KV cache that fits this host beside its other ranks."""
+    """Return Megatron-Core's defaults, with a KV cache that fits this host together with its other ranks."""
     gigabytes = InferenceConfig().buffer_size_gb
     if (available := available_bytes()) is not None:
         gigabytes = min(gigabytes, available * DEFAULT_MEMORY_SHARE / local_world() / (1 << 30))
@@ -51,13 +51,13 @@ def build_executor(
     make_forward: Callable[[DecoderModel], ForwardPass] | None = None,
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
     """Return this rank's executor, whose weights are not loaded yet, the configuration of all ranks of its engine, and
-    the follower on other ranks than the first.
+    the follower on ranks other than the first.
 
-    model: a model reference, which may have a tokenizer of its own, or a model in memory, which needs `tokenizer`.
-    sizes: ranks of the engine.
+    model: a model reference, which may have its own tokenizer, or a model in memory, which needs `tokenizer`.
+    sizes: number of ranks of the engine by dimension.
     dtype, threads, make_forward: see select_executor(). "auto" is the type of the parameters of a GPTModel.
 
-    Raises ModelSourceError, UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be used.
+    Raises ModelSourceError or UnsupportedModelError if the model cannot be used, TypeError if the tokenizer cannot.
     """
     source: ModelSource
     text: Tokenizer | Callable[[], Tokenizer]

@@ -1,6 +1,7 @@
 """Calls of generate() and generate_stream() without a coordinator: one thread runs the engine for all of them.
 
-The callers read streams, so a call may be left, cancelled or interrupted at any point: only the thread uses the engine.
+Callers only read streams, and only the thread uses the engine, so a call may be abandoned, cancelled or interrupted at
+any point.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MakeStream: TypeAlias = Callable[[Callable[[], object]], AnyStream]
-"""Returns the stream of a call. Its argument aborts the call; it takes no lock."""
+"""Returns the stream of a call. Its argument is a function that aborts the call without taking a lock."""
 
 END_SECONDS = 10.0
-"""How long close() and the end of the interpreter wait for the step in progress."""
+"""How long close() and the exit of the interpreter wait for the step in progress."""
 _LOOK_SECONDS = 0.5
-"""How often a waiting thread checks that the engine's thread runs."""
+"""Interval at which a waiting thread checks that the engine's thread runs."""
 
 _dispatch_ids = count(1)
 
 
 class EngineFailedError(RuntimeError):
-    """The engine ended before or while it served. The cause is its __cause__."""
+    """The engine stopped before or while it served. The cause is its __cause__."""
 
 
 class CallsClosedError(RuntimeError):
@@ -58,12 +59,12 @@ class CallsClosedError(RuntimeError):
 class Call:
     """The prompts of one call, in the engine's thread.
 
-    stream:      gets `{"partial": frame}` while streaming, and one `{"final": reply}` for each prompt, in completion
-                 order. `request_id` in both is the prompt's number.
+    stream:      receives `{"partial": frame}` while streaming, and one `{"final": reply}` for each prompt, in
+                 completion order. `request_id` in both is the prompt's number.
     waiting:     requests that the engine does not have yet.
-    open:        dispatch ids of the others, by uid.
-    number, fingerprint: of the call and of its arguments, for the other ranks of the engine.
-    items:       what `stream` got, packed, for the other ranks; None if there are none.
+    open:        dispatch ids of the requests that the engine has, by uid.
+    number, fingerprint: number of the call and fingerprint of its arguments, for the other ranks of the engine.
+    items:       packed items that `stream` received, for the other ranks; None if there are none.
     """
 
     waiting: deque[PendingRequest]
@@ -80,18 +81,18 @@ class Call:
 
 
 def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
-    """Return a digest of the arguments of a call, which all ranks of an engine have to make alike."""
+    """Return a digest of the arguments of a call. All ranks of an engine must make the same call."""
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
 
 
 class DirectCalls:
-    """Runs the calls of all threads and event loops of this process on one thread, which owns `core` meanwhile.
+    """Runs the calls of all threads and event loops of this process on one thread. While it runs, it owns `core`.
 
-    The thread starts with the first call, and ends with close(), with this object, or at the end of the interpreter.
-    While no call is open it holds no reference to either.
+    The thread starts with the first call. It ends with close(), with this object, or when the interpreter exits. While
+    no call is open it holds no reference to either.
 
-    text: of the engine's tokens; None if they have none.
+    text: converts the engine's tokens to text; None if they have none.
     """
 
     def __init__(self, core: EngineCore, text: ModelText | None) -> None:
@@ -103,7 +104,7 @@ class DirectCalls:
         self._commands: SimpleQueue[_Command | None] = SimpleQueue()
         self._end: weakref.finalize[Any, Any] | None = None
         self._is_ending = False
-        """The thread will end, or has ended, because of close()."""
+        """Whether the thread will end, or has ended, because of close()."""
         self._pid = os.getpid()
 
     @property
@@ -112,7 +113,7 @@ class DirectCalls:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
-        """Load the weights. The other ranks of the engine end with this process; the loss of one ends all of them."""
+        """Load the weights. The other ranks of the engine exit with this process; the loss of one stops all of them."""
         executor = self.core.executor
         executor.load()
         if isinstance(executor, RankedExecutor):
@@ -177,7 +178,7 @@ class DirectCalls:
             raise RuntimeError(f"{what} while calls of generate() or generate_stream() are open: close them first")
 
     def reset(self, *, preserve_prefix_cache: bool) -> None:
-        """Drop every request, also of open calls, whose readers get CallsClosedError: see EngineCore.reset()."""
+        """Drop every request, including open calls, whose readers get CallsClosedError. See EngineCore.reset()."""
         if self._is_running:
             error = partial(CallsClosedError, "reset() dropped the request")
             self.perform(lambda runner: runner.fail_all(error, preserve_prefix_cache=preserve_prefix_cache))
@@ -185,7 +186,7 @@ class DirectCalls:
             self.core.reset(preserve_prefix_cache=preserve_prefix_cache)
 
     def settle(self) -> None:
-        """Wait until the calls that were aborted before have left the engine. Not in the engine's thread."""
+        """Wait until the engine has dropped the calls aborted so far. Must not run in the engine's thread."""
         if self._is_running and threading.current_thread() is not self._thread:
             with contextlib.suppress(CallsClosedError):
                 self.perform(lambda _: None)
@@ -203,9 +204,9 @@ class DirectCalls:
             self.text.close_grammars()
 
     def _started(self) -> SimpleQueue[_Command | None]:
-        """Return the commands of the thread, which is started if it does not run. Call it with the lock."""
+        """Return the command queue of the thread, and start the thread if it does not run. Requires the lock."""
         if self._is_ending and self._thread is not None:
-            self._thread.join()  # an interrupt may have kept close() from it
+            self._thread.join()  # an interrupt may have prevented close() from it
         if not self._is_running:
             if self._end is not None:
                 self._end.detach()
@@ -218,11 +219,11 @@ class DirectCalls:
 
 
 class FollowedCalls:
-    """The calls of another rank than the first one, which runs them: their streams get all items at the end.
+    """The calls on a rank other than the first. The first rank runs them; the streams here get all items at the end.
 
-    Calls are numbered on every rank, so they may end in another order than they began in.
+    Calls are numbered on every rank, so they may end in a different order than they began.
 
-    wait: waits until the first rank has ended the engine.
+    wait: waits until the first rank has stopped the engine.
     """
 
     def __init__(self, part: EnginePart, *, rank: int, wait: Callable[[], object]) -> None:
@@ -238,14 +239,14 @@ class FollowedCalls:
         part.on_answers = self._take
 
     def begin(self) -> None:
-        """Let this process wait for the first rank at its end. The first rank loads the weights of all ranks."""
+        """Make this process wait for the first rank before it exits. The first rank loads the weights of all ranks."""
         atexit.register(self._wait)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
-        """Start a call as DirectCalls.open() does.
+        """Start a call like DirectCalls.open().
 
-        The stream raises ValueError if the first rank's call of this number has other arguments, EngineFailedError for
-        an error of the first rank.
+        The stream raises ValueError if the first rank's call with this number has different arguments,
+        EngineFailedError for an error of the first rank.
         """
         expected = fingerprint(prompts, streaming=streaming)
         with self._lock:
@@ -269,13 +270,13 @@ class FollowedCalls:
         """Do nothing: the first rank has the requests."""
 
     def settle(self) -> None:
-        """Do nothing: an aborted call has left at once."""
+        """Do nothing: an aborted call is dropped at once."""
 
     def close(self) -> None:
-        """Do nothing: the first rank ends the engine."""
+        """Do nothing: the first rank stops the engine."""
 
     def _take(self, answers: dict[str, Any] | None) -> None:
-        """Deliver the answers to a call; None when the engine has ended. Runs in the thread of the rank."""
+        """Deliver the answers to a call; None means that the engine has stopped. Runs in the thread of the rank."""
         with self._lock:
             if answers is None:
                 self._has_ended = True
@@ -331,11 +332,11 @@ def _serve(commands: SimpleQueue[_Command | None]) -> None:
         try:
             action(runner)
             ended = runner.run()
-        except BaseException as error:  # no reader may wait for ever
+        except BaseException as error:  # no reader must wait forever
             logger.exception("the engine's thread failed")
             runner.fail_all(partial(_itself, error))
         runner.close()
-        del command, calls, action, runner  # an idle thread keeps no engine
+        del command, calls, action, runner  # an idle thread must not keep the engine alive
 
 
 def _itself(error: BaseException) -> BaseException:
@@ -343,20 +344,20 @@ def _itself(error: BaseException) -> BaseException:
 
 
 class _Runner:
-    """The open calls of an engine, in its thread. It is made for the first one and dropped after the last one.
+    """The open calls of an engine, in its thread. Created for the first open call, and dropped after the last one.
 
     The engine generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
-    reads them. So an answer is the same with and without a coordinator.
+    reads them. So answers are the same with and without a coordinator.
     """
 
     def __init__(self, core: EngineCore, text: ModelText | None, commands: SimpleQueue[_Command | None]) -> None:
         self.core = core
         self.calls: dict[int, Call] = {}
-        """By number."""
+        """Calls by number."""
         self._text = text
         self._commands = commands
         self._feeding: deque[Call] = deque()
-        """Calls with waiting requests, of which each adds one in turn."""
+        """Calls with waiting requests. They add requests round robin."""
         self._open: dict[bytes, tuple[Call, PendingRequest]] = {}
         self._stage = OutputStage(
             send=self._receive,
@@ -365,7 +366,7 @@ class _Runner:
         )
 
     def run(self) -> bool:
-        """Step until no call is open. Return whether the thread shall end."""
+        """Run steps until no call is open. Return whether the thread must end."""
         commands = self._commands
         while self.calls:
             while not commands.empty():
@@ -381,7 +382,7 @@ class _Runner:
         return False
 
     def close(self) -> None:
-        """Break the cycle of references, which would keep the engine until the next garbage collection."""
+        """Break the reference cycle, which would keep the engine alive until the next garbage collection."""
         del self._stage
 
     def add(self, call: Call) -> None:
@@ -397,7 +398,7 @@ class _Runner:
             self._end(call)
 
     def abort(self, number: int) -> None:
-        """Drop a call, which may have ended."""
+        """Drop a call, which may have ended already."""
         call = self.calls.get(number)
         if call is None:
             return
@@ -439,7 +440,7 @@ class _Runner:
         limit = self.core.config.max_waiting
         while self._feeding and len(self._open) < limit:
             call = self._feeding.popleft()
-            if call.waiting:  # it may have been dropped
+            if call.waiting:  # the request may have been dropped
                 self._add(call, call.waiting.popleft())
                 self._feeding.append(call)
         if self._open:
@@ -459,7 +460,7 @@ class _Runner:
             self._stage.add(dispatch, params, [])
             if dispatch.dispatch_id in self._stage.open:
                 self.core.add_request(engine_request, grammar=grammar)
-        except Exception as error:  # fails this request alone
+        except Exception as error:  # fails only this request
             is_invalid = isinstance(error, ValueError)
             self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED, error)
 
@@ -487,4 +488,4 @@ def _pending_requests(prompts: PromptBatch, *, streaming: bool) -> deque[Pending
 
 
 _Command: TypeAlias = tuple[DirectCalls, Callable[[_Runner], object]]
-"""The calls of an engine, and what its thread does with them."""
+"""The calls of an engine, and a function that its thread runs on them."""

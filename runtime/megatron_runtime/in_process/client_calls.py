@@ -16,14 +16,14 @@ from megatron_runtime.requests.async_stream import AnyStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 
 RETRY_SECONDS = 1.0
-"""After a rejection without a time."""
+"""Retry delay after a rejection that names no time."""
 
 
 class ClientCalls:
-    """Sends the prompts of all calls of this program, and reads their answers. Made on the client's event loop.
+    """Sends the prompts of all calls of this program, and reads their answers. Created on the client's event loop.
 
-    places: prompts that answer() submits at once, in all calls together.
-    raise_failure: raises the error that ended the coordinator or the last engine, if there is one.
+    places: number of prompts that answer() submits at the same time, over all calls.
+    raise_failure: raises the error that stopped the coordinator or the last engine, if there is one.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ClientCalls:
         self._loop = asyncio.get_running_loop()
         self._raise_failure = raise_failure
         self._answered = self._submitted = 0
-        """Prompts of answer() that were answered, and those that are submitted now."""
+        """Number of prompts of answer() that were answered, and number that are submitted now."""
         self._place_count = places
         self._places = asyncio.Semaphore(places)
 
@@ -46,7 +46,7 @@ class ClientCalls:
         self._raise_failure()
 
         def abort(request_id: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
                 self._loop.call_soon_threadsafe(self._client.abort_request, request_id)
 
         return self._client.add_request_to_stream(
@@ -54,9 +54,10 @@ class ClientCalls:
         )
 
     async def answer(self, prompts: PromptBatch) -> list[DynamicInferenceRequest]:
-        """Return the answers. Only as many prompts are submitted as the engines can take soon.
+        """Return the answers. Only as many prompts are submitted at a time as the engines can start soon.
 
-        Call it on the connection's loop. Raises the RequestRejectedError of a reason that is not in the prompt itself.
+        Call it on the connection's loop. Raises RequestRejectedError for a reason that does not lie in the prompt
+        itself.
         """
         numbers = iter(prompts.sent)
 
@@ -85,7 +86,7 @@ class ClientCalls:
                     self._answered += 1
                     return
                 except (QueueFullError, DeadlineExceededError) as error:
-                    # If others are answered, or will be, this one will be answered later.
+                    # If other prompts are answered, or will be, this one will be answered later.
                     if self._answered == answered and (
                         self._submitted == 1 or isinstance(error, DeadlineExceededError)
                     ):

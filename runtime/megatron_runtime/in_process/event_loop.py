@@ -51,7 +51,9 @@ class EventLoopManager:
         return self._loop
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Schedule `coro` on the background loop. Wait with `.result()`, or asyncio.wrap_future() on another loop."""
+        """Schedule `coro` on the background loop. Wait with `.result()`, or with asyncio.wrap_future() on another
+        loop.
+        """
         try:
             with self._lock:
                 return asyncio.run_coroutine_threadsafe(coro, self.loop)
@@ -60,9 +62,9 @@ class EventLoopManager:
             raise
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Schedule `coro` and block until its result. The caller's own event loop is blocked, too.
+        """Schedule `coro` and block until its result is there. This also blocks the caller's own event loop.
 
-        Raises RuntimeError on the background loop itself, which would be a deadlock.
+        Raises RuntimeError on the background loop itself, where the call would deadlock.
         """
         if self._is_own_thread():
             coro.close()
@@ -81,12 +83,14 @@ class EventLoopManager:
         return await asyncio.wrap_future(self.submit(coro))
 
     def require_other_thread(self, what: str) -> None:
-        """Raise RuntimeError on the background loop itself, where a blocking call would be a deadlock."""
+        """Raise RuntimeError on the background loop itself, where a blocking call would deadlock."""
         if self._is_own_thread():
             raise RuntimeError(f"{what} on the background loop would deadlock: await a coroutine instead")
 
     def end(self, closing: Coroutine[Any, Any, object]) -> None:
-        """Run `closing` on the loop, then stop it; if it has ended, do nothing. Does not wait, and takes no lock."""
+        """Run `closing` on the loop, then stop the loop. Do nothing if it has ended. Does not wait, and takes no
+        lock.
+        """
         loop = self._loop
 
         async def close() -> None:
@@ -129,7 +133,7 @@ class EventLoopManager:
 
 
 def _run_loop(device: int | None, ready: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
-    """Run an event loop in this thread until it is stopped. ready: gets the loop."""
+    """Run an event loop in this thread until it is stopped. ready: receives the loop."""
     # At the end, the runner cancels open tasks and closes async generators and the default executor.
     with asyncio.Runner() as runner:
         try:

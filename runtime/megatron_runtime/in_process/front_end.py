@@ -31,8 +31,8 @@ class ServeConfig:
 
     host, port:        address of the server; port 0 picks a free one: see `url`.
     parsers:           name of the tool-call parser; empty: chosen by the model's chat template.
-    verbose:           log each request: in this process to the logger uvicorn.access, at the level INFO; in the
-                       others to standard error.
+    verbose:           log each request: in this process to the logger uvicorn.access, at level INFO; in the child
+                       processes to standard error.
     frontend_replicas: number of HTTP servers on the socket: one in this process, the others in child processes. Only
                        one runs if the tokenizer has no model reference.
     sock:              a bound socket to use instead of host and port.
@@ -135,12 +135,12 @@ class FrontEnd:
             await off_loop(end_parser)
 
     async def fail(self, cause: str) -> None:
-        """Answer open requests of this process with status 503, and stop: there is no coordinator any more."""
+        """Answer open requests of this process with status 503, and stop, because the coordinator is gone."""
         self._client.stop(partial(UnavailableError, ErrorCode.UNAVAILABLE, cause), is_lost=True)
         await self.stop()
 
     def _start_replica(self) -> subprocess.Popen[bytes]:
-        """Start a `megatron server` process on the same socket with the same settings. It ends with this process."""
+        """Start a `megatron server` process on the same socket with the same settings. It exits with this process."""
         settings, descriptor = self._settings, self._listener.fileno()
         command = [
             *module_command("megatron_runtime.cli", "server"),

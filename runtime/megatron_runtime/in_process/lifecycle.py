@@ -1,4 +1,4 @@
-"""An engine of a program that serves a coordinator: its verbs, its failures, its HTTP server and its end."""
+"""An engine of a program that serves a coordinator: its verbs, its failures, its HTTP server and its shutdown."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ REACHED = {kind: LANDED[change.passing, change.lands_in] for kind, change in TRA
 
 
 class ProgramLifecycle:
-    """One rank of an engine, from its registration at the coordinator to its end.
+    """One rank of an engine, from its registration at the coordinator to its shutdown.
 
-    If the coordinator's process ends, or this engine fails and no other one serves, every open and later call raises
-    the cause. Belongs to the event loop of the connection.
+    If the coordinator's process exits, or if this engine fails and no other one serves, every open and later call
+    raises the cause. Belongs to the event loop of the connection.
 
-    core, service: of this rank. The service has started.
+    core, service: core and service of this rank. The service has started.
     client: on the primary rank, which sends the verbs; None on the others, which wait for the states of their engines.
-    ranks:  of the program.
-    places: prompts of lists that the client submits at once, in all calls together.
+    ranks:  ranks of the program.
+    places: number of prompts of lists that the client submits at the same time, over all calls.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ProgramLifecycle:
         self._ranks = ranks
         self._is_closed = False
         self._failure: Callable[[], Exception] | None = None
-        """Returns the error that ended the coordinator, or the last engine."""
+        """Returns the error that stopped the coordinator, or the last engine."""
         self._failed = asyncio.Event()
         self._failing: asyncio.Task[None] | None = None
         # A joining engine may pass through states without a call of this program.
         self._reached = {state: service.events.times(state) for state in REACHED.values()}
-        """On a rank without a client: how often its own calls have waited for each state."""
+        """On a rank without a client: the number of times that its calls have waited for each state."""
         self._calls: ClientCalls | None = None
         self._watching: asyncio.Task[None] | None = None
         if client is not None:
@@ -94,7 +94,7 @@ class ProgramLifecycle:
 
     def _on_coordinator_end(self, loop: asyncio.AbstractEventLoop, ended: concurrent.futures.Future[str]) -> None:
         error = partial(CoordinatorFailedError, f"{ended.result()}: construct the object again")
-        with contextlib.suppress(RuntimeError):  # the loop has ended, too
+        with contextlib.suppress(RuntimeError):  # the loop has ended as well
             loop.call_soon_threadsafe(self._fail, error)
 
     async def _watch_engine(self, client: CoordinatorClient) -> None:
@@ -126,12 +126,12 @@ class ProgramLifecycle:
                 self._failing = asyncio.create_task(self.front_end.fail(str(failure())))
 
     def raise_failure(self) -> None:
-        """Raise the error that ended the coordinator or the last engine, if there is one."""
+        """Raise the error that stopped the coordinator or the last engine, if there is one."""
         if self._failure is not None:
             raise self._failure()
 
     async def confirmed(self, signal: Awaitable[T]) -> T:
-        """Await the answer to a control signal. Raises the error of raise_failure() if that ended the wait."""
+        """Await the answer to a control signal. Raises the error of raise_failure() if a failure ended the wait."""
         try:
             return await signal
         except asyncio.CancelledError:
@@ -145,13 +145,13 @@ class ProgramLifecycle:
 
         A rank without a client waits until its own engine has reached the state, if there is one.
 
-        options: of Control.
+        options: fields of Control.
         """
         if self._client is not None:
             self.raise_failure()
             await self.confirmed(self._client.control(Control(kind=kind, **options)))
         elif (state := REACHED.get(kind)) is not None:
-            # Counted, because the engine may have left the state again before this rank waits for it.
+            # The states are counted, because the engine may have left the state again before this rank waits for it.
             wanted = self._reached[state] + 1
             await self._service.wait_until(state, times=wanted)
             self._reached[state] = min(wanted, self._service.events.times(state))
@@ -162,7 +162,7 @@ class ProgramLifecycle:
         With a model in memory, every rank of the program makes this call, and each of its engines reads its own rank's
         model. The call returns when all engines have copied the weights.
 
-        epoch: None: one more than the present epoch.
+        epoch: None means the current epoch plus one.
         """
         epoch = self._core.epoch + 1 if epoch is None else epoch
         if isinstance(source, str | Path):
@@ -170,7 +170,7 @@ class ProgramLifecycle:
             return
         executor: Any = self._core.executor
         executor.use_memory(model_in_memory(source, ends=executor.eos_ids))
-        await self._ranks.wait()  # every rank has its model
+        await self._ranks.wait()  # every rank has its own model
         failure: Exception | None = None
         try:
             await self.verb(Header.UPDATE_WEIGHTS, source=IN_MEMORY, epoch=epoch)
@@ -223,9 +223,9 @@ class ProgramLifecycle:
         if self.front_end is not None:
             await self.front_end.stop()
         if self._failure is not None:
-            return  # nothing answers a signal
+            return  # the signal will not be answered
         if self._client is None:
-            # The primary rank stops this engine, unless the primary has ended.
+            # The primary rank stops this engine, unless the primary rank has exited.
             assert self._service.task is not None
             await asyncio.wait({self._service.task}, timeout=2 * SHUTDOWN_SECONDS)
             return

@@ -28,7 +28,7 @@ from megatron_runtime.requests.config import InferenceConfig
 _DIMENSIONS = ("tensor", "pipeline", "expert")
 
 MAX_TEXT_BYTES = 512
-"""Of a text that the first rank sends to the others."""
+"""Size limit of a text that the first rank sends to the others."""
 
 _attempts = count()
 
@@ -36,8 +36,8 @@ _attempts = count()
 def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
     """Return the number of ranks of one engine by dimension.
 
-    given: by dimension ("tensor", "pipeline", "expert"). None means the larger one of the sizes in the configuration of
-           a model of Megatron-Core and in its initialised parallel state, else 1.
+    given: sizes by dimension ("tensor", "pipeline", "expert"). None means the larger of two sizes: in the configuration
+           of a Megatron-Core model, and in its initialised parallel state; without them 1.
     """
     if is_megatron_model(model):
         model = unwrapped(model)
@@ -53,17 +53,17 @@ def _configured(model: Any, dimension: str) -> int:
 
 
 def global_rank() -> int:
-    """Return the rank of this process in the program: that of torch.distributed, else of torchrun, else 0."""
+    """Return the rank of this process in the program: from torch.distributed, else from torchrun, else 0."""
     return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the program: that of torch.distributed, else of torchrun, else 1."""
+    """Return the number of ranks of the program: from torch.distributed, else from torchrun, else 1."""
     return dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
-    """Return the number of this process among those of its host."""
+    """Return the index of this process among the processes of its host."""
     return integer(os.environ, "LOCAL_RANK", 0)
 
 
@@ -79,7 +79,7 @@ def _is_initialized() -> bool:
 class ProgramRanks:
     """All ranks of the program. Without torch.distributed, or with one rank, a call returns at once.
 
-    group: communicates on the host, because the GPUs of other ranks may be in a step; None for one rank.
+    group: communicates through host memory, because the GPUs of other ranks may be running a step; None for one rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -100,7 +100,7 @@ class ProgramRanks:
             await asyncio.to_thread(dist.barrier, group=self.group)
 
     async def text_of_first(self, text: str) -> str:
-        """Return the text of the first rank, of at most MAX_TEXT_BYTES; a longer one is cut off."""
+        """Return the text of the first rank, at most MAX_TEXT_BYTES; a longer text is cut off."""
         if self.group is None:
             return text
         data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
@@ -110,9 +110,9 @@ class ProgramRanks:
 
 
 def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
-    """Return this process's rank in its engine. Consecutive global ranks are an engine.
+    """Return this process's rank in its engine. Consecutive global ranks form an engine.
 
-    Raises IndivisibleError if the program's ranks are not whole engines.
+    Raises IndivisibleError if the program's ranks cannot be divided into whole engines.
     """
     world = world_size()
     if world % sizes.world:
@@ -137,14 +137,14 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
 def executor_of_ranks(
     source: ModelSource, text: ModelText, config: InferenceConfig, sizes: ParallelSizes, **options: Any
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
-    """Return this rank's executor, the configuration of all ranks, and the follower on other ranks than the first.
+    """Return this rank's executor, the configuration of all ranks, and the follower on ranks other than the first.
 
     Every rank of the program calls this.
 
     The KV cache of every rank has the smallest `buffer_size_gb` of all ranks, because the default depends on the host.
     Initialises torch.distributed if the program has not.
 
-    options: of select_executor(), without those of the ranks and the KV cache.
+    options: options of select_executor(), except those for ranks and KV cache.
 
     Raises IndivisibleError, RankError.
     """
@@ -169,7 +169,7 @@ def executor_of_ranks(
     def make_part(opened: ModelSource, groups: Groups) -> TorchExecutor:
         return select_executor(opened, text, config, groups=groups, **options)
 
-    # Without a watchdog, because the program's own code may hold the interpreter.
+    # No watchdog, because the program's own code may hold the interpreter lock.
     if identity.rank == 0:
         return lead(settings, identity, lambda: source, make_part, has_watchdog=False), config, None
     follower = join(settings, identity, lambda: source, make_part, has_watchdog=False)

@@ -1,4 +1,4 @@
-"""The service of a coordinator by the engine of a program, on an event loop of the program."""
+"""Lets the engine of a program serve a coordinator, on an event loop of the program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REGISTRATION_SECONDS = 300.0
 class ServedEngine:
     """One rank of an engine that serves a coordinator, on the event loop of start().
 
-    task:        ends when the engine has stopped, with EngineFailedError if it failed; None before start().
+    task:        finishes when the engine has stopped; raises EngineFailedError if it failed; None before start().
     coordinator: the process of the coordinator, if this rank launched it.
     """
 
@@ -38,12 +38,14 @@ class ServedEngine:
     events: StateEvents
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
-        """Wait until the engine has reached `state` (for the n-th time). Raises EngineFailedError if it ends first."""
+        """Wait until the engine has reached `state` (for the n-th time). Raises EngineFailedError if the engine stops
+        first.
+        """
         if not self.events.has_reached(state, times=times):
             await self._unless_ended(self.events.wait(state, times=times))
 
     async def _unless_ended(self, wait: Coroutine[Any, Any, object]) -> None:
-        """Await `wait`. Raises EngineFailedError if the engine ends first."""
+        """Await `wait`. Raises EngineFailedError if the engine stops first."""
         assert self.task is not None
         waiting = asyncio.create_task(wait)
         try:
@@ -56,7 +58,7 @@ class ServedEngine:
 
 
 class EngineService(ServedEngine):
-    """The first rank: runs a worker for `core` until stop() or the end of the engine."""
+    """The first rank. Runs a worker for `core` until stop() or until the engine stops."""
 
     def __init__(self, core: EngineCore, text: ModelText | None, *, name: str) -> None:
         self.worker: EngineWorker | None = None
@@ -102,7 +104,7 @@ class EngineService(ServedEngine):
             await off_loop(self.coordinator.stop)
 
     async def _serve(self, worker: EngineWorker) -> None:
-        """Run until a verb stops the engine, stop() ends it, or it fails."""
+        """Run until a verb or stop() stops the engine, or until it fails."""
         running = asyncio.create_task(worker.run())
         stopped = asyncio.create_task(worker.lifecycle.events.wait(EngineState.STOPPED))
         try:
@@ -116,9 +118,9 @@ class EngineService(ServedEngine):
 
 
 class FollowedService(ServedEngine):
-    """Another rank of an engine than the first: performs its orders, and follows the states that it reports.
+    """A rank other than the first. Performs the first rank's orders, and follows the states that it reports.
 
-    The orders are performed on a thread from the construction on.
+    A thread performs the orders, starting at construction.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -128,7 +130,7 @@ class FollowedService(ServedEngine):
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early: list[Callable[[], object]] = []
-        """What happened before start()."""
+        """Events that happened before start()."""
         self._follower = follower
         self.calls = FollowedCalls(follower.part, rank=follower.rank, wait=self._wait_at_exit)
         follower.channel.on_state = lambda state, has_joined: self._call(lambda: self._enter(state, has_joined))
@@ -136,7 +138,7 @@ class FollowedService(ServedEngine):
         self._thread.start()
 
     def _wait_at_exit(self) -> None:
-        """Perform orders until the first rank ends, unless an error ends this process."""
+        """Perform orders until the first rank exits, unless an error ends this process."""
         if getattr(sys, "last_value", None) is None:
             self._thread.join()
 
@@ -171,7 +173,7 @@ class FollowedService(ServedEngine):
         return address
 
     async def stop(self) -> None:
-        """Ask the first rank to end the engine, if it runs, and wait for that."""
+        """Ask the first rank to stop the engine, if it runs, and wait until it has stopped."""
         if self.task is not None:
             self._follower.channel.leave()
             await self.task

@@ -1,4 +1,6 @@
-"""What generate_stream() returns: the chunks of one answer, which may be left, cancelled or forgotten at any point."""
+"""The results of generate_stream(): the chunks of one answer. The iteration may be abandoned or cancelled at any
+point.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from megatron_runtime.requests.request import DynamicInferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A part of an answer. The concatenated texts and tokens of all chunks are those of the answer.
+    """A part of an answer. The concatenated texts and tokens of all chunks are the text and the tokens of the answer.
 
-    log_probs: of the tokens, if they were requested.
+    log_probs: log-probabilities of the tokens, if they were requested.
     request:   in the last chunk, the whole request; a failed one has status FAILED.
     """
 
@@ -29,7 +31,7 @@ ReadChunk: TypeAlias = Callable[[dict[str, Any]], GenerationChunk]
 
 
 class _Chunks(Generic[AnyStream]):
-    """The stream of a request, from its submission by the first chunk to its end."""
+    """The stream of a request, from its submission with the first chunk to its end."""
 
     def __init__(self) -> None:
         self._stream: AnyStream | None = None
@@ -39,7 +41,7 @@ class _Chunks(Generic[AnyStream]):
     def _abort(self) -> bool:
         """Abort the request. Return whether it was open.
 
-        Takes no lock and waits for nothing, because the garbage collector may run it at any point of any thread.
+        Takes no lock and does not wait, because the garbage collector may run it at any point in any thread.
         """
         was_open = not self._is_closed and self._stream is not None and not self._stream.finished
         self._is_closed = True
@@ -52,10 +54,10 @@ class _Chunks(Generic[AnyStream]):
 
 
 class ChunkIterator(_Chunks[BlockingStream], Iterator[GenerationChunk]):
-    """Chunks for a thread. The first next() submits the request.
+    """A blocking iterator over the chunks. The first next() submits the request.
 
-    close() aborts the request, as an exception of next() does, for example KeyboardInterrupt, and the end of the
-    iterator's life. It may be called from any thread.
+    The request is aborted by close(), by an exception in next(), such as KeyboardInterrupt, and when the iterator is
+    garbage-collected. close() may be called from any thread.
 
     begin:  submits the request; returns its stream.
     settle: waits until an abort has taken effect.
@@ -84,13 +86,13 @@ class ChunkIterator(_Chunks[BlockingStream], Iterator[GenerationChunk]):
             raise
 
     def close(self) -> None:
-        """Abort the request if it is open. Returns when it has left the engine. Idempotent."""
+        """Abort the request if it is open. Return when the engine has dropped it. Idempotent."""
         if self._abort():
             self._settle()
 
 
 class AsyncChunkIterator(_Chunks[AsyncStream], AsyncIterator[GenerationChunk]):
-    """The same for a task: cancelling the task that awaits a chunk aborts the request."""
+    """An asynchronous iterator over the chunks. Cancelling the task that awaits a chunk aborts the request."""
 
     def __init__(
         self,
@@ -119,6 +121,6 @@ class AsyncChunkIterator(_Chunks[AsyncStream], AsyncIterator[GenerationChunk]):
             raise
 
     async def aclose(self) -> None:
-        """Abort the request if it is open. Returns when it has left the engine. Idempotent."""
+        """Abort the request if it is open. Return when the engine has dropped it. Idempotent."""
         if self._abort():
             await self._settle()

@@ -9,7 +9,9 @@ from megatron_runtime.requests.request import make_tensors_with
 
 
 def _torch() -> Any:
-    """Import torch at the first tensor, so that programs which use none, such as clients, do not load it."""
+    """Import torch when the first tensor is needed, so that programs without tensors, such as clients, do not load
+    it.
+    """
     import torch
 
     return torch

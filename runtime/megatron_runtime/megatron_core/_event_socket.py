@@ -31,8 +31,8 @@ class EventSocket:
         self.handler_errors = 0
         self._on_message = on_message
         self._poll_items = [(socket, int(zmq.POLLIN))]
-        # The methods of the binding. Those of zmq.Socket convert flags to enums for each frame, which takes longer than
-        # the frame itself.
+        # Methods of the low-level binding. The methods of zmq.Socket convert flags to enums for each frame, which takes
+        # longer than the frame itself.
         self._send_frame = super(zmq.Socket, socket).send
         self._receive_frame = super(zmq.Socket, socket).recv
         self._closed = False
@@ -42,14 +42,14 @@ class EventSocket:
         self._schedule_drain()
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Idempotent."""
+        """Close the socket. Idempotent."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=linger_ms)
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Pass `frames` to the socket. False if its buffer is full.
+        """Pass `frames` to the socket. Return False if its buffer is full.
 
         Raises:
             zmq.ZMQError: EHOSTUNREACH, on a mandatory ROUTER whose peer has disconnected.
@@ -79,12 +79,12 @@ class EventSocket:
         self._loop.call_soon(self._drain)
 
     def _drain(self, expected: int = 0) -> None:
-        """Handle the messages that have arrived. expected: how many of them need no poll."""
+        """Handle the messages that have arrived. expected: number of messages that need no poll."""
         self._drain_scheduled = True  # a send of a handler needs no drain of its own
         for number in range(DRAIN_BUDGET):
             if self._closed:
                 return
-            # There is mostly one message for each wake-up, and polling is cheaper than the exception.
+            # There is usually one message per wake-up, and polling is cheaper than the exception.
             if expected <= number < 2 and not zmq_poll(self._poll_items, 0):
                 self._drain_scheduled = False
                 return

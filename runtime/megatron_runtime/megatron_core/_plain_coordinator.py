@@ -1,4 +1,4 @@
-"""The socket of an InferenceClient, behind which there may be a coordinator of Megatron-Core.
+"""The socket of an InferenceClient, which may be connected to a coordinator of Megatron-Core.
 
 Such a coordinator knows Megatron-Core's messages only (docs/reference/protocol.md). The socket then translates: the
 client above it sends and receives the messages of this project.
@@ -49,21 +49,21 @@ logger = logging.getLogger(__name__)
 SIGNALS = CONTROLS - {Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
 """Control messages that Megatron-Core has."""
 INCARNATION = 1
-"""Of a coordinator of Megatron-Core, which sends none."""
+"""Incarnation of a coordinator of Megatron-Core, which sends none."""
 _NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
 
 
 class GreetingSocket:
     """A DEALER of libzmq that begins with CONNECT.
 
-    A coordinator of this project answers with its protocol version. Messages then pass unchanged, HELLO first. One of
-    Megatron-Core answers without a version, and messages are translated from then on.
+    A coordinator of this project answers with its protocol version, and messages then pass unchanged, HELLO first. A
+    coordinator of Megatron-Core answers without a version, and messages are translated from then on.
 
     When the connection to a coordinator of Megatron-Core ends, its requests are lost: each gets an error. The next
     HELLO then begins again with CONNECT.
 
     receive: called with the frames of each message of this project's protocol.
-    on_lost: called with the reason when a coordinator of Megatron-Core has ended.
+    on_lost: called with the reason when a coordinator of Megatron-Core is gone.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GreetingSocket:
             self._translator.on_message(frames)
         elif self._acknowledgement is None:
             self._on_greeting(frames)
-        elif frames != self._acknowledgement:  # one of several CONNECTs was answered late
+        elif frames != self._acknowledgement:  # a late answer to one of several CONNECTs
             self._receive(frames)
 
     def _on_greeting(self, frames: Frames) -> None:
@@ -132,7 +132,7 @@ class GreetingSocket:
 
 @dataclass(slots=True)
 class _Request:
-    """An open request. tokens: the number of tokens that partials have brought."""
+    """An open request. tokens: number of tokens received in partials."""
 
     uid: bytes
     tokens: int = 0
@@ -141,7 +141,8 @@ class _Request:
 class _Translator:
     """Sends the messages of this project as Megatron-Core's, and the answers back as messages of this project.
 
-    It answers itself what a coordinator of Megatron-Core does not: HELLO, HEARTBEAT, STATUS and control messages.
+    It answers messages that a coordinator of Megatron-Core does not answer: HELLO, HEARTBEAT, STATUS and control
+    messages.
     """
 
     def __init__(self, socket: EventSocket, receive: Callable[[Frames], object]) -> None:
@@ -151,9 +152,9 @@ class _Translator:
         self._numbers: dict[bytes, int] = {}
         self._next_number = 0
         self._state = CoordinatorState.RUNNING
-        """What the signals of this client have led to. Megatron-Core reports no state."""
+        """The state that this client's signals have led to. Megatron-Core reports no state."""
         self._streams = False
-        """Whether a partial has arrived. Releases without streams have no aborts: an unknown message ends them."""
+        """Whether a partial has arrived. Releases without streams have no aborts, and exit at an unknown message."""
 
     def send(self, frames: Frames) -> bool:
         match decode(frames, plain=PLAIN):
@@ -181,7 +182,7 @@ class _Translator:
         return True
 
     def fail_requests(self) -> None:
-        """Answer every open request with an error: the coordinator has ended, and kept none."""
+        """Answer every open request with an error, because the coordinator is gone and has kept none."""
         text = (
             "the coordinator of Megatron-Core has ended, with the requests that it had: start it, and send them again"
         )
@@ -224,7 +225,7 @@ class _Translator:
         return self._send(Header.SUBMIT_REQUEST, number, prompt, unpack(submit.params, PARAMETERS))
 
     def _control(self, control: Control) -> bool:
-        """Send a signal. It is acknowledged at once, because nothing confirms it.
+        """Send a signal. It is acknowledged at once, because the coordinator does not confirm it.
 
         A coordinator of Megatron-Core ignores a signal that its state does not allow: the state then stays as it is.
         """

@@ -64,14 +64,13 @@ class DataParallelInferenceCoordinator:
 
     data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
     tokenizer:                 has `tokenize(text)`, needed for clients that send text, and `detokenize(tokens)`, which
-                               gives plain clients the text of their answers.
+        provides the text of answers to plain clients.
     inference_coordinator_port: None picks a free port. It is the fourth argument, where 0.17 and later have
                                max_requests: a number below 1024 raises ValueError.
-    deterministic_mode:        routing depends on the order of arrival alone.
-    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha:
-                               routing by cached prefix.
-    max_requests:              requests that an engine runs at once, for routing by cached prefix and for the limit of
-                               plain engines, which do not report theirs; None: no limit.
+    deterministic_mode:        routing depends only on the order of arrival. block_size_tokens, enable_prefix_caching,
+    prefix_caching_coordinator_policy, prefix_caching_routing_alpha: routing by cached prefix.
+    max_requests:              requests that an engine runs at once, for routing by cached prefix and as the limit of
+        plain engines, which report none; None: no limit.
     hostname:                  address to listen on.
     plain_release:             see CoordinatorSettings.
     schedule_output_path:      JSON file for the scheduling decisions, written by stop().
@@ -160,7 +159,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def router_socket(self) -> Router:
-        """The ROUTER of all communication. It belongs to the coordinator's loop: read only."""
+        """The ROUTER of all communication. It belongs to the coordinator's loop; only read it."""
         return self._coordinator.transport.router(SHARED_PORT)
 
     @property
@@ -184,7 +183,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def next_request_id(self) -> int:
-        """The id of the next request given to an engine."""
+        """The id of the next request that is sent to an engine."""
         return self._core.dispatcher.next_dispatch_id
 
     # --- routing ------------------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ class DataParallelInferenceCoordinator:
         return self._core.router.select(self._candidates(), hashes).peer[1]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
-        """Record that an engine was given these blocks."""
+        """Record that these blocks were sent to an engine."""
         self._core.router.learn(self._engine(rank_identity), request_hashes)
 
     def _candidates(self) -> list[Engine]:
@@ -229,7 +228,9 @@ class DataParallelInferenceCoordinator:
         self._coordinator.remove_engine(self._engine(identity), "removed")
 
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
-        """Send one frame to an engine. False if it is not accepted; an engine without a connection is removed."""
+        """Send one frame to an engine. Return False if it is not accepted. An engine without a connection is
+        removed.
+        """
         engine = self._engine(identity)
         is_sent = self._coordinator.transport.send(engine.peer, [payload])
         self.router_socket.flush()
@@ -257,7 +258,7 @@ class DataParallelInferenceCoordinator:
         **options: Any,
     ) -> None:
         """Run a coordinator in this process. It sends its address into the pipe before engines connect, and sets
-        `ready_event` after `data_parallel_size` of them have registered. An interrupt from the keyboard ends it.
+        `ready_event` after `data_parallel_size` of them have registered. A keyboard interrupt stops it.
 
         options: the keywords of the constructor: prefix_caching_routing_alpha, max_requests, hostname, plain_release.
         """

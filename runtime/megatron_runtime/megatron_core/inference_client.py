@@ -67,11 +67,12 @@ class InferenceClient:
     tokens that they already have.
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
-    inference_coordinator_address: the same, by the name that releases of Megatron-Core give it.
+    inference_coordinator_address: the same, under the name that Megatron-Core's releases use.
     deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
                  With inference_coordinator_address, None is False, as in 0.17 and later.
-    records:     the engine also returns the text and the times of an answer; None: unless `deserialize` is False.
-    keys:        for a coordinator with CURVE keys.
+    records:     whether the engine also returns the text and the times of an answer; None: yes, unless `deserialize` is
+                 False.
+    keys:        keys for a coordinator that uses CURVE.
     name:        identity of the client; None: a random one.
     model:       hash of the model that requests are made for; engines with another model do not answer. Empty: any.
     """
@@ -104,7 +105,7 @@ class InferenceClient:
         self.socket: zmq.Socket[bytes] | None = early
         self._early: tuple[zmq.Socket[bytes], PeerKeys | None] | None = early, keys
         """The socket of the constructor, with its keys, until the native client uses it."""
-        # A context that is collected before its open socket waits for ever.
+        # A context that is garbage-collected before its open socket waits forever.
         self._close_early = weakref.finalize(self, early.close, 0)
         self._deserialize = deserialize
         self.native = CoordinatorClient(
@@ -138,7 +139,7 @@ class InferenceClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and got a message within the last seconds."""
+        """Whether the client is registered and has received a message within the last seconds."""
         return self.native.connected
 
     @property
@@ -198,16 +199,16 @@ class InferenceClient:
     ) -> Coroutine[Any, Any, None]:
         """Register. The result may be awaited, to wait for the registration, or ignored. Idempotent.
 
-        The call begins at once if an event loop runs, with the given loop if none runs here, and otherwise when the
-        result is awaited. With a timeout of 0 the client registers in the background. A coordinator of Megatron-Core is
-        used in its own protocol: it confirms no signal, and sends no heartbeat. When it ends, open requests raise
-        UnavailableError.
+        The call begins at once on the running event loop, or on the given loop if none runs here. Otherwise it begins
+        when the result is awaited. With a timeout of 0 the client registers in the background. A coordinator of
+        Megatron-Core is used with its own protocol: it confirms no signal, and sends no heartbeat. When it exits, open
+        requests raise UnavailableError.
 
         loop: the loop of the connection; None: the loop of the caller.
 
         Raises:
             CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
-            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is no coordinator.
+            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is not a coordinator.
         """
 
         def begin(home: asyncio.AbstractEventLoop) -> asyncio.Task[None]:
@@ -234,7 +235,7 @@ class InferenceClient:
         await self.native.start(connect_timeout_seconds=connect_timeout_seconds)
 
     async def _recv_task(self) -> None:
-        """Run until the client stops. Cancelling the task, as the end of its loop does, stops the client.
+        """Run until the client stops. Cancelling the task stops the client, and so does the end of its loop.
 
         Messages are handled by callbacks, not here.
         """
@@ -243,8 +244,9 @@ class InferenceClient:
     def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
         """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent.
 
-        error:   called for each open request; its future or stream raises the result instead.
-        is_lost: the coordinator has ended, so DISCONNECT does not wait for it.
+        error:   called for each open request; its future or stream raises the returned error instead of being
+                 cancelled.
+        is_lost: the coordinator has exited, so DISCONNECT does not wait for it.
         """
         self.native.stop(error, is_lost=is_lost)
 
@@ -253,7 +255,7 @@ class InferenceClient:
     def _result(self, reply: dict[str, Any], params: SamplingParams) -> Any:
         if self._deserialize is False:
             return reply
-        # An engine may return its own version of the parameters, which need not be valid ones.
+        # An engine may return its own version of the parameters, which may be invalid.
         record = DynamicInferenceRequestRecord.from_reply(
             {name: value for name, value in reply.items() if name not in ("sampling_params", "inference_parameters")}
         )
@@ -267,7 +269,8 @@ class InferenceClient:
         multi_modal_data: None = None,
         **options: Unpack[RequestOptions],
     ) -> asyncio.Future[Any]:
-        """Submit a request now. The future gives the answer or raises RequestRejectedError; cancelling it aborts.
+        """Submit a request now. The future returns the answer or raises RequestRejectedError; cancelling it aborts the
+        request.
 
         prompt:  token ids, shape [n], or text, which the engine tokenizes.
         sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
@@ -284,7 +287,7 @@ class InferenceClient:
         multi_modal_data: None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
-        """Submit a request now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
+        """Submit a request now. The stream yields `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
 
         Sets `streaming` on the caller's parameters. Closing the stream aborts the request. The arguments are those of
         add_request(). See CoordinatorClient.add_request_streaming().
@@ -301,7 +304,7 @@ class InferenceClient:
     ) -> asyncio.Future[Any]:
         """Return a future that raises UnsupportedByBackendError: no backend reads the KV cache of another engine.
 
-        The arguments are those of Megatron-Core, whose decode engines read the KV of a prefill engine.
+        Takes the arguments of Megatron-Core, whose decode engines read the KV of a prefill engine.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         future.set_exception(_no_kv_handoff())
@@ -322,14 +325,14 @@ class InferenceClient:
     # --- control signals ----------------------------------------------------------------------------------------
 
     def shutdown_coordinator(self) -> None:
-        """End the coordinator. Only a coordinator with one port accepts this."""
+        """Shut down the coordinator. Only a coordinator with one port accepts this."""
         self.native.send([pack([int(Header.SHUTDOWN)])])
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
         return self.native.status(timeout_seconds=timeout_seconds)
 
     def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Pause generation. The future gives the coordinator's acknowledgement when every engine has paused.
+        """Pause generation. The future returns the coordinator's acknowledgement when every engine has paused.
 
         All signals take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
         signal; the caller may ignore the future, which raises ControlRejectedError or CoordinatorUnreachableError.
@@ -356,7 +359,7 @@ class InferenceClient:
     def set_generation_epoch(
         self, epoch: int | None = None, *, generation_epoch: int | None = None, **options: Any
     ) -> asyncio.Future[ControlAck]:
-        """Label tokens that are sampled from now on with `epoch`, which 0.17 and later name `generation_epoch`.
+        """Label all tokens sampled from now on with `epoch`; 0.17 and later name it `generation_epoch`.
 
         Raises TypeError unless one of the two is given.
         """
@@ -373,10 +376,11 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
 
     def set_adapters(self, adapters: Iterable[Adapter], **options: Any) -> asyncio.Future[ControlAck]:
-        """Make `adapters` all LoRA adapters of the engines. Requests name one of them as `adapter`.
+        """Make `adapters` the complete list of the engines' LoRA adapters. Requests name one of them as `adapter`.
 
-        Acknowledged when every engine has loaded the new ones. Requests in flight end with the adapter that they have;
-        one that is not in the list is unloaded then. If an engine cannot load an adapter, nothing changes.
+        Acknowledged when every engine has loaded the new ones. Requests in flight finish with the adapter that they
+        have; an adapter that is not in the list is unloaded after them. If an engine cannot load an adapter, nothing
+        changes.
         """
         adapter_list = AdapterList(tuple(adapters))
         return self._send_signal_to_engines(Header.SET_ADAPTERS, **options, adapters=adapter_list)
@@ -406,12 +410,12 @@ class InferenceClient:
 
 
 class _Starting(Coroutine[Any, Any, None]):
-    """What start() returns: a coroutine that runs from the beginning, in a task, if there is an event loop for it.
+    """The result of start(): a coroutine that starts at once, in a task, if there is an event loop for it.
 
-    Another loop may await it.
+    It may be awaited on another loop.
 
-    begin: returns the task, on this loop if it does not exist yet.
-    loop:  for the task if no loop runs here; None: it begins when the result is awaited.
+    begin: returns the task, and creates it on the given loop if it does not exist yet.
+    loop:  loop for the task if no loop runs here; None: the task begins when the result is awaited.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def deserialize_ndarray(obj: dict[str, Any]) -> np.ndarray:
 
 
 def unwrap_serialized_tensors(serialized_request: dict[str, Any]) -> dict[str, Any]:
-    """Return a serialized request with the lists of its tensors in their places."""
+    """Return a serialized request in which each tensor is replaced by its list."""
     return {
         name: value[1] if isinstance(value, list | tuple) and len(value) >= 2 and value[0] == "tensor" else value
         for name, value in serialized_request.items()

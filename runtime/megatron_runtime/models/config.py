@@ -33,10 +33,10 @@ class LinearScaling:
 class YarnScaling:
     """Frequency scaling of Peng et al. 2023, arXiv:2309.00071 (transformers `rope_type: yarn`).
 
-    beta_fast, beta_slow: rotations within the original length, above which a pair keeps its frequency and below which
-                          it is divided by `factor`.
-    truncate:             the bounds between them are whole pairs.
-    attention_factor:     of queries and of keys.
+    beta_fast, beta_slow: numbers of rotations within the original length. A pair with more than beta_fast keeps its
+                          frequency; with fewer than beta_slow, it is divided by `factor`.
+    truncate:             round the bounds to whole pairs.
+    attention_factor:     factor of queries and of keys.
     """
 
     factor: float
@@ -51,9 +51,9 @@ class YarnScaling:
 class LongRopeScaling:
     """Frequency scaling of Ding et al. 2024, arXiv:2402.13753 (transformers `rope_type: longrope`).
 
-    short_factor, long_factor: by rotary pair, divide its frequency in sequences that stay within the original length,
-                               and in longer ones.
-    attention_factor:          of queries and of keys.
+    short_factor, long_factor: divisors of the frequency of each rotary pair, in sequences within the original length
+        and in longer ones.
+    attention_factor:          factor of queries and of keys.
     """
 
     short_factor: tuple[float, ...]
@@ -70,8 +70,8 @@ class SlidingWindow:
     """The attention of some layers is limited to the last tokens.
 
     window:     number of tokens, including the current one.
-    is_local:   by layer; the other layers attend to all tokens.
-    rope_theta: of the local layers, without scaling; None means base and scaling of the model.
+    is_local:   whether each layer is limited; the other layers attend to all tokens.
+    rope_theta: rotary base of the local layers, without scaling; None means base and scaling of the model.
     rotates:    whether queries and keys of the local layers are rotated.
     """
 
@@ -100,7 +100,7 @@ class ModelConfig:
     """Sizes, constants and traits of a decoder.
 
     family:             determines the names of tensors and configuration fields: a key of `families.FAMILIES`.
-    eos_token_ids:      end a request unless the request has others.
+    eos_token_ids:      tokens that end an answer unless the request names others.
     qk_norm:            queries and keys are normalized, each head on its own.
     joint_qk_norm:      with `qk_norm`, all heads of a token are normalized together instead.
     norm_weight_offset: added to the stored weight of every norm.
@@ -153,7 +153,9 @@ class ModelConfig:
 
     @property
     def short_length(self) -> int | None:
-        """Tokens of prompt and answer beyond which a sequence rotates by other frequencies; None if all are alike."""
+        """Number of tokens of prompt plus answer above which a sequence uses other rotary frequencies; None if all use
+        the same.
+        """
         scaling = self.rope_scaling
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else None
 

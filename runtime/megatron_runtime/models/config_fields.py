@@ -28,20 +28,21 @@ Traits = dict[str, Any]
 OTHERS = "`backend: VLLM` runs others"
 """The remedy for a directory of transformers that this runtime does not run."""
 GGUF_OTHERS = f"{OTHERS}, from safetensors"
-"""For a GGUF file: vLLM's engines read it with the readers of this runtime."""
+"""The remedy for a GGUF file, which vLLM's engines read with the readers of this runtime."""
 MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
-"""Layers, experts of a layer, experts of all layers: each needs Python objects before any tensor is read."""
+"""Limits of layers, experts per layer, and experts of all layers: each needs Python objects before any tensor is
+read."""
 MAX_SIZE = (1 << 31) - 1
 _LARGEST_CONSTANT = 1e18
 _MAX_LISTED = 1 << 12
-_TOLERANCE = 1e-3  # of rotary factors that were computed in float32
+_TOLERANCE = 1e-3  # tolerance for rotary factors that were computed in float32
 _MAX_SIZES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "block_count"), MAX_LAYERS),
     **dict.fromkeys(("num_local_experts", "num_experts", "expert_count"), MAX_EXPERTS),
     **dict.fromkeys(("max_position_embeddings", "context_length"), 1 << 24),
     **dict.fromkeys(("num_attention_heads", "attention.head_count", "head_dim", "attention.key_length"), 1 << 16),
 }
-"""Limits of sizes that bound loops or are multiplied; MAX_SIZE is the limit of the others."""
+"""Limits of sizes that bound loops or are multiplied. MAX_SIZE is the limit of all others."""
 
 
 class Fields:
@@ -136,12 +137,14 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def window_everywhere(fields: Fields) -> Traits:
-    """Return the sliding window of a family in which either all layers have one or no layer."""
+    """Return the sliding window of a family in which all layers have one, or none has."""
     return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
 
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the sliding window of some layers. is_local: by layer, used if the file does not list `layer_types`."""
+    """Return the sliding window of some layers. is_local: whether each layer is local; used if the file does not list
+    `layer_types`.
+    """
     window = fields.size("sliding_window") if fields.get("sliding_window") is not None else None
     if fields.get("layer_types") is not None:
         kinds = fields.listed("layer_types", str)
@@ -159,11 +162,11 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
 
 
 def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the sliding window in the metadata of a GGUF file, in which zero means none. The arguments are as of
+    """Return the sliding window in the metadata of a GGUF file, in which zero means none. Takes the arguments of
     sliding_traits(); `is_local` is used if the file has no pattern of layers.
     """
     pattern, layers = "attention.sliding_window_pattern", fields.size("block_count")
-    if isinstance(fields.get(pattern), list):  # by layer; else it is a period
+    if isinstance(fields.get(pattern), list):  # by layer; otherwise it is a period
         is_local = fields.listed(pattern, bool)
         if len(is_local) != layers:
             raise UnsupportedModelError(f"{fields.where} has {pattern} of {len(is_local)} layers: want {layers}")
@@ -295,7 +298,7 @@ def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
 
 def _yarn(values: Fields, model: Fields) -> YarnScaling:
     length = model.size("max_position_embeddings")
-    # transformers takes the model's length if the file does not say on which length the model was trained.
+    # If the file lacks the training length, transformers uses the model's length.
     original = values.size("original_max_position_embeddings", model.size("original_max_position_embeddings", length))
     factor = values.constant("factor", max(length / original, 1.0))
     attention = values.constant("attention_factor", 1.0)
@@ -318,7 +321,9 @@ def _yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def longest_sequence(declared: int, scaling: RopeScaling | None) -> int:
-    """Return the number of positions of a model. declared: in its file, which may lack what YaRN adds."""
+    """Return the number of positions of a model. declared: number in its file, which may lack the part that YaRN
+    adds.
+    """
     if isinstance(scaling, YarnScaling):
         return max(declared, int(scaling.original_max_position_embeddings * scaling.factor))
     return declared
@@ -328,7 +333,7 @@ def _longrope(values: Fields, model: Fields) -> LongRopeScaling:
     values.only("short_mscale")
     values.only("long_mscale")
     length = model.size("max_position_embeddings")
-    # Phi-3 has it beside the other sizes of the model, where it takes precedence.
+    # Phi-3 has it among the other sizes of the model, where it takes precedence.
     original = model.size("original_max_position_embeddings", values.size("original_max_position_embeddings", length))
     has_attention = values.get("attention_factor") is not None
     return long_rope(
@@ -354,7 +359,7 @@ def long_rope(
 ) -> LongRopeScaling:
     """Return the scaling by factors of the rotary pairs.
 
-    factor:           the length of the model, in original lengths; determines the attention factor if that is None.
+    factor:           length of the model divided by the original length; determines the attention factor if it is None.
 
     Raises UnsupportedModelError unless each pair has a factor above zero and the original length is above one.
     """

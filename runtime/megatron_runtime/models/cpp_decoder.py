@@ -143,7 +143,7 @@ class CppDecoder(DecoderModel):
         return x_TD
 
     def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None) -> torch.Tensor:
-        """Return what the experts of all ranks that share the tokens add to x_TD."""
+        """Return the contribution to x_TD of the experts of all ranks that share the tokens."""
         x_AD = self._collectives.gather_tokens(x_TD).contiguous()
         y_AD = torch.empty_like(x_AD)
         step.gathered_tokens, step.gathered, step.gathered_sums = len(x_AD), x_AD.data_ptr(), y_AD.data_ptr()
@@ -157,7 +157,7 @@ class CppDecoder(DecoderModel):
         return self._collectives.scatter_sums(y_AD)
 
     def _add_sums(self, step: Step, phase: int, part_TD: torch.Tensor, sums_TD: torch.Tensor) -> None:
-        """Add this rank's part of a phase, summed over the ranks in sums_TD, to the hidden states."""
+        """Sum this rank's part of a phase over the ranks in sums_TD, and add the sum to the hidden states."""
         summed_TD = self._collectives.all_reduce(part_TD)
         if summed_TD is not sums_TD:
             sums_TD.copy_(summed_TD)
@@ -191,7 +191,7 @@ class CppDecoder(DecoderModel):
         )
 
     def _extend_rotations(self, positions: int) -> None:
-        """Compute cos and sin of `positions` positions, of twice as many if the tables are too short."""
+        """Make the tables of cos and sin cover `positions` positions. If they are too short, compute twice as many."""
         if self._rotations and len(self._rotations["cos"]) >= positions:
             return
         at = torch.arange(max(1024, 2 * positions))

@@ -1,9 +1,9 @@
 """One decoder for all model families, over a paged KV cache. `config.ModelConfig` holds what differs between families.
 
-Shapes: T tokens of a step, N rows whose logits are computed, D hidden, V vocabulary, W this rank's part of it,
-L layers, P pages, X tokens of a page, E = keys and values of one token, H query heads, K key-value heads, C size of a
-head, Q = (H + 2 K) C, F twice the feed-forward, J experts of a token, G layers of the model. L, H, K, W, E and F count
-what this rank holds.
+Shapes: T tokens of a step, N rows whose logits are computed, D hidden, V vocabulary, W this rank's part of it, L
+layers, P pages, X tokens of a page, E = keys and values of one token, H query heads, K key-value heads, C size of a
+head, Q = (H + 2 K) C, F twice the feed-forward width, J experts of a token, G layers of the model. L, H, K, W, E and F
+count what this rank holds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """A mixture of experts. router_XD: of all experts. experts: those of this rank, from number `first` on."""
+    """A mixture of experts. router_XD: router weights of all experts. experts: the experts of this rank, from number
+    `first` on.
+    """
 
     router_XD: Linear
     experts: tuple[FeedForward, ...]
@@ -49,7 +51,7 @@ class ExpertWeights:
 class LayerWeights:
     """One transformer block. `qkv_QD` is fused: one product. Norms have their offset added.
 
-    q_norm_C, k_norm_C: of this rank's heads, [H C] and [K C], if all heads are normalized together.
+    q_norm_C, k_norm_C: if all heads are normalized together, [H C] and [K C], for this rank's heads.
     """
 
     qkv_QD: Linear
@@ -89,7 +91,7 @@ class DecoderWeights:
         return list(dict.fromkeys(first + self.linears))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors in a fixed order; copies of matrices that are packed."""
+        """Return all tensors in a fixed order; packed matrices as copies."""
         routers = [layer.mlp.router_XD for layer in self.layers if isinstance(layer.mlp, ExpertWeights)]
         parts: list[DecoderWeights | LayerWeights] = [self, *self.layers]
         vectors = [getattr(part, field.name) for part in parts for field in fields(part)]
@@ -106,7 +108,7 @@ class DecoderWeights:
 
 class Decoder(ABC):
     """The common base of the decoders of all devices: the first and the last part of a step. The C++ kernels have their
-    own last part (Decoder::logits), which computes the same.
+    own last part (Decoder::logits) with the same result.
 
     shard:       the part of the model in `weights`; None means all of it.
     collectives: exchanges with the other ranks; None for one rank.
@@ -180,8 +182,10 @@ class Decoder(ABC):
         return self._mean_over_ranks(torch.stack(norms, dim=1).square())
 
     def _mean_over_ranks(self, means: torch.Tensor) -> torch.Tensor:
-        """Return means over the heads of all tensor ranks, given the means over this rank's heads, which may change."""
-        # Every rank has as many heads as the others, and equally many ranks have each of them.
+        """Return means over the heads of all tensor ranks, given the means over this rank's heads, which may be
+        overwritten.
+        """
+        # Every rank has the same number of heads, and every head is on the same number of ranks.
         ranks = self._shard.sizes.tensor
         return means if ranks == 1 else self._collectives.all_reduce(means) / ranks
 
@@ -213,7 +217,7 @@ class DecoderModel(Decoder):
     ) -> torch.Tensor:
         """Return the hidden states after this rank's layers, and write their keys and values to the cache.
 
-        routing_GTJ: int32; written in this rank's layers with experts: the experts of each token by falling share.
+        routing_GTJ: int32; written in this rank's layers with experts: the experts of each token by descending share.
         """
         in_full = self._rotary.rotation(positions_T, x_TD.dtype), attention
         in_window = in_full[0], attention.local or attention
@@ -282,7 +286,7 @@ class DecoderModel(Decoder):
             routing_TJ.copy_(self._collectives.own_tokens(expert_AJ))
         if moe.normalize:
             share_AJ = share_AJ / share_AJ.sum(dim=-1, keepdim=True)
-        # Choices in the order of their experts, so that the tokens of one expert lie together.
+        # Sort the choices by expert, so that the tokens of one expert are adjacent.
         order = expert_AJ.flatten().argsort(stable=True)
         counts = expert_AJ.flatten().bincount(minlength=moe.num_experts).tolist()
         tokens, shares = order // moe.experts_per_token, share_AJ.flatten()[order].to(x_AD.dtype)

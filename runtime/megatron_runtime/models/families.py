@@ -1,7 +1,7 @@
 """The supported families of models: names of tensors, and configurations in config.json and GGUF files.
 
 To add a family, add a `Family` with its names and traits to `FAMILIES`, and an example to `CONFIGS` of
-tests/support/random_checkpoint.py, from which its tests follow.
+tests/support/random_checkpoint.py, which parametrises its tests.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ class Family:
 
     name:              model type in transformers.
     architecture:      class in transformers.
-    gguf_architecture: `general.architecture` of GGUF files; None for a family whose files say that they are a Llama.
-    gguf_field:        metadata of its GGUF files that those of later families with this architecture lack.
-    layer_names:       of a layer's tensors, short name -> name in transformers; `{expert}` stands for a number.
+    gguf_architecture: `general.architecture` of GGUF files; None for a family whose files identify themselves as Llama.
+    gguf_field:        metadata key of its GGUF files that files of later families with this architecture lack.
+    layer_names:       short name of a layer's tensor -> name in transformers; `{expert}` stands for a number.
     activation_field:  field of config.json with the activation, and its only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
-    traits:            of all models of the family.
+    traits:            traits of all models of the family.
     from_hf, to_hf:    read and write further traits in config.json.
     text_defaults:     fields of config.json that the text part of a multimodal model leaves out.
-    from_gguf:         reads them in a GGUF file's metadata, whose keys lack the architecture's prefix here.
-    tied:              the head is the embedding unless config.json has the field.
-    rope_theta:        the base if a file has none.
+    from_gguf:         reads further traits in the metadata of a GGUF file; the keys come without the architecture's
+                       prefix.
+    tied:              whether the head is the embedding if config.json lacks the field.
+    rope_theta:        rotary base if a file has none.
     pairs_rotary_rows: in GGUF files the two rows of q and k that rotate together are adjacent.
     expert_fields:     as _FIELDS, for sizes in MoEConfig; empty for a family without experts.
     """
@@ -241,9 +242,9 @@ _GEMMA_NAMES = {
 
 
 def _local_theta(fields: Fields, default: float) -> float:
-    """Return the base of the rotation of local layers, which are not scaled.
+    """Return the rotary base of local layers, which are not scaled.
 
-    transformers 5 writes it beside the rotation of the other layers. default: of files of version 4.
+    transformers 5 writes it next to the rotation of the other layers. default: base for files of version 4.
     """
     rope = fields.below("rope_parameters").below("sliding_attention")
     rope.only("rope_type", "default")
@@ -313,7 +314,7 @@ _GEMMA3 = Family(
     traits={"qk_norm": True, "output_norms": True, "norm_weight_offset": 1.0, "activation": "gelu_tanh"},
     from_hf=_gemma_of_hf,
     to_hf=_gemma_to_hf,
-    # Of Gemma3TextConfig in transformers; the files of the models with images leave them out.
+    # Defaults of Gemma3TextConfig in transformers; the files of models with images leave these fields out.
     text_defaults={
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -337,9 +338,9 @@ _NO_PADDING = {"pad_token_id": None}
 
 
 def _granite_of_hf(fields: Fields) -> Traits:
-    """Return traits of a decoder whose layers add their outputs unscaled, which computes the same.
+    """Return the traits of an equivalent decoder whose layers add their outputs unscaled.
 
-    Each norm undoes a factor of the hidden states but for its epsilon, so the factor of the layers' outputs moves to
+    Each norm undoes a factor of the hidden states, except in its epsilon. So the factor of the layers' outputs moves to
     the embeddings and to epsilon.
     """
     residual = fields.constant("residual_multiplier", 1.0)
@@ -374,7 +375,7 @@ _NOPE_PERIOD = 4
 
 
 def _smollm3_traits(rotates: list[bool], length: int) -> Traits:
-    # The layers that do not rotate are the local ones, with a window of every position.
+    # The layers without rotation are the local layers, with a window that covers every position.
     is_local = tuple(not each for each in rotates)
     return {"sliding": SlidingWindow(window=length, is_local=is_local, rotates=False)} if any(is_local) else {}
 
@@ -451,7 +452,7 @@ _OLMO_TRAITS = {"qk_norm": True, "joint_qk_norm": True, "input_norms": False, "o
 
 
 def _olmo3_of_hf(fields: Fields) -> Traits:
-    # transformers leaves out no field, but takes these values for files that do.
+    # transformers writes every field, but uses these values for files that lack one.
     fields = Fields({"sliding_window": 4096, **fields.values}, where=fields.where)
     whole_theta = rope_of_hf(fields, theta=_OLMO3_THETA)["rope_theta"]
     is_local = is_local_by_period(fields.size("num_hidden_layers"), _OLMO_PERIOD)
@@ -467,7 +468,8 @@ def _olmo3_of_gguf(fields: Fields) -> Traits:
     )
     scaling = rope_of_gguf(fields, theta=base)["rope_scaling"]
     if isinstance(scaling, YarnScaling) and fields.get("rope.scaling.attn_factor") is not None:
-        # The converter wrote the whole factor of transformers; in files of other families it is a further one.
+        # The converter wrote the whole factor of transformers here; in files of other families it is an additional
+        # factor.
         attention = fields.constant("rope.scaling.attn_factor")
         traits["rope_scaling"] = replace(scaling, attention_factor=attention)
     return traits

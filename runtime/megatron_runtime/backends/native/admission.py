@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _LONG_VARIANT = "\0long"
-"""After the key of an adapter, which has no such character."""
+"""Suffix of an adapter's key, which never contains this character."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,7 +61,7 @@ class CoreRequest(BackendRequest):
 
     def prompt_targets(self, start: int, count: int) -> tuple[int, int] | None:
         """Return the positions (first, end) of the prompt tokens whose log-probabilities are known once `count` tokens
-        from `start` on are computed. None if the request does not want them, or an engine has reported them before.
+        from `start` on are computed. None if the request does not want them, or if an engine has reported them already.
         """
         if not self.params.wants_prompt_log_probs or len(self.request.generated_tokens):
             return None
@@ -78,7 +78,9 @@ class CoreRequest(BackendRequest):
         self.prompt_top_n_logprobs += [found.row(line, count) for line in range(len(found.chosen_N))] if count else []
 
     def report_log_probs(self, found: LogProbs, output: RequestOutput) -> None:
-        """Set the log-probabilities of the sampled token in `output`, and those of the prompt in the first output."""
+        """Set the log-probabilities of the sampled token in `output`, and in the first output also the
+        log-probabilities of the prompt.
+        """
         output.new_log_probs = found.chosen_N.tolist()
         if self.params.top_n_logprobs:
             output.new_top_n_logprobs = [found.row(0, self.params.top_n_logprobs)]
@@ -92,8 +94,8 @@ class CoreRequest(BackendRequest):
 class Admission:
     """The limits of one engine for requests.
 
-    longest: tokens of prompt and answer that fit its KV cache.
-    limit:   tokens of prompt and answer that its model and configuration allow; at least `longest`.
+    longest: maximum number of tokens of prompt and answer that fit into its KV cache.
+    limit:   maximum number of tokens of prompt and answer that its model and configuration allow; at least `longest`.
     """
 
     config: InferenceConfig
@@ -113,7 +115,7 @@ class Admission:
         digests = []
         if config.enable_prefix_caching:
             salt = (params.cache_salt or "").encode()
-            # The keys of a long sequence are rotated by other frequencies.
+            # Long sequences use other rotary frequencies.
             variant = request.adapter + _LONG_VARIANT if is_long else request.adapter
             digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=variant)
         return CoreRequest.open(

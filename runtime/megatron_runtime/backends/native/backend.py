@@ -61,10 +61,10 @@ class Ranks:
         return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """on_failure: called on any thread when a rank is lost. on_leave: called when a rank received SIGTERM."""
+        """on_failure: called on any thread when a rank is lost. on_leave: called when a rank has received SIGTERM."""
 
     def end(self, failure: BaseException | None) -> None:
-        """End the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
+        """Stop the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
 
 
 class NativeBackend(EngineBackend):
@@ -133,9 +133,9 @@ class NativeBackend(EngineBackend):
             self._wake.notify()
         if self._thread.is_alive():
             await off_loop(self._thread.join)
-        await asyncio.sleep(0)  # run the callbacks that the thread has queued, even if it ended long ago
+        await asyncio.sleep(0)  # run the callbacks that the thread has queued, even if the thread ended long ago
         if self.controller is not None:
-            await off_loop(self.controller.close_grammars)  # not earlier: the last step may need a mask
+            await off_loop(self.controller.close_grammars)  # not earlier, because the last step may need a mask
         self.ranks.end(cause)
 
     def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
@@ -175,7 +175,7 @@ class NativeBackend(EngineBackend):
                 if self._running and core.has_work:
                     self._deliver(listener.on_outputs, core.step())
                 if events := core.take_block_events():
-                    # Only blocks of prompts are stored, and the coordinator knows these.
+                    # Only prompt blocks are stored, and the coordinator knows them.
                     self._deliver(listener.on_cache_events, replace(events, stored=()))
         except BaseException as error:  # a panic of native code is no Exception
             logger.exception("the engine failed")
@@ -238,7 +238,7 @@ class NativeBackend(EngineBackend):
 
     def _reject(self, request: EngineRequest, error: BaseException) -> None:
         if isinstance(error, EngineStopped):
-            # The coordinator dispatches the requests of an engine that leaves to another engine.
+            # When an engine leaves, the coordinator dispatches its requests to another engine.
             extra = of_request(request.client_request_id)
             logger.info("request %d arrived after the engine stopped", request.request_id, extra=extra)
             return
@@ -281,7 +281,7 @@ class NativeBackend(EngineBackend):
         # On another thread, so that steps continue.
         results = await self._perform(asyncio.to_thread(self.core.executor.stage_weights, source))
         if results.failed:
-            await self.discard_weights()  # other ranks may have staged them
+            await self.discard_weights()  # other ranks may have staged the weights
         return results
 
     async def commit_weights(self) -> RankResults:
@@ -308,7 +308,7 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await work that undoes itself if it fails."""
+        """Await work that rolls itself back if it fails."""
         try:
             await work
         except Exception as error:

@@ -86,7 +86,9 @@ def _executor(
     *,
     shard: Shard | None = None,
 ) -> TorchExecutor:
-    """Return the executor of a rank. shard: its part of the model, instead of `groups`, if it never runs a step."""
+    """Return the executor of a rank. shard: its part of the model, for an executor that never runs a step and therefore
+    has no `groups`.
+    """
     require_format(source, settings.model_format, model=settings.model)
     threads = settings.threads
     if threads is not None and identity is not None:

@@ -24,8 +24,8 @@ Bool = npt.NDArray[np.bool_]
 class StepPlan:
     """One step: T tokens of n rows (a row is one sequence) with up to P pages.
 
-    token_ids, positions: int32 [T]; row by row. Positions are those of the rotary embedding: twice the place in the
-                      sequence, plus one in a long sequence, where the model has a `short_length`.
+    token_ids, positions: int32 [T]; row by row. Rotary positions: the index in the sequence. If the model has a
+                          `short_length`, twice the index, plus one in a long sequence.
     query_lengths:    int32 [n]; tokens of each row in this step.
     context_lengths:  int32 [n]; tokens of each row in the KV cache after this step.
     block_tables:     int32 [n, P]; pages of each row, padded with the dummy page.
@@ -49,7 +49,7 @@ class StepPlan:
         """Return the indices in token_ids of the tokens of `rows`, one row after the other."""
         counts = self.query_lengths[rows]
         ends = self.query_lengths.cumsum(dtype=np.int64)[rows]
-        # What to add to an index in the result: it differs by row.
+        # Offset to add to an index in the result; it differs by row.
         shifts: Int64 = np.subtract(ends, counts.cumsum(dtype=np.int64))
         return np.repeat(shifts, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 
@@ -60,11 +60,11 @@ class StepResult:
 
     tokens:           int32 [n]; NO_TOKEN if no token was sampled. A RowFailure for a row that fails, whether it needs a
                       token or only log-probabilities of its prompt.
-    log_probs:        by row, of the rows whose num_log_probs requests them; one line each.
+    log_probs:        by row, for the rows whose num_log_probs requests them; one line each.
     prompt_log_probs: by row of `sampling.prompt_targets`; one line for each target.
     hidden_states:    float32 [D] by row, of the sampled rows that return them.
     routing:          unsigned [T, G, J]: the J experts of each token of the plan in the G layers with experts, by
-                      falling share; None if they are not recorded.
+                      descending share; None if they are not recorded.
     """
 
     tokens: npt.NDArray[Any]
@@ -87,9 +87,9 @@ class Executor(Protocol):
     """Runs steps. Sizes are known before load(), from the model's metadata and the memory for the KV cache.
 
     page_size: tokens of a KV page.
-    short_length: of the model's configuration.
+    short_length: as in the model's configuration.
     num_pages: pages of the KV cache; the last one is the dummy page.
-    kv_cache_bytes: of each rank; 0: unknown.
+    kv_cache_bytes: size on each rank; 0: unknown.
     """
 
     vocab_size: int
@@ -108,9 +108,10 @@ class Executor(Protocol):
         """Digest of the last loaded weights; empty before the first load. May be read from any thread."""
 
     def load(self) -> None:
-        """Load and verify the weights and allocate the KV cache with the kept pages, unless they are there already.
+        """Load and verify the weights, and allocate the KV cache with the kept pages. Does nothing for what is loaded
+        already.
 
-        Raises if the weights are not usable or memory is short; then it leaves everything as it was.
+        Raises if the weights are not usable or memory is short; in that case nothing changes.
         """
 
     def release_weights(self) -> None:

@@ -32,7 +32,7 @@ def require_memory(
     """Raise MemoryShortError unless `needed` bytes are available.
 
     available: None means what `device` or, without a GPU, the system reports.
-    remedy:    if the memory of a GPU is short.
+    remedy:    what to do if GPU memory is short.
     """
     is_gpu = device is not None and device.type == "cuda"
     if available is None:
@@ -46,12 +46,12 @@ def require_memory(
 
 
 def unset_cache_bytes(device: torch.device, *, weights: int) -> int:
-    """Return the size of a KV cache for which no size is set: a fixed one on a CPU, and on a GPU what is free beside
-    the weights, less a tenth of the device for activations and graphs.
+    """Return the size of a KV cache for which no size is set: a constant on a CPU; on a GPU the memory that the weights
+    leave free, minus a tenth of the device for activations and graphs.
 
     weights: bytes of the weights of this rank, which are not loaded yet.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():  # a check runs without the GPU
+    if device.type != "cuda" or not torch.cuda.is_available():  # a check runs on machines without the GPU
         return DEFAULT_CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - weights - total // 10)
@@ -71,13 +71,13 @@ class KVPool:
 
     @torch.inference_mode()
     def allocate(self) -> None:
-        """Allocate the memory and restore the kept pages, if it was released. Raises MemoryShortError."""
+        """Allocate the memory if it was released, and restore the kept pages. Raises MemoryShortError."""
         if self.cache_LPXE is not None:
             return
         kept = self._kept
         if self._device.type == "cuda":
             size = math.prod(self._shape_LPXE) * self._dtype.itemsize
-            torch.cuda.empty_cache()  # what torch keeps for later is not free
+            torch.cuda.empty_cache()  # memory that torch caches is not free
             lower = "lower kv_cache_memory, or end other processes that use this GPU"
             require_memory(size, what="allocating the KV cache", device=self._device, remedy=lower)
         elif kept is not None:
@@ -91,7 +91,7 @@ class KVPool:
 
     @torch.inference_mode()
     def release(self, keep_pages: npt.NDArray[np.int64] | None = None) -> None:
-        """Release the memory. The contents of `keep_pages` are copied out, and restored by allocate()."""
+        """Release the memory. Copy the contents of `keep_pages` to the host; allocate() restores them."""
         cache_LPXE, self.cache_LPXE = self.cache_LPXE, None
         if cache_LPXE is None or keep_pages is None or not len(keep_pages):
             return

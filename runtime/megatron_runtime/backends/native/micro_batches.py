@@ -30,7 +30,7 @@ Rows = Int64
 class MicroBatch:
     """The part of a plan that one expert rank computes at a time.
 
-    plan: of this expert rank's rows. Without rows it has one token in the dummy page, because the experts of the other
+    plan: the plan of this expert rank's rows. Without rows it has one token in the dummy page, because the other expert
           ranks wait for this rank.
     rows: row numbers in the whole plan; empty for the dummy token.
     tokens_of_experts: number of tokens of each expert rank in this micro-batch.
@@ -42,7 +42,7 @@ class MicroBatch:
 
 
 def cut(plan: StepPlan, sizes: ParallelSizes, *, expert_rank: int, dummy_page: int, page_size: int) -> list[MicroBatch]:
-    """Return the micro-batches of `expert_rank`. Every expert rank has the same number of them."""
+    """Return the micro-batches of `expert_rank`. Every expert rank has the same number of micro-batches."""
     if sizes.expert == 1 and sizes.pipeline == 1:
         return [MicroBatch(plan, np.arange(len(plan.query_lengths)), (len(plan.token_ids),))]
     owners = expert_of_pages(plan.block_tables[:, 0], sizes.expert)
@@ -123,9 +123,9 @@ def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:
 
 
 _MAX_TARGETS = 64
-"""Prompt tokens of a warm-up row whose log-probabilities are computed."""
+"""Number of prompt tokens of a warm-up row whose log-probabilities are computed."""
 _BIAS = LogitEdits(bias_ids=np.zeros(1, np.int32), bias=np.ones(1, np.float32))
-"""A row with it is drawn after the step, from changed logits."""
+"""A row with a bias is drawn after the step, from edited logits."""
 
 
 class StepLimits(NamedTuple):
@@ -137,20 +137,20 @@ class StepLimits(NamedTuple):
 
 
 CPU = StepLimits(tokens=32, rows=8, length=32)
-"""These steps take a few seconds with a large model."""
+"""Limits on a CPU: these steps take a few seconds with a large model."""
 GPU = StepLimits(tokens=8192, rows=64, length=8192)
-"""Enough to compile all variants of each kernel: some have variants for few and for many tokens."""
+"""Limits on a GPU: enough to compile all variants of each kernel. Some have variants for few and for many tokens."""
 FEW_TOKENS = 64
 """Tokens of a step of short prompts on a GPU."""
 
 
 def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
-    """Return the plans: as many tokens of prompts as a step may have; FEW_TOKENS of them, if that is fewer; decodes; a
-    single decode. All are sampled, with log-probabilities, and one row with a bias. They may read any page, and write
-    to the dummy page only.
+    """Return the warm-up plans: prompts with as many tokens as a step may have; prompts with FEW_TOKENS tokens, if that
+    is fewer; decodes; a single decode. Every row is sampled with log-probabilities, and one row has a bias. The plans
+    may read any page, and write to the dummy page only.
     """
     rows = min(limits.rows, limits.tokens)
-    # One page for each expert rank, on which this rank's rows begin; fewer if there are too few pages.
+    # One page for each expert rank, at which this rank's rows begin. Fewer if there are not enough pages.
     owners = expert_of_pages(np.arange(num_pages), sizes.expert)
     pages = np.unique(owners, return_index=True)[1].astype(np.int32)[:rows]
 

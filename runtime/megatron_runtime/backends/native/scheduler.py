@@ -12,8 +12,8 @@ short prompt does not wait for a long one, and the first prompt by rank gets at 
 arrives after it.
 
 Requests of several tenants are interleaved: within a priority, the first request of each tenant comes first, then the
-second of each, and so on. The n-th request of a tenant may also preempt a request beyond the n-th of another tenant.
-So each tenant gets an equal share of slots, pages and prompt tokens, as far as it has requests.
+second of each, and so on. The n-th request of a tenant may also preempt a request beyond the n-th of another tenant. So
+each tenant that has enough requests gets an equal share of slots, pages and prompt tokens.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Scheduler:
     """The queues of one engine.
 
     open:               every request, by id; each is in `waiting` or `running`, which are ordered by rank.
-    last_request:       the highest id of the requests that were added; 0: none was.
+    last_request:       the highest id of the requests added so far; 0: none.
     preemptions:        how often a request lost its pages to other requests.
     coordination_waits: steps that a request skipped because another request was computing its prefix.
     cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
@@ -87,7 +87,7 @@ class Scheduler:
         self._waiting_tokens = self._running_tokens = 0
         """Prompt tokens to compute: of the waiting requests, and of the running ones after the last step."""
         self._next_deadline = math.inf
-        """No open request has an earlier deadline."""
+        """Lower bound of the deadlines of all open requests."""
 
     # --- queues -------------------------------------------------------------------------------------------------
 
@@ -252,9 +252,9 @@ class Scheduler:
         self.preemptions += len(victims)
 
     def _admit(self, victim: CoreRequest | None, *, now: float, epoch: int) -> None:
-        """Admit waiting requests in order, up to `victim`, which this step preempted. A request is overtaken while it
-        waits for a prefix under computation, and while there is room but this step has no tokens for it: by shorter
-        ones.
+        """Admit waiting requests in order, up to `victim`, which this step preempted. Other requests overtake a request
+        while it waits for a prefix that is being computed. Shorter requests overtake it while there is room but this
+        step has no tokens left for it.
 
         A request gets the pages of all its tokens at once, and only if a page is left for each running request, so the
         next few steps do not preempt it.
@@ -287,8 +287,8 @@ class Scheduler:
             self._admitted(request, slot, num_cached=len(matched) * context.block_size, now=now, epoch=epoch)
 
     def _victims(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> list[CoreRequest] | None:
-        """Return the requests to preempt for `request`: the last of those that give way to it, as few as make room.
-        None if preempting all of them would not make room.
+        """Return the requests to preempt for `request`: the last of the requests that give way to it, and no more than
+        needed. None if preempting all of them would not make room.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]
@@ -355,7 +355,7 @@ def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
 
 
 def _filled(wanted: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-    """Return how much of `budget` each gets if each gets all it wants, in order, while the budget lasts."""
+    """Return each entry's share of `budget`: all that it wants, in order, until the budget is used up."""
     return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
 
 

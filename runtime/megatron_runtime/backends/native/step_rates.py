@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts and carries its KV cache, fitted to the durations of its steps. No torch."""
+"""How fast an engine computes prompts and reads its KV cache, fitted to the durations of its steps. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_STEPS = 16
 _ANSWER_WEIGHT = 1 / 32
 """Weight of the newest answer in the average length."""
 _MAX_CONDITION = 1e6
-"""Condition of the scaled equations beyond which the steps are too alike to tell their costs apart."""
+"""Condition number of the scaled equations above which the steps are too similar to separate their costs."""
 
 
 class StepCosts(NamedTuple):
@@ -27,19 +27,19 @@ class StepCosts(NamedTuple):
 class StepRates:
     """Fits StepCosts to steps by least squares. Older steps count less.
 
-    A cost that the fit does not find to be positive keeps its last value, which is None at first.
+    A cost for which the fit gives no positive value keeps its last value, which is None at first.
     """
 
     def __init__(self) -> None:
         self._products = np.zeros((3, 4))
-        """Weighted sums over steps of the products of (1, prompt tokens, held tokens) with these and the seconds."""
+        """Weighted sums over steps: (1, prompt tokens, held tokens) times (1, prompt tokens, held tokens, seconds)."""
         self._num_steps = 0
         self._answer_tokens: float | None = None
         self._prompt: float | None = None
         self._held: float | None = None
 
     def observe(self, *, prompt_tokens: int, held_tokens: int, seconds: float) -> None:
-        """Count a step. held_tokens: in the KV cache of its requests."""
+        """Count a step. held_tokens: tokens that its requests have in the KV cache."""
         row = np.array((1.0, prompt_tokens, held_tokens, seconds))
         self._products *= 0.5 ** (1 / HALF_LIFE_STEPS)
         self._products += row[:3, None] * row
@@ -51,7 +51,7 @@ class StepRates:
         self._answer_tokens = before + _ANSWER_WEIGHT * (answer_tokens - before)
 
     def costs(self) -> StepCosts | None:
-        """Return the costs; None if there are too few steps, or if these are too alike."""
+        """Return the costs; None if there are too few steps, or if they are too similar."""
         products = self._products.copy()  # another thread may add a step
         scale = np.sqrt(np.diag(products))
         if self._num_steps < MIN_STEPS or not scale.all():

@@ -55,12 +55,12 @@ class ForwardStep:
     """Implements StepLogits: the output of a forward pass, from which the host samples.
 
     rows:         the rows of logits_BV, x_TD and routing_GTJ.
-    logits_BV:    logits, in the model's type; here of rows.sampled_rows.
+    logits_BV:    logits of rows.sampled_rows, in the model's type.
     logits_of:    computes logits_NV of hidden states x_ND after the last layer.
-    hidden_of:    computes x_ND, the hidden states after the last norm, of some of sampled_rows.
-    not_finite:   returns what rows_not_finite() does.
+    hidden_of:    computes x_ND, the hidden states of some of sampled_rows after the last norm.
+    not_finite:   returns the result of rows_not_finite().
     x_TD:         hidden states of prompt tokens after the last layer; None for a step without prompt targets.
-    routing_GTJ:  int32; the J experts of each token in the model's G layers, by falling share; padding may follow.
+    routing_GTJ:  int32; the J experts of each token in the model's G layers, by descending share; padding may follow.
                   Undefined for a layer without experts. None if they are not recorded.
     """
 
@@ -115,14 +115,15 @@ class ForwardStep:
 class TorchOptions(TypedDict, total=False):
     """Options of every TorchExecutor.
 
-    kv_cache_memory: bytes of the KV cache; None as unset_cache_bytes(). On the CPU, the operating system allocates
+    kv_cache_memory: bytes of the KV cache; None means unset_cache_bytes(). On the CPU, the operating system allocates
                      them as they are written.
     max_sequence_length: prompt + generated tokens; None means the model's limit.
     page_size:       tokens of a KV page.
     threads:         None means one for each physical core, within the container's limit.
     groups:          communication of a rank that holds a part of the model; None for the whole model.
     shard:           part of the model of an executor without groups, which runs no step; None for the whole model.
-    logprobs_mode:   "raw_logprobs" of the model's logits, "processed_logprobs" after temperature and filters.
+    logprobs_mode:   "raw_logprobs" are computed from the model's logits, "processed_logprobs" after temperature and
+                     filters.
     records_routing: return the experts of each token.
     keys_dir:        as in WeightStore.
     """
@@ -144,7 +145,7 @@ class TorchExecutor(ABC):
     If `groups` is given, this rank holds a part of the model, and all ranks must run execute_part().
 
     controller:      tokenizer and grammars; None uses the source's tokenizer.
-    dtype, cache_dtype: of activations, and of keys and values.
+    dtype, cache_dtype: types of activations, and of keys and values.
     linears:         returns a new factory of the model's matrices.
     staging:         as in WeightStore.
 
@@ -201,7 +202,7 @@ class TorchExecutor(ABC):
         if not 2 <= self.max_sequence_length <= limit:
             raise ValueError(f"max_sequence_length={max_sequence_length}: want 2 to {limit} tokens, the model's limit")
         width = 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
-        # All ranks have the same number of pages: as many as fit on a rank with the most layers.
+        # All ranks have the same number of pages: as many as fit on the rank with the most layers.
         max_layers = len(ParallelSizes(pipeline=shard.sizes.pipeline).shard(0).layers(config.num_layers))
         page_bytes = max_layers * width * cache_dtype.itemsize * page_size
         if kv_cache_memory is None:
@@ -225,7 +226,7 @@ class TorchExecutor(ABC):
         return self.num_pages * self._page_bytes
 
     def use_pages(self, num_pages: int) -> None:
-        """Use this number of pages, as another rank has room for no more. To be called before load()."""
+        """Use this number of pages, because another rank has no room for more. Call it before load()."""
         self.num_pages = num_pages
         self._pool = self._make_pool()
 
@@ -239,7 +240,7 @@ class TorchExecutor(ABC):
     def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
         """Compute this rank's part of one micro-batch of `plan`, and write the keys and values to the cache.
 
-        Returns None in all pipeline stages but the last.
+        Return None in all pipeline stages except the last.
         """
 
     @abstractmethod
@@ -299,7 +300,7 @@ class TorchExecutor(ABC):
             self.release_kv(self._kept_pages)
 
     def prepare(self) -> None:  # noqa: B027 - a CPU has nothing to prepare
-        """Compile and record what the steps run. Called on each rank when all ranks are loaded."""
+        """Compile kernels and record graphs. Called on each rank after all ranks have loaded."""
 
     def release_weights(self) -> None:
         self._use_model(None)
@@ -387,7 +388,7 @@ class TorchExecutor(ABC):
             self._groups.send_to_next_stage(routing_GTJ[: layers.stop].flatten(0, 1))
 
     def _routing_of(self, plan: StepPlan, routing_GTJ: torch.Tensor, rows: Int64) -> npt.NDArray[Any]:
-        """Return StepResult.routing. rows: as LogitRows.order."""
+        """Return StepResult.routing. rows: as in LogitRows.order."""
         config = self.model_config
         assert config.moe is not None
         mixtures = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
@@ -421,7 +422,7 @@ def _on_host(logits_NV: torch.Tensor) -> Float32:
 
 
 class NoGpuError(ValueError):
-    """An engine for GPUs has none. It does not fall back to the CPU, which would be many times slower.
+    """An engine for GPUs finds no GPU. It does not fall back to the CPU, which would be many times slower.
 
     reason, remedy: for the termination message.
     """
@@ -443,10 +444,10 @@ def _cuda_error() -> str:
 
 
 def torch_device(name: str, *, local_rank: int) -> torch.device:
-    """Return the device of a rank's tensors: with GPUs, the GPU of its number on its machine.
+    """Return the device of a rank's tensors: with GPUs, the GPU whose number is the local rank.
 
     name:       "cpu", "cuda", or "auto" for a GPU if there is one.
-    local_rank: number of this rank among those of its machine.
+    local_rank: number of this rank among the ranks of its machine.
 
     Raises NoGpuError: there is no such device; the message has the remedy.
     """

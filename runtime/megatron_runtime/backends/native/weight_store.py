@@ -38,8 +38,8 @@ class WeightStore:
     source:  the model that load() reads.
     linears: returns a new factory of the matrices; None keeps them dense, of type `dtype`.
     require_memory: called as require_memory(bytes, what=...) before weights are read; raises MemoryShortError.
-    staging: returns a factory of staged matrices in host memory, given the weights in use, to which swap() copies them;
-             None stages with `linears`.
+    staging: given the weights in use, returns a factory of staged matrices in host memory; swap() copies them over the
+             weights in use. None stages with `linears`.
     shard:   the part of the model that this rank holds; None means all of it.
     keys_dir: directory of engine.key and trainer.pub, for weights of a trainer; None: no encryption.
     """

@@ -36,18 +36,18 @@ SUPPORTED = ((0, 26), (0, 34))
 """Versions of vLLM: from the first, below the second. Its interface changes between minor versions."""
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-"""Since vLLM 0.31. Before, V2 has no logits processors of others, and vLLM chooses V1 where there is one."""
+"""Since vLLM 0.31. Before that, V2 accepts no external logits processors, and vLLM chooses V1 if there is one."""
 
 LONGEST_THAT_FITS = -1
-"""Value of max_model_len in each supported version: the model's limit, or less if the KV cache has less room."""
+"""Value of max_model_len in each supported version: the model's limit, or less if the KV cache is too small for it."""
 
 SHARED_GPU = 0.01
-"""Value of gpu_memory_utilization with a KV cache of a fixed size. vLLM then only requires at its start that this share
-of the GPU is free, 0.92 by default, so a second engine on the GPU would not start."""
+"""Value of gpu_memory_utilization with a KV cache of a fixed size. At its start, vLLM requires this share of the GPU to
+be free. With the default of 0.92 a second engine on the GPU would not start."""
 
 NOT_RUN = "not run"
 RUN = "docs/measurements/2026-11-27-gpu-h200.md"
-"""What a GPU ran: Model Runner V1 of vLLM 0.26, with enforce_eager."""
+"""What has run on a GPU: Model Runner V1 of vLLM 0.26, with enforce_eager."""
 ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     "Model Runner V2 instead of V1, with vLLM 0.31 or newer": (
         "tests/vllm/test_model_runner_v2.py::test_ngram_on_v2_continues_every_answer_of_a_killed_engine",
@@ -88,7 +88,8 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     ),
     "ranks exchange tensors by NCCL": (NOT_RUN,),
 }
-"""What differs on a GPU from the CPUs of `make test-vllm`: the tests that cover it there, and whether a GPU ran it."""
+"""What a GPU runs differently from the CPUs of `make test-vllm`: the tests that cover it on a GPU, and whether they
+have run on one."""
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -102,9 +103,9 @@ def engine_arguments(
 ) -> AsyncEngineArgs:
     """Return vLLM's engine arguments, without a logits processor.
 
-    directory:       of the model.
+    directory:       directory of the model.
     cache_events:    endpoint at which vLLM publishes changes of its prefix cache.
-    draft_directory: returns the directory of the draft model of speculation, which is named like a model.
+    draft_directory: given a model reference, returns the directory of the draft model for speculation.
 
     Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
     """
@@ -131,7 +132,7 @@ def engine_arguments(
     problem = problem or next(type_problems(settings.vllm_arguments, AsyncEngineArgs), None)
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
-    # On a GPU, vLLM measures what is free after the load, and chooses limits by the model and the device.
+    # On a GPU, vLLM measures the free memory after the load, and chooses limits by the model and the device.
     is_cpu = current_platform.is_cpu()
     requests = settings.max_requests or (DEFAULT_MAX_REQUESTS if is_cpu else None)
     tokens = settings.max_tokens or (DEFAULT_MAX_TOKENS if is_cpu else None)
@@ -171,7 +172,7 @@ def engine_arguments(
     for name, value in chosen.items():
         nested = _dataclass_in(declared.get(name, ()))
         if isinstance(value, Mapping) and nested is not None:
-            chosen[name] = nested(**value)  # vLLM itself does this for some of them only
+            chosen[name] = nested(**value)  # vLLM itself does this only for some of them
     try:
         return AsyncEngineArgs(**{**known, **chosen})
     except TypeError as error:
@@ -179,7 +180,8 @@ def engine_arguments(
 
 
 def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = "") -> Iterator[str]:
-    """Yield why the installed version of vLLM does not take an argument: it has no such field, or another type.
+    """Yield why the installed version of vLLM does not take an argument: it has no such field, or the field has another
+    type.
 
     declared: the dataclass whose fields the arguments are.
     parent:   name of the argument that has these as its members, with a dot.
@@ -199,8 +201,9 @@ def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = ""
 
 
 def _declared_types(declared: type) -> dict[str, tuple[Any, ...]]:
-    """Return the types that each field of a dataclass accepts. `Any` stands for an annotation that only type checkers
-    can evaluate, so each field is evaluated by itself."""
+    """Return the types that each field of a dataclass accepts. An annotation that only type checkers can evaluate
+    becomes `Any`; therefore each field is evaluated separately.
+    """
     names = vars(sys.modules[declared.__module__])
     found: dict[str, tuple[Any, ...]] = {}
     for field in fields(declared):
@@ -242,7 +245,7 @@ _JSON_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
     tuple: ((list,), "a list"),
     type(None): ((type(None),), "null"),
 }
-"""The types of a JSON value that become a type of Python, and their name."""
+"""Python type -> the types of JSON values that it accepts, and their name in messages."""
 
 
 def _accepts(declared: Any, value: object) -> bool:
@@ -269,8 +272,8 @@ def _described(declared: Any) -> str:
 def logits_processor_of(config: VllmConfig) -> type | None:
     """Return the class of logits processors for the model runner of `config`, which was built without one.
 
-    A logits processor of the wrong interface is an error at vLLM's start. None: vLLM accepts no logits processor,
-    because it speculates with V1, or with a V2 that has no interface for them.
+    A logits processor with the wrong interface is an error at vLLM's start. Return None if vLLM accepts none:
+    it speculates with V1, or with a V2 that has no interface for them.
     """
     if config.use_v2_model_runner and find_spec(V2_INTERFACE) is not None:
         # Older versions of vLLM do not have the module that it imports.
@@ -285,7 +288,7 @@ def logits_processor_of(config: VllmConfig) -> type | None:
 def _cpu_shares(ranks: int) -> str:
     """Return the CPUs of each rank in vLLM's notation: equal shares of those that this process may use.
 
-    By itself, vLLM divides NUMA nodes only.
+    Without this, vLLM divides CPUs by NUMA node only.
     """
     cpus = sorted(os.sched_getaffinity(0))
     shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
@@ -293,9 +296,9 @@ def _cpu_shares(ranks: int) -> str:
 
 
 def sleep_level(settings: EngineSettings) -> int:
-    """Return vLLM's sleep level for SUSPEND. vLLM reloads no weights of drafts, which level 2 would drop.
+    """Return vLLM's sleep level for SUSPEND. Level 2 drops the weights of draft models, which vLLM does not reload.
 
-    Raises ValueError: the settings ask for level 2 beside such weights.
+    Raises ValueError: the settings ask for level 2 together with a draft model.
     """
     speculation = settings.vllm_arguments.get("speculative_config") or {}
     keeps_drafts = bool(speculation) and speculation.get("method") not in WITHOUT_DRAFT_WEIGHTS

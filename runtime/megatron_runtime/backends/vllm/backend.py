@@ -1,7 +1,7 @@
 """Runs vLLM behind EngineBackend, in a process of its own (process.py, service.py). Imports neither vLLM nor torch.
 
 This process keeps what a request needs to continue: its prompt and every token that it received. So requests survive
-the end of vLLM's process: a suspend releases all of its memory, and a resume starts it again.
+the exit of vLLM's process: a suspend releases all of its memory, and a resume starts it again.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNUSED_SECONDS = 60.0
-"""A process of vLLM that is not asked to load weights ends after this time, as in an engine that joins a suspended
-pool. Its imports alone take 900 MiB."""
+"""A vLLM process that gets no order to load weights exits after this time. This happens in an engine that joins a
+suspended pool. The imports alone take 900 MiB."""
 
 CAPABILITIES = frozenset(Capability) - {
     Capability.PROFILER,
@@ -62,7 +62,7 @@ CAPABILITIES = frozenset(Capability) - {
     *POOLING.values(),
 }
 POOLING_CAPABILITIES = frozenset({Capability.SUSPEND, Capability.UPDATE_WEIGHTS, Capability.TEXT, Capability.PRIORITY})
-"""What every pooling model has besides its task."""
+"""Capabilities that every pooling model has in addition to its task."""
 WITHOUT_FORCED_TOKENS = frozenset(
     {
         Capability.PENALTIES,
@@ -72,11 +72,12 @@ WITHOUT_FORCED_TOKENS = frozenset(
         Capability.CALL_STRUCTURE,
     }
 )
-"""What an engine lacks that cannot force the tokens of an interrupted answer: Model Runner V1 with speculation."""
+"""Features that an engine lacks if it cannot force the tokens of an interrupted answer: Model Runner V1 with
+speculation."""
 WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
-"""What vLLM rejects beside speculation, with both model runners."""
+"""Features that vLLM rejects in combination with speculation, with both model runners."""
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
-"""vLLM's reasons of a complete answer."""
+"""Finish reasons of vLLM that stand for a complete answer."""
 REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
 }
@@ -84,14 +85,14 @@ REMEDIES = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmRequest(BackendRequest):
-    """A request of this engine. Its queue time is 0: vLLM does not report it, it is a part of the prefill.
+    """A request of this engine. Its queue time is 0: vLLM does not report it separately but counts it as prefill.
 
-    tokens:         generated so far, by this or another engine.
-    is_running:     whether vLLM has it.
-    timer, grammar: of its deadline, and the check of its grammar while that is in progress.
-    parts:          of its answer; None if it has only one. vLLM runs each part as a request that continues the one
-                    before, because its grammars describe the whole text of a request.
-    released:       done when vLLM has dropped the part before.
+    tokens:         tokens generated so far, by this or another engine.
+    is_running:     whether vLLM runs it.
+    timer, grammar: timer of its deadline, and the check of its grammar while that is in progress.
+    parts:          parts of its answer; None if it has only one. vLLM runs each part as a request that continues the
+                    previous one, because its grammars describe the whole text of a request.
+    released:       done when vLLM has dropped the previous part.
     """
 
     tokens: list[int]
@@ -106,7 +107,7 @@ class VllmRequest(BackendRequest):
         return self.prompt_length + len(self.tokens)
 
     def submission(self) -> tuple[SamplingParams, int]:
-        """Return the parameters of the part that is next, and how many tokens of the answer join its prompt."""
+        """Return the parameters of the next part, and how many tokens of the answer join its prompt."""
         params, parts = copy.copy(self.params), self.parts
         params.call_structure = params.reasoning = None
         if parts is None:
@@ -115,11 +116,13 @@ class VllmRequest(BackendRequest):
         if parts.structure is None:
             return params, 0
         params.min_tokens = max(0, params.min_tokens - parts.free)
-        params.skip_prompt_log_probs = params.skip_prompt_log_probs or parts.free > 0  # reported before
+        params.skip_prompt_log_probs = params.skip_prompt_log_probs or parts.free > 0  # reported already
         return params, parts.free
 
     def take(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """Take tokens of vLLM up to the end of their part. Return how many, and whether another part is next."""
+        """Take tokens from vLLM up to the end of the current part. Return their number, and whether another part
+        follows.
+        """
         parts = self.parts
         if parts is None or parts.part is AnswerPart.STRUCTURE:
             self.tokens += tokens
@@ -149,7 +152,7 @@ class VllmRequest(BackendRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """Weights in whose place others are loaded, and whether requests ran."""
+    """The weights that are being replaced, and whether requests ran."""
 
     directory: str
     was_running: bool
@@ -197,7 +200,7 @@ class VllmBackend(EngineBackend):
         self._running = False
         self._open: dict[int, VllmRequest] = {}
         self._held: list[RequestOutput] = []
-        """Outputs that wait for unpause()."""
+        """Outputs held back until unpause()."""
         self._epoch = 0
         self._digest = ""
         self._staged: tuple[str, str, int] | None = None
@@ -219,7 +222,7 @@ class VllmBackend(EngineBackend):
             await self._followers.listen()
 
     def _end_unused(self) -> asyncio.Task[None]:
-        """End a process without weights after a while, unless _vllm() is called before."""
+        """Stop a process without weights after a while, unless _vllm() is called earlier."""
 
         async def end() -> None:
             await asyncio.sleep(UNUSED_SECONDS)
@@ -275,7 +278,7 @@ class VllmBackend(EngineBackend):
         await asyncio.to_thread(self._text.close_grammars)
 
     async def _end_process(self) -> None:
-        """End vLLM's process, which releases all memory of the engine."""
+        """Stop vLLM's process, which releases all memory of the engine."""
         process, self._process = self._process, None
         self._is_connected = self._is_loaded = self._is_asleep = False
         if process is not None:
@@ -349,13 +352,13 @@ class VllmBackend(EngineBackend):
         return AnswerParts.of(params, token_bytes=lambda id_: self._text.tokenizer.token_bytes(id_))
 
     def _end_part(self, opened: VllmRequest, *, is_ended: bool) -> None:
-        """Have vLLM drop a part, unless it has ended, and then run the next one."""
+        """Make vLLM drop a part, unless the part has ended, and then run the next one."""
         opened.is_running = False
         opened.released = asyncio.create_task(_dropped(opened.request_id, None if is_ended else self._process))
         self._enter_part(opened)
 
     def _enter_part(self, opened: VllmRequest) -> None:
-        """Run the next part of an answer when vLLM has dropped the one before."""
+        """Run the next part of an answer once vLLM has dropped the previous one."""
         opened.grammar = asyncio.create_task(self._begin_part(opened))
 
     async def _begin_part(self, opened: VllmRequest) -> None:
@@ -375,9 +378,11 @@ class VllmBackend(EngineBackend):
             self._attach(opened)
 
     async def _check_grammar(self, opened: VllmRequest) -> None:
-        """Reject a grammar that is not valid or too expensive, by a process that may crash; else run the request."""
+        """Check the grammar in a process that may crash. Reject the request if the grammar is invalid or too expensive;
+        otherwise run it.
+        """
         try:
-            await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.timer ends it
+            await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.timer stops it
         except BudgetExceededError as error:
             self._deliver([self._failed_output(opened, ErrorCode.QUEUE_FULL, error)])
             return
@@ -431,7 +436,7 @@ class VllmBackend(EngineBackend):
         )
 
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
-        """Deliver the end of the reasoning, and return whether the answer ends with it."""
+        """Deliver the end of the reasoning. Return whether the answer ends there."""
         output = opened.output(added)
         if opened.params.wants_log_probs:
             output.new_log_probs = [0.0] * len(added)
@@ -456,7 +461,7 @@ class VllmBackend(EngineBackend):
                 outputs = []
                 for entry in entries:
                     opened = self._open.get(entry[0])
-                    if opened is not None and opened.is_running:  # else it is of the part before
+                    if opened is not None and opened.is_running:  # otherwise it belongs to the previous part
                         take = self._take_pooled if entry[1] == "pooled" else self._take
                         outputs.append(take(opened, *entry[1:]))
                 self._deliver(outputs)
@@ -529,7 +534,7 @@ class VllmBackend(EngineBackend):
             opened.grammar.cancel()
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Deliver outputs. A paused engine delivers none."""
+        """Deliver outputs. A paused engine holds them back."""
         if not self._running:
             self._held += outputs
         elif outputs:
@@ -559,7 +564,7 @@ class VllmBackend(EngineBackend):
             await (await self._vllm()).call("unpause")
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
-        """Release all memory, whatever the tags: vLLM cannot run a request without either part."""
+        """Release all memory, whichever tags are given: vLLM cannot run a request without both parts."""
         return await self._perform(self._release_memory())
 
     async def _release_memory(self) -> None:
@@ -613,7 +618,7 @@ class VllmBackend(EngineBackend):
     async def _commit(self) -> None:
         if self._staged is None:
             raise RuntimeError("commit_weights() without staged weights: stage_weights() first")
-        if self._replaced is None:  # the engine joins, or its coordinator knows no second step
+        if self._replaced is None:  # the engine is joining, or its coordinator does not know the second step
             await self._load_staged()
         (directory, digest, epoch), self._staged = self._staged, None
         if self._is_asleep:
@@ -629,7 +634,7 @@ class VllmBackend(EngineBackend):
             await self._end_replacing()
 
     async def _end_replacing(self) -> None:
-        """Run again as before load_staged_weights()."""
+        """Return to the state before load_staged_weights()."""
         replaced, self._replaced = self._replaced, None
         if replaced is not None and replaced.was_running:
             await self._unpause()
@@ -676,7 +681,7 @@ class VllmBackend(EngineBackend):
 
 
 async def _dropped(request_id: int, process: VllmProcess | None) -> None:
-    """Return when vLLM's process has dropped a request, or has ended."""
+    """Return when vLLM's process has dropped a request, or has exited."""
     if process is not None:
         with contextlib.suppress(VllmError):
             await process.call("abort", request_id)
@@ -703,5 +708,5 @@ def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
 
 
 def _pairs(top: list[list[list[Any]]] | None) -> Any:
-    """Return the likeliest tokens as (id, log-probability), which a message has as lists."""
+    """Return the most likely tokens as (id, log-probability) tuples; a message has them as lists."""
     return None if top is None else [[(token, value) for token, value in row] for row in top]

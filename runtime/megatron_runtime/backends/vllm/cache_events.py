@@ -1,7 +1,8 @@
 """Translates vLLM's KV cache events to digests of our blocks. vLLM publishes them on a ZeroMQ socket.
 
-vLLM names a block by a hash of its own. The coordinator routes by requests.hashing: the digest of a block covers its
-tokens and all blocks before it. `BlockStored` has the tokens and the name of the block before, so the digest follows.
+vLLM names a block by its own hash. The coordinator routes by requests.hashing, where the digest of a block covers its
+tokens and all blocks before it. `BlockStored` has the tokens and the name of the previous block, so the digest can be
+computed.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ logger = logging.getLogger(__name__)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Return where a data-parallel rank publishes, as vLLM derives it from `endpoint`. It must contain `inproc`, or
-    vLLM knows no name for the others."""
+    """Return where a data-parallel rank publishes, as vLLM derives it from `endpoint`. It must contain `inproc`;
+    otherwise vLLM derives no names for the other ranks.
+    """
     return f"{endpoint}_dp{rank}" if rank else endpoint
 
 
 class MergedCaches:
-    """The blocks of an engine whose data-parallel ranks have a prefix cache each: it has those of any rank."""
+    """The cached blocks of an engine whose data-parallel ranks each have a prefix cache: the union over the ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._blocks: list[set[bytes]] = [set() for _ in range(ranks)]
 
     def merge(self, rank: int, events: CacheEvents) -> CacheEvents:
-        """Return the changes of the engine's blocks for those of one rank."""
+        """Return how the engine's blocks change when one rank's blocks change."""
         own = self._blocks[rank]
         others = [blocks for number, blocks in enumerate(self._blocks) if number != rank]
 
@@ -54,7 +56,8 @@ class MergedCaches:
 class CacheEventTranslator:
     """Digests of the blocks in vLLM's prefix cache, by vLLM's names of them.
 
-    block_size: tokens of the blocks that are translated. Caches of other layers than attention may have others.
+    block_size: tokens of the blocks that are translated. Caches of layers other than attention may have other block
+                sizes.
     media:      digests of images, audio and video by vLLM's names of them.
     """
 
@@ -67,7 +70,7 @@ class CacheEventTranslator:
     def translate(self, number: int, batch: KVEventBatch) -> CacheEvents:
         """Return the changes of one batch.
 
-        number: of the batch. A gap means that batches were lost: then all blocks count as evicted.
+        number: number of the batch. A gap means that batches were lost: then all blocks count as evicted.
         """
         stored: dict[bytes, None] = {}
         evicted: dict[bytes, None] = {}
@@ -101,7 +104,7 @@ class CacheEventTranslator:
         elif (known := self._digests.get(event.parent_block_hash)) is not None:
             before = known
         else:
-            return []  # the block before was stored in a batch that is lost
+            return []  # the previous block was stored in a batch that is lost
         digests = digests_after(before, event.token_ids, event.block_size, media=self._media_of(event))
         self._digests.update(zip(event.block_hashes, digests, strict=True))
         return digests

@@ -1,4 +1,4 @@
-"""Messages over a stream socket: msgpack with the length before it. Both ends are processes of one engine."""
+"""Messages over a stream socket: msgpack with a length prefix. Both ends are processes of one engine."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Channel(asyncio.Protocol):
         return channel
 
     def send(self, message: Any) -> None:
-        """Send a message; after the end of the connection it is dropped."""
+        """Send a message. It is dropped if the connection has ended."""
         self._transport.write(frame(message))
 
     def close(self) -> None:
-        """Close the connection after the messages that were sent. Idempotent."""
+        """Close the connection after all sent messages. Idempotent."""
         self._transport.close()
 
     # --- asyncio.Protocol ---------------------------------------------------------------------------------------

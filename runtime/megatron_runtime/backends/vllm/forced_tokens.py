@@ -1,6 +1,6 @@
 """Keys of `SamplingParams.extra_args` by which vLLM forces and bans tokens of an answer.
 
-Its two model runners have a logits processor each that reads them: logits_processor.py for V1, logits_processor_v2.py
+Each of its two model runners has a logits processor that reads them: logits_processor.py for V1, logits_processor_v2.py
 for V2. arguments.py chooses.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 FORCED = "megatron_forced_tokens"
 BAD_WORDS = "megatron_bad_words"
-"""The tokens to force, and the sequences that may not be in the answer."""
+"""The tokens to force, and the sequences that the answer must not contain."""
 
 
 def require_token_ids(extra_args: Mapping[str, Any] | None) -> None:

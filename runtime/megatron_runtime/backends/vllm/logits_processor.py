@@ -6,7 +6,7 @@ A request that moves to this engine has tokens that its client already received.
 count for penalties on generated tokens, and the state of a grammar would not include them. Here vLLM generates exactly
 these tokens first, so that its own state becomes that of the interrupted request.
 
-vLLM's own `bad_words` are not used: where a grammar allows only tokens that they ban, the request fails.
+vLLM's own `bad_words` are not used: if a grammar allows only tokens that they ban, the request fails.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AnswerTokens(AdapterLogitsProcessor):
             elif banned := bad_words.after(answer):
                 before_M = logits_V[banned]
                 logits_V[banned] = -math.inf
-                # Without waiting for a GPU: if no other token is allowed, these stay.
+                # Does not wait for the GPU. If no other token is allowed, these stay allowed.
                 logits_V[banned] = before_M.where(logits_V.max() == -math.inf, -math.inf)
             return logits_V
 

@@ -1,8 +1,8 @@
 """The logits processor of logits_processor.py for vLLM's Model Runner V2, which vLLM has since 0.31.
 
 V2 gives a logits processor all rows of a step at once. Without speculation a request has one row. With speculation it
-has one more for each draft token: a row's logits are those of the token after its input token, and the rows before it
-hold the draft tokens that it assumes.
+has one more row for each draft token. A row's logits predict the token after its input token; the rows before it hold
+the draft tokens that it assumes.
 
 Tensor suffixes: N rows, V vocabulary, T forced tokens, W sequences, K tokens of a sequence before its last.
 """
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NO_TOKEN = -1
-"""A place before the answer, or of a draft that vLLM rejects."""
+"""A position before the answer, or a draft token that vLLM rejects."""
 ANY_TOKEN = -2
-"""A place before a sequence that is shorter than the longest."""
+"""Padding before a sequence that is shorter than the longest."""
 
 
 class AnswerRows(LogitsProcessor):
     """Implements vLLM's LogitsProcessor of V2 for all rows of a step. It never waits for the device.
 
-    State of a request is kept by its slot, which add_request() takes over from an earlier request.
+    The state of a request is kept by its slot. add_request() reuses the slot of an earlier request.
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
@@ -100,7 +100,7 @@ class AnswerRows(LogitsProcessor):
         value_NW = logits_NV.gather(1, last_NW)
         nothing = torch.full_like(value_NW, math.inf)
         logits_NV.scatter_reduce_(1, last_NW, nothing.masked_fill(ends_NW, -math.inf), "amin")
-        # Where a grammar allows only banned tokens, it overrules them.
+        # If a grammar allows only banned tokens, the grammar takes precedence.
         ends_NW &= logits_NV.amax(1, keepdim=True) == -math.inf
         logits_NV.scatter_reduce_(1, last_NW, value_NW.masked_fill(~ends_NW, -math.inf), "amax")
 

@@ -1,7 +1,7 @@
-"""Images, audio and video of requests, read in vLLM's process as vLLM's own server reads them.
+"""Images, audio and video of requests. vLLM's process reads them in the same way as vLLM's own server.
 
-The features of a prompt are made here, from the files that the client sent: they are never sent between processes of
-ours. The server has expanded the prompt with the same classes (server/formats/vllm_worker.py), and both must agree.
+The features of a prompt are made here, from the files that the client sent: they are never sent between our processes.
+The server has expanded the prompt with the same classes (server/formats/vllm_worker.py), and both must agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.config import ModelConfig
 from megatron_runtime.protocol.media import data_url
 
 MAX_NAMES = 1 << 16
-"""Media whose names in vLLM's cache events are remembered. The least recently used one is forgotten first."""
+"""Number of media whose names in vLLM's cache events are remembered. The least recently used one is forgotten first."""
 
 Item = tuple[str, bytes, bytes]
 """Kind (protocol.media.KINDS), digest and file."""
@@ -38,9 +38,9 @@ def _tracker() -> Any:
 
 
 class MediaReader:
-    """Makes inputs of vLLM's engine of prompts with media.
+    """Turns prompts with media into inputs of vLLM's engine.
 
-    renderer: of AsyncLLM.
+    renderer: renderer of AsyncLLM.
     names:    digests of the media by vLLM's names of them, which its cache events have.
     """
 
@@ -54,8 +54,8 @@ class MediaReader:
     ) -> dict[str, Any]:
         """Return the input for `tokens`: the expanded prompt and tokens of its answer.
 
-        template: the prompt with one placeholder for each item.
-        Raises ValueError for media that the model does not take, or that it expands to other tokens.
+        template: the prompt with one placeholder for each item. Raises ValueError for media that the model does not
+        take, or that it expands to tokens other than the prompt's.
         """
         tracker = self._tracker(self._renderer.model_config)
         parser = tracker.create_parser()
@@ -66,7 +66,8 @@ class MediaReader:
         prompt = TokensPrompt(prompt_token_ids=list(template), multi_modal_data=loaded)
         if names is not None:
             prompt["multi_modal_uuids"] = names
-        # Without the cache that this process and the engine core keep alike: a request may be aborted in between.
+        # Does not use the cache that this process and the engine core must keep in step: a request may be aborted in
+        # between.
         made: dict[str, Any] = await self._renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         expanded = made["prompt_token_ids"]
         if list(tokens[: len(expanded)]) != list(expanded):

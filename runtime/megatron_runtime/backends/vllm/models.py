@@ -31,7 +31,7 @@ TensorTypes = dict[str, tuple[str, tuple[int, ...]]]
 def model_directory(model: str, *, wanted_format: str = "Auto") -> Path:
     """Return the directory of a model that vLLM can read. Models of other formats are converted once, to bfloat16.
 
-    model:         as for checkpoints.source.resolve().
+    model:         model reference, as for checkpoints.source.resolve().
     wanted_format: "Auto", or the only format that is accepted.
 
     Raises the errors of resolve(), require_format() and convert().
@@ -58,7 +58,7 @@ def _cache(kind: str) -> Path:
 
 
 def _fingerprint(source: StoredModel) -> str:
-    """Return a name that changes with the files of a model."""
+    """Return a fingerprint that changes with the files of a model."""
     files = [source.path] if source.path.is_file() else sorted(source.path.rglob("*"))
     facts = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
@@ -98,8 +98,9 @@ def weights_digest(directory: Path) -> str:
 
 
 class _Markers:
-    """Digests of the files of a directory as they were when they were read: by name the size, the time of the last
-    change in nanoseconds, and the SHA-256."""
+    """Digests of the files of a directory at the time they were read: name -> size, time of the last change in
+    nanoseconds, SHA-256.
+    """
 
     def __init__(self, directory: Path) -> None:
         name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:24]
@@ -164,7 +165,7 @@ def _weight_files(directory: Path) -> Sequence[Path]:
 
 
 def _file_digest(file: Path, note: Callable[[int], None]) -> str:
-    """Return the SHA-256 of a file. note: called with the number of bytes of each part that was read."""
+    """Return the SHA-256 of a file. note: called with the number of bytes of each part read."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while part := opened.read(READ_BYTES):

@@ -1,10 +1,10 @@
 """The pods of an engine that spans several: their vLLM processes start, end and fail together.
 
-vLLM's workers in other pods do not notice that the first pod is gone, and a suspend ends the processes of all pods. So
+vLLM's workers in other pods do not notice that the first pod is gone, and a suspend stops the processes of all pods. So
 each pod holds a TCP connection to the first one, at the port after the rendezvous port. Both sides send a byte every
 second: START and END come from the first pod, LEAVE goes to it when another pod gets SIGTERM; ALIVE is the heartbeat. A
-side that hears nothing for SILENCE_SECONDS, or whose connection closes, ends its pod's container. The kubelet restarts
-it, and the engine starts as a whole again.
+side that receives nothing for SILENCE_SECONDS, or whose connection closes, terminates its pod's container. The kubelet
+restarts it, and the whole engine starts again.
 
 The connection carries no data of requests and has no authentication. vLLM's own channels between pods have none
 either, and unpickle what they receive: see SECURITY.md.
@@ -40,7 +40,7 @@ class Followers:
     """The other pods, seen by the first one.
 
     on_lost:  called when a pod is lost.
-    on_leave: called when a pod should end: the engine drains.
+    on_leave: called when a pod is about to stop: the engine drains.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Followers:
         self._beats = asyncio.create_task(self._beat())
 
     async def start(self, *, timeout_seconds: float) -> None:
-        """Have vLLM start in every other pod where it does not run.
+        """Start vLLM in every other pod that lacks it.
 
         Raises RendezvousError: a pod does not connect in time.
         """
@@ -73,7 +73,7 @@ class Followers:
         self._tell(START)
 
     def end(self) -> None:
-        """Have the vLLM of every other pod end."""
+        """Stop vLLM in every other pod."""
         self._tell(END)
 
     async def close(self) -> None:
@@ -123,7 +123,7 @@ class Followers:
 
 
 async def follow(settings: EngineSettings) -> None:
-    """Run vLLM in another pod than the first, as long as the first pod wants it. Returns when both pods leave.
+    """Run vLLM in a pod other than the first, for as long as the first pod wants it. Return when both pods leave.
 
     Raises RankError: the first pod is lost, or vLLM failed.
     """

@@ -25,7 +25,7 @@ _STRUCTURES = {
 
 
 def must_force(params: SamplingParams) -> bool:
-    """Return whether tokens that were generated earlier must be generated again instead of joining the prompt.
+    """Return whether the tokens generated so far must be generated again instead of joining the prompt.
 
     Penalties on generated tokens, bad words and grammars depend on which tokens are the answer. All other parameters do
     not.
@@ -45,8 +45,8 @@ def to_vllm(
     """Return vLLM's sampling parameters for a request that continues after `generated`.
 
     bad_words:  token sequences of params.bad_words.
-    stop_ids:   tokens that end the answer, those of the model included.
-    max_tokens: number of tokens after the prompt at which the request ends, `generated` included.
+    stop_ids:   tokens that end the answer, including the model's own.
+    max_tokens: number of tokens after the prompt at which the request ends, including `generated`.
 
     Raises ValueError: vLLM supports no such value; its message names the parameter.
     """
@@ -65,7 +65,7 @@ def to_vllm(
         logit_bias=dict(params.logit_bias) if params.logit_bias else None,
         allowed_token_ids=params.allowed_token_ids,
         stop_token_ids=list(stop_ids),
-        ignore_eos=True,  # stop_token_ids has them
+        ignore_eos=True,  # included in stop_token_ids
         max_tokens=max_tokens - in_prompt,
         min_tokens=max(0, min(params.min_tokens, max_tokens) - in_prompt),
         logprobs=params.top_n_logprobs if params.wants_log_probs else None,
@@ -88,7 +88,7 @@ def _structure(structure: dict[str, Any] | None) -> StructuredOutputsParams | No
 def log_probs(
     tokens: Sequence[int], details: Sequence[dict[int, Any] | None], *, top: int
 ) -> tuple[list[float], list[TopLogProbs] | None]:
-    """Return the log-probability of each token, and the `top` likeliest tokens at its place; None if top is 0.
+    """Return the log-probability of each token, and the `top` most likely tokens at its position; None if top is 0.
 
     details: vLLM's map from token id to log-probability and rank, for each token.
     """

@@ -1,6 +1,6 @@
 """Requests of pooling models, rendered as vLLM's own server renders them: embeddings, classes, scores of pairs.
 
-Its classes read the texts, so limits, special tokens, templates and token types of a pair are those of the model.
+vLLM's classes read the texts, so limits, special tokens, templates and token types of pairs follow the model.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from megatron_runtime.requests.sampling_params import POOLING_TASKS
 
 TASKS = {"bi-encoder": "embed", "cross-encoder": "classify", "late-interaction": "token_embed"}
-"""The task of a model by vLLM's type of its scores."""
+"""vLLM's score type of a model -> its task."""
 READS_ALL_AT_ONCE = "JinaForRanking"
-"""The architecture of a model whose prompt has a query and all documents."""
+"""Architecture of a model whose one prompt holds the query and all documents."""
 _RENDERED = (
     *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens_per_query", "max_tokens_per_doc"),
 )
 
 
 class PoolingRejectedError(ValueError):
-    """vLLM rejects a request. field: the key of `pooling`, or vLLM's name of what is at fault; empty: unknown."""
+    """vLLM rejects a request. field: the key of `pooling`, or vLLM's name of the invalid argument; empty: unknown."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -100,8 +100,8 @@ class Pooling:
         self._pairs = reader(CrossEncoderIOProcessor) if scores_pairs else None
 
     async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> list[Any]:
-        """Return what the engine is sent: shape and float32 of the result, the tokens of the prompt, also the cached,
-        and the name of the class of a text.
+        """Return the message to the engine: shape and float32 values of the result, the number of prompt tokens and of
+        cached ones, and the class name of a text.
 
         Raises PoolingRejectedError, and RuntimeError if vLLM could not compute it.
         """

@@ -1,12 +1,11 @@
 """Starts vLLM in a process of its own and exchanges messages with it. Imports neither vLLM nor torch.
 
-A process of its own releases all memory when it ends, and its crash does not end the engine's process, which reports
+A separate process releases all memory when it exits. Its crash does not take down the engine's process, which reports
 the cause. They exchange messages over a pair of sockets (channel.py):
 
-    to the process:   [number, method, arguments]         service.py has the methods
-    from the process: [number, result, error]             the reply; number 0: it is started, or could not start
-                      ["outputs", ...], ["cache", ...], ["metrics", ...]
-                      ["progress", stage, done, total]  before the reply to load, also before number 0
+    to the process:   [number, method, arguments]         service.py has the methods from the process: [number, result,
+    error]             the reply; number 0: vLLM has started, or could not start ["outputs", ...], ["cache", ...],
+    ["metrics", ...] ["progress", stage, done, total]  before the reply to load, also before number 0
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ PROGRAM = "megatron_runtime.backends.vllm.service"
 STARTED = 0
 """Number of the message with which the process reports that it has started."""
 SHUTDOWN_SECONDS = 30.0
-"""Time for vLLM to end by itself. Then its processes are killed."""
+"""Time for vLLM to exit voluntarily. After it, its processes are killed."""
 LOG_SECONDS = 0.2
-"""Time for the last lines of a process that has ended to arrive."""
+"""Time for the last log lines of an exited process to arrive."""
 LOG_LINES = 400
 """Newest lines of vLLM's log that are searched for the cause of a failure."""
 
@@ -46,15 +45,15 @@ _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineCore encountered an issue"
     r"|cancelled|EngineDeadError"
 )
-"""Errors that vLLM reports because of another one."""
+"""Errors that vLLM reports as a consequence of another error."""
 _STAGES = (
     (re.compile(r"Loading [\w ]*checkpoint shards: *(?P<percent>\d+)% Completed"), Stage.LOAD),
     (re.compile(r"Model loading took|Warming up model"), Stage.COMPILE),
     (re.compile(r"Capturing CUDA graphs.*?: *(?P<percent>\d+)%"), Stage.CAPTURE),
 )
-"""Lines of vLLM's log that show how far its start is."""
+"""Lines of vLLM's log that show the progress of its start."""
 _KV_CACHE = re.compile(r"Available KV cache memory: (?P<gib>\d+(\.\d+)?) GiB")
-"""What a rank on a GPU measured as free after the load."""
+"""The free memory that a rank on a GPU measured after the load."""
 _KILLED = re.compile(r"Failed core proc\(s\): \{[^}]*: (?P<status>-?\d+)")
 
 
@@ -63,13 +62,13 @@ class VllmError(RuntimeError):
 
 
 class VllmKilledError(VllmError):
-    """A process of vLLM was killed, most often because its memory limit was exceeded. It may start at another time."""
+    """A process of vLLM was killed, most often because it exceeded its memory limit. A later start may succeed."""
 
 
 class VllmRejectedError(ValueError):
     """vLLM rejected its arguments, the model or a request; the message names it.
 
-    field: of a pooling request, the name of what is at fault; empty: unknown.
+    field: for a pooling request, the name of the invalid argument; empty: unknown.
     """
 
     def __init__(self, message: str, *, field: str = "") -> None:
@@ -81,9 +80,9 @@ OnLost = Callable[[VllmError], None]
 
 
 def cause_of(lines: Iterable[str], status: int | None) -> str:
-    """Return why vLLM's processes ended.
+    """Return why vLLM's processes exited.
 
-    lines:  of its log. The newest exception that is not a consequence of another one is the cause.
+    lines:  lines of its log. The newest exception that is not a consequence of another one is the cause.
     status: exit status of its first process; negative for a signal; None while it runs.
     """
     cause, killed = "", None
@@ -121,10 +120,10 @@ def settings_of(values: Mapping[str, Any]) -> EngineSettings:
 class VllmProcess:
     """A running vLLM.
 
-    started:     what service.py reports of the model and its configuration.
-    is_starting: set it to False after load(): then the log is no longer read for progress.
-    kv_cache_bytes: of the rank that has the least, as vLLM measured it; 0: it did not.
-    checks_only: check the settings and report nothing: also on a machine without the GPU that they are for.
+    started:     facts about the model and its configuration, from service.py.
+    is_starting: set it to False after load(), so that the log is no longer read for progress.
+    kv_cache_bytes: size on the rank with the smallest cache, as measured by vLLM; 0: not measured.
+    checks_only: only check the settings. Works on a machine that lacks the GPU they are for.
 
     The constructor waits until the process has imported vLLM and has checked its settings, which takes ten seconds or
     more. Call it in a thread if there is an event loop.
@@ -151,7 +150,7 @@ class VllmProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                encoding="utf-8",  # as text, of which a carriage return also ends a line: progress bars write them
+                encoding="utf-8",  # text mode, so that a carriage return also ends a line: progress bars write them
                 errors="replace",
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # a process group that holds all of vLLM's processes
@@ -197,8 +196,8 @@ class VllmProcess:
     async def connect(self, on_message: OnMessage, on_lost: OnLost) -> None:
         """Receive messages on the running loop.
 
-        on_message: called with each message that is no reply.
-        on_lost:    called once if the process ends without end().
+        on_message: called with each message that is not a reply.
+        on_lost:    called once if the process exits without end().
         """
         self._on_message, self._on_lost = on_message, on_lost
         self._channel = await Channel.open(self._socket, self._received, self._closed)
@@ -236,7 +235,9 @@ class VllmProcess:
         self._on_lost(lost)
 
     def _end_status(self) -> int | None:
-        """Return the exit status of a process that closed its connection; None if it did not end. Kill what is left."""
+        """Return the exit status of a process that closed its connection; None if it still runs. Kill the remaining
+        processes.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
         status = self._process.poll()
@@ -262,7 +263,7 @@ class VllmProcess:
             call.set_exception(VllmError("vLLM's process has ended"))
 
     async def end(self) -> None:
-        """Have vLLM end, and return when its processes are gone."""
+        """Stop vLLM, and return when its processes are gone."""
         if self._channel is not None and self._losing is None:
             with contextlib.suppress(VllmError, TimeoutError):
                 await asyncio.wait_for(self.call("shutdown"), SHUTDOWN_SECONDS)
@@ -275,7 +276,7 @@ class VllmProcess:
             self._channel.close()
 
     def kill(self) -> None:
-        """Kill all processes of vLLM that are left. Idempotent."""
+        """Kill all remaining processes of vLLM. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

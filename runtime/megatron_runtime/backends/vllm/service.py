@@ -1,7 +1,7 @@
 """The process in which vLLM runs: AsyncLLM, controlled by messages of process.py. Only vLLM's public interface is used.
 
-`python -m megatron_runtime.backends.vllm.service DESCRIPTOR` gets the socket to the engine. It keeps no request that
-the engine does not have, too, so it may be ended at any time.
+`python -m megatron_runtime.backends.vllm.service DESCRIPTOR` gets the socket to the engine. The engine has every
+request that this process has, so the process may be killed at any time.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ if TYPE_CHECKING:
     from megatron_runtime.backends.vllm.pooling import Pooling
 
 POOLING_INTERFACE = "vllm.entrypoints.pooling.scoring"
-"""Since vLLM 0.32. Before, its classes that read the texts of pooling models have other names."""
+"""Since vLLM 0.32. Before that, its classes that read the texts of pooling models have other names."""
 HEALTH_SECONDS = 1.0
 """How often an idle vLLM is checked."""
 ABORT_SECONDS, HEALTH_STEP_SECONDS = 30.0, 0.1
-"""After vLLM ended a request by itself: how long the loss of a rank may take to show, and how often it is checked. vLLM
+"""If vLLM itself ends a request: how long to wait for the loss of a rank to show, and how often to check for it. vLLM
 waits 5 s for the other ranks before it reports the loss."""
 METRICS_SECONDS = 10.0
 """How often vLLM's metrics are sent to the engine."""
 GRACE_SECONDS = 5.0
-"""After the engine's end, time for vLLM's processes to remove their shared memory. Then they are killed."""
+"""Time for vLLM's processes to remove their shared memory after the engine has exited. After it, they are killed."""
 
 STATS = {
     "num_requests_running": "num_running",
@@ -84,7 +84,7 @@ STATS = {
     "prefix_cache_queries_total": "prefix_cache_queries",
     "prefix_cache_hits_total": "prefix_cache_hits",
 }
-"""Fields of BackendStats by the name of vLLM's metric."""
+"""Name of vLLM's metric -> field of BackendStats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +92,12 @@ class Submission:
     """A request as the engine sends it.
 
     params:     SamplingParams.serialize().
-    bad_words:  token sequences of the parameter of this name; None: it is not set.
+    bad_words:  token sequences of the sampling parameter; None: it is not set.
     adapter:    key of a loaded LoRA adapter; empty: none.
-    generated:  tokens of the answer that an engine generated earlier.
+    generated:  tokens of the answer that an engine has generated already.
     stop_ids:   tokens that end the answer.
-    max_tokens: length of the answer at which it ends, `generated` included.
-    media:      the prompt with one placeholder for each image, audio or video, and these; None: it has none.
+    max_tokens: length at which the answer ends, including `generated`.
+    media:      the prompt with one placeholder for each image, audio or video, and the media; None: no media.
     """
 
     request_id: int
@@ -114,7 +114,7 @@ class Submission:
 class VllmService:
     """Methods that the engine calls by name, with positional arguments. All run on one event loop.
 
-    directory: of the model's files.
+    directory: directory of the model's files.
     """
 
     def __init__(self, settings: EngineSettings, directory: Path) -> None:
@@ -128,18 +128,18 @@ class VllmService:
         self._arguments = engine_arguments(settings, directory, cache_events=self._endpoint)
         self._requests: dict[int, asyncio.Task[None]] = {}
         self._outputs: list[Any] = []
-        """Entries that wait for the end of this iteration of the event loop."""
+        """Entries to send at the end of this iteration of the event loop."""
         self._background: list[asyncio.Task[None]] = []
         self._adapters: dict[str, LoRARequest] = {}
         self._pooling: Pooling | None = None
-        """Of a loaded pooling model."""
+        """The loaded pooling model; None if the model generates."""
 
     def _config(self) -> VllmConfig:
         """Return vLLM's configuration. Raises vLLM's errors."""
         return _config_of(self._arguments)
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts of the model and of vLLM's configuration. Raises vLLM's errors."""
+        """Return the facts about the model and vLLM's configuration. Raises vLLM's errors."""
         config = _settled_config(self._arguments, self._settings)
         model, cache = config.model_config, config.cache_config
         return {
@@ -165,7 +165,7 @@ class VllmService:
         self._channel = channel = await Channel.open(end, self._received, ended.set)
         loop = asyncio.get_running_loop()
 
-        def forward(*report: Any) -> None:  # on any thread
+        def forward(*report: Any) -> None:  # called on any thread
             loop.call_soon_threadsafe(channel.send, ["progress", *report])
 
         PROGRESS.forward = forward
@@ -191,8 +191,9 @@ class VllmService:
     # --- memory and weights -------------------------------------------------------------------------------------
 
     async def load(self) -> tuple[int, int]:
-        """Load vLLM, paused. Return the limit of prompt and answer that its KV cache has room for, in tokens, and the
-        bytes of the cache of each rank; 0: vLLM measured them."""
+        """Load vLLM, paused. Return the limit of prompt plus answer that fits into its KV cache, in tokens, and the
+        size of each rank's cache in bytes; 0: vLLM measured it.
+        """
         config = await asyncio.to_thread(self._config)
         PROGRESS.report(Stage.LOAD, 0, weights_bytes(Path(self._arguments.model)))
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
@@ -224,14 +225,14 @@ class VllmService:
             self._background.append(asyncio.create_task(following))
 
     async def run_workers(self) -> None:
-        """Run the ranks of this pod, which is not the engine's first, as `vllm serve --headless` does."""
+        """Run the ranks of this pod, which is not the engine's first pod, as `vllm serve --headless` does."""
         config = await asyncio.to_thread(self._config)
         executor = await asyncio.to_thread(MultiprocExecutor, config, monitor_workers=False)
         await asyncio.to_thread(executor.start_worker_monitor, inline=True)  # returns when a rank has ended
         os._exit(1)
 
     async def shutdown(self) -> None:
-        await self.abort(*self._requests)  # vLLM would end their answers
+        await self.abort(*self._requests)  # otherwise vLLM would end their answers
         for task in self._background:
             task.cancel()
         if self._llm is not None:
@@ -312,16 +313,16 @@ class VllmService:
         await self._llm.resume_generation()
 
     async def submit(self, *fields: Any) -> None:
-        """Run a request, or continue it. fields: of Submission."""
+        """Run a request, or continue it. fields: fields of Submission."""
         request = Submission(*fields)
         self._requests[request.request_id] = asyncio.create_task(self._run(request))
 
     async def pool(self, *fields: Any) -> None:
-        """Run a request of a pooling model. fields: of PoolingSubmission."""
+        """Run a request of a pooling model. fields: fields of PoolingSubmission."""
         self._requests[fields[0]] = asyncio.create_task(self._pool(fields))
 
     async def abort(self, *request_ids: int) -> None:
-        """Remove requests. No output of them is sent after the reply."""
+        """Remove requests. None of their output is sent after the reply."""
         tasks = [task for request_id in request_ids if (task := self._requests.pop(request_id, None)) is not None]
         for task in tasks:
             task.cancel()
@@ -332,7 +333,7 @@ class VllmService:
         try:
             await self._generate(request, SamplingParams.deserialize(request.params))
         except EngineDeadError:
-            os._exit(1)  # its cause is in the log
+            os._exit(1)  # the cause is in the log
         except ValueError as error:
             self._report([request.request_id, "rejected", str(error)])
         except Exception as error:
@@ -349,7 +350,7 @@ class VllmService:
             lora = self._adapters[request.adapter] if request.adapter else None
             self._report(await pooling.run(request, lora))
         except EngineDeadError:
-            os._exit(1)  # its cause is in the log
+            os._exit(1)  # the cause is in the log
         except ValueError as error:
             field = error.field if isinstance(error, PoolingRejectedError) else ""
             self._report([request.request_id, "rejected", str(error), field])
@@ -390,8 +391,8 @@ class VllmService:
             skipped = max(0, skipped - new)
 
     async def _require_health(self) -> None:
-        """Raise EngineDeadError if vLLM ends. When it has lost a rank, the others end their requests, which another
-        engine can continue.
+        """Raise EngineDeadError if vLLM stops. When a rank is lost, the other ranks end their requests; another engine
+        can continue them.
         """
         assert self._llm is not None
         for _ in range(round(ABORT_SECONDS / HEALTH_STEP_SECONDS)):
@@ -401,7 +402,7 @@ class VllmService:
     # --- reports ------------------------------------------------------------------------------------------------
 
     def _report(self, entry: list[Any]) -> None:
-        """Send an entry together with all others of the same step."""
+        """Queue an entry, to be sent together with all others of the same step."""
         if not self._outputs:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outputs.append(entry)
@@ -475,10 +476,10 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
 
 
 def _settled_config(arguments: AsyncEngineArgs, settings: EngineSettings) -> VllmConfig:
-    """Set what depends on the model, and return the configuration with it.
+    """Set the options that depend on the model, and return the resulting configuration.
 
-    A pooling model has no logits processor. vLLM knows whether it can be prefilled in chunks and has prefixes to cache:
-    the settings may disable that only.
+    A pooling model has no logits processor. vLLM knows whether the model supports chunked prefill and prefix caching;
+    the settings can only disable them.
     """
     config = _config_of(arguments)
     if config.model_config.runner_type != "pooling":
@@ -495,9 +496,9 @@ def _settled_config(arguments: AsyncEngineArgs, settings: EngineSettings) -> Vll
 
 
 def _register_logits_processor(arguments: AsyncEngineArgs, config: VllmConfig | None = None) -> VllmConfig:
-    """Set the logits processor for the model runner that vLLM chooses, and return the configuration with it.
+    """Set the logits processor for the model runner that vLLM chooses, and return the resulting configuration.
 
-    config: of the arguments without one; None: it is built here.
+    config: configuration of the arguments without a logits processor; None builds it here.
     """
     config = config or _config_of(arguments)
     logits_processor = logits_processor_of(config)
@@ -508,7 +509,9 @@ def _register_logits_processor(arguments: AsyncEngineArgs, config: VllmConfig | 
 
 
 def _task_of(config: VllmConfig) -> str | None:
-    """Return the task of a pooling model; None: the model generates. Raises ValueError for one that is not offered."""
+    """Return the task of a pooling model; None: the model generates. Raises ValueError for a task that is not
+    offered.
+    """
     if config.model_config.runner_type != "pooling":
         return None
     if find_spec(POOLING_INTERFACE.rpartition(".")[0]) is None or find_spec(POOLING_INTERFACE) is None:
@@ -533,7 +536,7 @@ def check(settings: EngineSettings) -> None:
             settings, source.path, cache_events="ipc:///unused", draft_directory=draft_directory
         )
         if source.format != "SafeTensors":
-            return  # the first engine converts it
+            return  # the first engine converts the model vLLM for GPUs, on a machine without one
         if current_platform.is_unspecified():  # vLLM for GPUs, on a machine without one
             arguments.create_model_config()
         else:
@@ -555,7 +558,7 @@ def _described(error: Exception) -> list[str]:
 
 
 def _end_with_engine(end: socket.socket) -> None:
-    """End all processes of this group when the engine has ended for any reason: they do not notice that themselves."""
+    """Kill all processes of this group when the engine has exited for any reason: they do not notice it themselves."""
     poll = select.poll()
     poll.register(end, select.POLLRDHUP)
     poll.poll()
@@ -567,7 +570,7 @@ def _end_with_engine(end: socket.socket) -> None:
 def main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
     setup, checks_only = receive(end)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # its children get it, too, and have other handlers
+    signal.signal(signal.SIGTERM, lambda *_: None)  # its children get the signal too, and have other handlers
     # Its own descriptor: the event loop closes `end`, and another file can get its number while the thread polls.
     threading.Thread(target=_end_with_engine, args=(end.dup(),), daemon=True).start()
     service, started, error = None, {}, None

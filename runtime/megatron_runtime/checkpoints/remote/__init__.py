@@ -13,7 +13,8 @@ OBJECT_PREFIXES = ("s3://", "gs://", "az://", "https://")
 REMOTE_PREFIXES = (HUB_PREFIX, *OBJECT_PREFIXES)
 """Prefixes of model references whose files are downloaded."""
 MODEL_CACHE = "MEGATRON_MODEL_CACHE"
-"""Variable that names a directory which `megatron fetch --cache` fills. Models in it are used without the network."""
+"""Environment variable that names a directory filled by `megatron fetch --cache`. Models in it are used without the
+network."""
 
 
 def hf_home() -> Path:

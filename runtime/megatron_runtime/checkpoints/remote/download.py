@@ -1,10 +1,10 @@
 """Fetch a repository of a hub or a model of an object store: to a directory with a manifest of digests, or to a cache.
 
-The cache of hubs is that of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has
+For hubs it is the cache of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has
 contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. The
-manifests of this program are in `.megatron/` beside them. A manifest is written when all its files are complete and
-their digests are those that the hub lists. The cache of object stores has the same layout; a commit is the digest of
-the list of objects.
+manifests of this program are in `.megatron/` next to them. A manifest is written when all its files are complete and
+their digests match the hub's list. The cache of object stores has the same layout; a commit is the digest of the list
+of objects.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CONCURRENT_FILES = 8
 """One connection seldom saturates the network."""
 _COMMIT_CHARACTERS = 256
 _TOKENIZER_SUFFIX = "-tokenizer"
-"""Of the directory with the manifest of a commit of which only the tokenizer is there."""
+"""Suffix of the directory that holds the manifest of a commit with only the tokenizer present."""
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 AnyReference = Reference | ObjectReference
 Source = HubApi | ObjectStoreApi
@@ -66,9 +66,9 @@ def parse_reference(model: str) -> AnyReference:
 
 
 def connect(reference: AnyReference, *, endpoint: str | None = None, token_file: Path | None = None) -> Source:
-    """Return what lists and reads a reference. Raises HubError, SecretError.
+    """Return the client that lists and reads a reference. Raises HubError, SecretError.
 
-    endpoint, token_file: of a hub; by default those that huggingface_hub finds.
+    endpoint, token_file: endpoint and token of a hub; by default the ones that huggingface_hub finds.
     """
     if isinstance(reference, ObjectReference):
         return ObjectStoreApi(reference)
@@ -76,7 +76,7 @@ def connect(reference: AnyReference, *, endpoint: str | None = None, token_file:
 
 
 def _cache_root(reference: AnyReference, cache: Path | None) -> Path:
-    """Return the directory of the repositories in a cache. cache: None means those of this user."""
+    """Return the directory of the repositories in a cache. cache: None means this user's caches."""
     if isinstance(reference, ObjectReference):
         return (cache or hf_home()) / "megatron-objects"
     return hub_cache() if cache is None else cache / "hub"
@@ -121,11 +121,11 @@ def cached_directory(
 
 
 def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, cache: Path | None = None) -> Path | None:
-    """Return the directory of a model that is used without the network; None if a file is missing, and for a branch or
-    an object store, which may have changed.
+    """Return the directory of a model that can be used without the network. Return None if a file is missing, and for a
+    branch or an object store, because these may have changed.
 
-    It is in $MEGATRON_MODEL_CACHE, or a commit in the cache, or what the cache has if HF_HUB_OFFLINE is set. Raises
-    HubError if it is set and the cache does not have the model.
+    The directory is in $MEGATRON_MODEL_CACHE, or a commit in the cache, or any revision in the cache if HF_HUB_OFFLINE
+    is set. Raises HubError if HF_HUB_OFFLINE is set and the cache lacks the model.
     """
     shared = os.environ.get(MODEL_CACHE) if cache is None else None
     if shared:
@@ -144,7 +144,9 @@ def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, ca
 
 
 def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_only: bool = False) -> Path | None:
-    """Return the directory of a commit if it has all files of a manifest: other programs delete from the cache too."""
+    """Return the directory of a commit if it has all files of a manifest. Other programs may delete files from the
+    cache.
+    """
     if not is_commit(commit):
         return None
     directory = repository.directory(f"snapshots/{commit}").path
@@ -156,7 +158,7 @@ def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_onl
 
 
 def recorded_digests(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files in `directory` that a download verified, and that did not change since.
+    """Return the SHA-256 of the files in `directory` that a download verified and that have not changed since.
 
     directory: as cached_directory() returns it, or one that `megatron fetch` has written.
     """
@@ -179,8 +181,9 @@ def recorded_digests(directory: Path) -> dict[str, str]:
 
 
 def _reported(reference: AnyReference) -> Progress:
-    """Return a Progress for the probes of this process and, in tenths, for its log: an engine that fetches would look
-    idle otherwise."""
+    """Return a Progress for the probes of this process and, in tenths, for its log: otherwise an engine that fetches
+    would look idle.
+    """
 
     def log(done: int, size: int, files: int) -> None:
         percent = done * 100 // size if size else 100
@@ -204,7 +207,7 @@ def fetch(
     progress: Progress = silent,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
-    """Fetch these files of a listing to `directory`; those that are there and right are not transferred again.
+    """Fetch these files of a listing to `directory`. Correct files that are there already are not transferred again.
 
     wait: sleeps for a number of seconds.
 
@@ -216,14 +219,14 @@ def fetch(
 
 @dataclass(slots=True)
 class _Fetch:
-    """Fetches files, several at a time; the first that fails ends all.
+    """Fetches files, several at a time. The first failure cancels all.
 
-    directory: has the files by their names.
-    own:       has manifest and lock.
-    cache:     of repositories, to which the source fetches.
-    blobs:     of the repository in that cache: has the contents, to which `directory` has links. None: the files are
-               moved from the cache to the directory, and the cache is deleted.
-    wait:      sleeps for a number of seconds; None: until another file fails.
+    directory: target, with the files by name.
+    own:       directory of manifest and lock.
+    cache:     cache of repositories, to which the source fetches.
+    blobs:     contents of the repository in that cache; `directory` has links to them. None: the files are moved from
+               the cache to the directory, and the cache is deleted.
+    wait:      sleeps for a number of seconds. None waits until another file fails.
     """
 
     source: Source
@@ -270,7 +273,7 @@ class _Fetch:
             held = known | self._get_all(missing)
             found = Manifest(name, listing.commit, {file.path: held[file.path] for file in wanted})
             write_manifest(found, self.own)
-            # A file of an earlier revision that this revision does not have would be taken for a part of the model.
+            # Otherwise a file that only an earlier revision has would count as a part of the model.
             for path in set(known) - {file.path for file in listing.files}:
                 (self.directory / path).unlink(missing_ok=True)
             if self.blobs is None:
@@ -290,7 +293,7 @@ class _Fetch:
                 raise
 
     def _get(self, file: RemoteFile) -> dict[str, Any]:
-        """Return the entry of a file, which is fetched unless it is there."""
+        """Return the entry of a file. Fetch the file unless it is there."""
         path = self.directory / file.path
         sha256 = check_file(file, path) if self.blobs is None and not file.version else None
         if sha256 is None:
@@ -304,7 +307,7 @@ class _Fetch:
         return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
     def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
-        """Return the path of a file in the cache and its sha256. One with the wrong content is fetched again once."""
+        """Return the path of a file in the cache and its sha256. A file with the wrong content is fetched again, once."""
         for again in (False, True):
             get = partial(self.source.get, self.listing, file, self.cache, partial(self._received, file), again=again)
             content = retried(get, self.wait or self.stop.wait, reached=lambda: self.received.get(file.path, 0))
@@ -320,7 +323,7 @@ class _Fetch:
         )
 
     def _received(self, file: RemoteFile, count: int) -> None:
-        """Report that `count` bytes of a file are here."""
+        """Report that `count` bytes of a file have arrived."""
         if self.stop.is_set():
             raise HubError("the transfer of another file failed")
         with self.lock:
@@ -335,13 +338,13 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
         return False
     if file.version:
         return bool(entry.get("version") == file.version)
-    # The hub knows no sha256 of small files: they are read again.
+    # The hub lists no sha256 for small files: they are read again.
     return entry["sha256"] == file.sha256 if file.sha256 is not None else check_file(file, path) is not None
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory; other processes wait and then find the files."""
+    """Hold the lock of a directory. Other processes wait for it, and then find the files."""
     with (directory / ".megatron-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,5 +1,6 @@
 """The files of a model at a hub or in an object store: which of them a model needs, their digests, and the manifest of
-those that a directory has."""
+the files in a directory.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ T = TypeVar("T")
 MANIFEST_FILE = ".megatron-manifest.json"
 """Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
 MAX_ATTEMPTS = 6
-"""Consecutive attempts without progress."""
+"""Maximum number of consecutive attempts without progress."""
 _MIN_BYTES = 1 << 16
-"""An attempt that transfers fewer bytes makes no progress."""
+"""An attempt that transfers fewer bytes counts as no progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _OWN_PREFIX = ".megatron-"
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _READ_BYTES = 1 << 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""Beside them, consolidated*.safetensors are the same weights in another format."""
+"""consolidated*.safetensors next to them are the same weights in another format."""
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
 
 
@@ -43,7 +44,7 @@ class HubError(ValueError):
 class HubUnavailableError(OSError):
     """The hub cannot be reached or is overloaded; a retry may help.
 
-    retry_after: seconds that an overloaded hub names, 0 if it names none; None if no hub answers.
+    retry_after: seconds that an overloaded hub asks to wait, 0 if it gives none; None if no hub answers.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
@@ -57,8 +58,9 @@ class WrongContentError(HubError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """sha256: of the content, if the source knows it; blob: git's name of the content; version: of an object in a
-    store, which changes with the content but is no digest of it."""
+    """sha256: digest of the content, if the source knows it. blob: git's name of the content. version: version of an
+    object in a store; it changes with the content but is not a digest.
+    """
 
     path: str
     size: int
@@ -68,7 +70,7 @@ class RemoteFile:
 
     @property
     def digest(self) -> str:
-        """The digest by which the content is verified, else its version: the name of the content in the cache."""
+        """The digest that verifies the content, otherwise its version. Names the content in the cache."""
         return self.sha256 or self.blob or self.version
 
 
@@ -83,7 +85,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a directory holds. files: sha256 and size by path."""
+    """The verified content of a directory. files: sha256 and size by path."""
 
     repository: str
     commit: str
@@ -124,9 +126,9 @@ def retried(
 ) -> T:
     """Return what `call` returns; repeat it while the hub is overloaded, at most MAX_ATTEMPTS times. Raises its errors.
 
-    wait:    sleeps for a number of seconds: as long as the hub names, else twice as long after each failure.
-    reached: returns the bytes of a file that are here. Then `call` is also repeated if no hub answers, and attempts
-             that came further than all before do not count.
+    wait:    sleeps for a number of seconds: the hub's retry-after, otherwise twice as long after each failure.
+    reached: returns how many bytes of the file have arrived. If given, `call` is also repeated when no hub answers, and
+             attempts that got further than all earlier ones do not count.
     """
     failures, furthest = 0, 0
     while True:
@@ -163,13 +165,14 @@ def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
 
 
 def check_file(file: RemoteFile, path: Path) -> str | None:
-    """Return the sha256 of the file at `path` if its content is that of `file`, else None. The file is then on the
-    disk: a manifest vouches for it."""
+    """Return the sha256 of the file at `path` if its content matches `file`, else None. The file has then been flushed
+    to disk, so a manifest may list it.
+    """
     if not path.is_file() or path.stat().st_size != file.size:
         return None
     sha256 = listed = hashlib.sha256()
     if file.sha256 is None and file.blob is not None:
-        # Git names contents by SHA-1, or by SHA-256 in repositories of that format.
+        # Git names contents by SHA-1; repositories in the SHA-256 format use SHA-256.
         kind = "sha256" if len(file.blob) == 64 else "sha1"
         listed = hashlib.new(kind, f"blob {file.size}\0".encode(), usedforsecurity=False)
     with path.open("rb") as content:
@@ -226,7 +229,7 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that a reader finds with its earlier content or with this one."""
+    """Write a file atomically: a reader finds the earlier content or this one."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)
     os.replace(fresh, path)

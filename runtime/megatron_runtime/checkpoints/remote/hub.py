@@ -2,8 +2,8 @@
 and fetch one to the cache of the library.
 
 The library reads its variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE, proxies, ...) when it is imported.
-The hub is trusted as a package index is. What this module checks are names that become paths, and values of the user
-that errors would quote.
+The hub is trusted like a package index. This module checks names that become paths, and user values that errors would
+quote.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ from megatron_runtime.process.secrets import HEADER, URL
 from megatron_runtime.protocol.text import escaped, shown
 
 _PROGRAM = "megatron-inference"
-"""Begins the User-Agent of the requests of this module, among those of a program that uses the library as well."""
+"""Prefix of the User-Agent of this module's requests. It tells them apart from other requests of a program that uses
+the library too."""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LISTING_SECONDS = 30.0
 """Time limit of each read of the list of files."""
 _PATH_HEADERS = ("etag", constants.HUGGINGFACE_HEADER_X_LINKED_ETAG, constants.HUGGINGFACE_HEADER_X_REPO_COMMIT)
-"""Headers of an answer to HEAD, which the library uses as names of files and directories."""
+"""Headers of a HEAD response that the library uses as names of files and directories."""
 _PATH_NAME = re.compile(r'(W/)?"?[A-Za-z0-9][A-Za-z0-9._+=:-]*"?')
 _QUERY = re.compile(r"[?]\S+")
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, httpx2.HTTPError)
-"""What the library raises for errors of the hub and for an answer that is not one of a hub."""
+"""Exceptions of the library for errors of the hub, and for a response that does not come from a hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,10 @@ class Reference:
 
 
 def offline_directory(reference: Reference, cache: Path) -> Path | None:
-    """Return what the cache has of a revision if HF_HUB_OFFLINE is set, else None. Raises HubError if it has nothing.
+    """Return the cached directory of a revision if HF_HUB_OFFLINE is set, else None. Raises HubError if it is not
+    cached.
 
-    As in other programs, files that another program fetched are not compared with a digest then.
+    In this case, as in other programs, files that another program fetched are not verified by digest.
     """
     if not constants.is_offline_mode():
         return None
@@ -150,9 +152,9 @@ class HubApi:
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Return the path of a file in `cache`, where it is fetched if it is not there. Its content is not verified.
+        """Return the path of a file in `cache`; fetch it if it is not there. Its content is not verified.
 
-        received: called with the number of bytes so far; an exception ends the transfer.
+        received: called with the number of bytes so far; an exception cancels the transfer.
         again:    fetch it even if it is there.
 
         Raises HubError, HubUnavailableError, OSError.
@@ -173,7 +175,7 @@ class HubApi:
         return path
 
     def cancel(self) -> None:
-        """End running transfers. Those over plain HTTP end when they call `received`."""
+        """Cancel running transfers. Transfers over plain HTTP stop when they call `received`."""
         abort_xet_session()
 
     def _list(self) -> Listing:
@@ -215,7 +217,7 @@ class HubApi:
             raise self._translated(error) from None
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return the error of one line for one of the library, which may have wrapped the error of a request."""
+        """Return a one-line error for an error of the library, which may have wrapped the error of a request."""
         text = escaped(_QUERY.sub("", str(error)))
         what = f"for {self._reference} ({type(error).__name__}: {text})"
         cause = error.__cause__
@@ -262,7 +264,7 @@ class HubApi:
 
 
 _configured = ""
-"""The endpoint of the library's HTTP client."""
+"""The endpoint that the library's HTTP client is configured for."""
 
 
 def _configure_library(endpoint: str) -> None:
@@ -274,7 +276,8 @@ def _configure_library(endpoint: str) -> None:
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     if not os.environ.get("HF_HUB_VERBOSITY"):
         library_logging.set_verbosity_error()
-    # It would ask HF_ENDPOINT for a list of programs, also if another endpoint is given, and wait where none answers.
+    # The library would ask HF_ENDPOINT for a list of programs, even if another endpoint is given, and would block if it
+    # does not answer.
     constants.HF_HUB_DISABLE_TELEMETRY = True
     keep_token = partial(_keep_token, _origin(httpx2.URL(endpoint)))
     hooks = {"request": [hf_request_event_hook, keep_token], "response": [_require_path_names]}
@@ -292,7 +295,9 @@ def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 
 
 def _keep_token(origin: tuple[str, str, int | None], request: httpx2.Request) -> None:
-    """Send the token to the hub only: it names the service that gives tokens of Xet, which may be elsewhere."""
+    """Send the token to the hub only. The hub names the service that issues Xet tokens, which may be on another
+    host.
+    """
     if _is_own(request) and _origin(request.url) != origin:
         request.headers.pop("authorization", None)
 

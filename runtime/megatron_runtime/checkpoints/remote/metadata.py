@@ -21,15 +21,15 @@ from megatron_runtime.checkpoints.remote.files import Listing, RemoteFile, choos
 _WEIGHTS = (".safetensors", ".gguf", ".distcp", ".packed")
 _LENGTH_BYTES = 8
 _FIRST_GGUF_BYTES = 16 << 20
-"""Headers of GGUF files have the vocabulary. Most are smaller."""
+"""Headers of GGUF files contain the vocabulary. Most headers are smaller than this."""
 
 
 @contextmanager
 def metadata_directory(model: str) -> Iterator[Path]:
-    """Yield a directory that describes `model`, a reference that is downloaded, as its files would.
+    """Yield a directory that describes `model`, a reference to download, in the same way as its files would.
 
-    Weight files have their size and their header; the rest of them is a hole. The directory is the cached one if that
-    is complete, and otherwise exists until the end of the context.
+    Weight files have their full size and their header; the rest is a hole. The directory is the cached one if it is
+    complete; otherwise it is temporary and exists until the context ends.
 
     Raises HubError, HubUnavailableError, ModelFileError, OSError.
     """
@@ -59,7 +59,7 @@ def _write_header(source: Source, listing: Listing, file: RemoteFile, path: Path
         _write_start(source, listing, file, path, _LENGTH_BYTES)
         with path.open("rb") as found:
             length = int.from_bytes(found.read(_LENGTH_BYTES), "little")
-        # The reader of the file rejects a header that is longer.
+        # The reader of the file rejects a longer header.
         _write_start(source, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
         return
     size = min(_FIRST_GGUF_BYTES, file.size) if file.path.endswith(".gguf") else 0

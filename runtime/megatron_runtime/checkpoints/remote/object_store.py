@@ -2,7 +2,7 @@
 
 The library obstore signs and sends the requests. It reads credentials, region and endpoint from the environment
 (`AWS_*`, `GOOGLE_*`, `AZURE_*`), or from the workload identity of the machine. Nothing that a store sends is used
-before it is checked: names become paths, sizes limit what is written, and every read is of the listed version of an
+before it is checked: names become paths, sizes limit what is written, and every read uses the listed version of an
 object.
 """
 
@@ -49,7 +49,7 @@ _WANTED = (
     "percent-encoded characters"
 )
 _REQUEST_BYTES = 64 << 20
-"""Limit of the bytes of one request. With its time limit, a request that stalls or is too slow ends."""
+"""Maximum number of bytes of one request. Together with the timeout it ends a request that stalls or is too slow."""
 _REQUEST_SECONDS, _READ_SECONDS, _CONNECT_SECONDS = "600s", "30s", "10s"
 _PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 1 << 20
@@ -59,7 +59,7 @@ _HTTP_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", _INDEX),
 )
-"""Files that a model may have, beside its weights. An HTTPS server has no list of its files."""
+"""Files that a model may have in addition to its weights. An HTTPS server does not list its files."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _CAUSE = re.compile(
@@ -77,7 +77,7 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Variables that name another server. A server without TLS is used if the user names it."""
+"""Environment variables that name another server. A server without TLS is used only if the user names it."""
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _SWITCHES = ("_SKIP_SIGNATURE", "_ALLOW_HTTP", "_VIRTUAL_HOSTED_STYLE_REQUEST", "_UNSIGNED_PAYLOAD", "_EMULATOR")
 
@@ -95,8 +95,8 @@ class ObjectReference:
     """A model in an object store.
 
     scheme: `s3`, `gs`, `az` or `https`.
-    bucket: of the objects; for `https` the host and port.
-    prefix: of their keys, without slashes at its ends; of one .gguf file its key.
+    bucket: bucket of the objects; for `https` the host and port.
+    prefix: prefix of their keys, without slashes at its ends; for a single .gguf file its key.
     """
 
     scheme: str
@@ -180,13 +180,14 @@ class ObjectStoreApi:
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Fetch a file as HubApi.get() does. Bytes that an earlier attempt or process received are not transferred
-        again: writes are unbuffered."""
+        """Fetch a file as HubApi.get() does. Writes are unbuffered, so bytes that an earlier attempt or process
+        received are not transferred again.
+        """
         repository = cache / self._reference.cache_name
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
         for parent in (content.parent, path.parent):
             parent.mkdir(parents=True, exist_ok=True)
-        # Two files with one content are transferred at the same time.
+        # Two files with the same content may be transferred at the same time.
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
         partial, link = content.with_name(f"{name}.incomplete"), content.with_name(f"{name}.link")
         if again or not content.is_file():
@@ -204,14 +205,14 @@ class ObjectStoreApi:
         return path
 
     def cancel(self) -> None:
-        """Transfers end when they call `received`."""
+        """Cancel running transfers: each stops when it calls `received`."""
 
     def _read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         etag, length = self._etags.get(file.path), _FIRST_BYTES
         while start < file.size:
             end = min(file.size, start + length)
             options: GetOptions = {"range": (start, end)}
-            if etag and not etag.startswith("W/"):  # If-Match never matches a weak one
+            if etag and not etag.startswith("W/"):  # If-Match never matches a weak ETag
                 options["if_match"] = f'"{etag}"'
             received = 0
             with self._errors(file.path):
@@ -393,12 +394,14 @@ class ObjectMissingError(ObjectStoreError):
 
 
 def _etag(entry: Mapping[str, Any]) -> str:
-    """Return the ETag without quotes: lists of some stores have none."""
+    """Return the ETag without quotes, because some stores list it without them."""
     return (entry["e_tag"] or "").strip('"')
 
 
 def _require_valid_variables(reference: ObjectReference) -> None:
-    """Check the variables that the library reads: its errors, and its panics, quote them. Raises ObjectStoreError."""
+    """Check the environment variables that the library reads, because its errors and panics quote them. Raises
+    ObjectStoreError.
+    """
     prefix = _PREFIXES.get(reference.scheme)
     for name in sorted(os.environ) if prefix else ():
         value = os.environ[name]
@@ -442,7 +445,7 @@ def _library_store(reference: ObjectReference) -> ObjectStore:
                 f"the file of SSL_CERT_FILE cannot be read ({error.strerror}): name a PEM file"
             ) from None
     prefix = reference.directory[0] or None
-    # The download counts attempts and resumes. The library would start a request again from its first byte.
+    # The download code counts attempts and resumes them. A retry of the library would start from the first byte.
     retries: Any = {"max_retries": 0}
     if reference.scheme == "s3":
         return S3Store(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)

@@ -41,7 +41,7 @@ _DCP_VERSION = "1.0.0"
 class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
     """The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
 
-    directory: has `.metadata`.
+    directory: directory that contains `.metadata`.
 
     Raises UnsupportedModelError, ModelFileError, UnsafePickleError.
     """
@@ -76,7 +76,7 @@ class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
 
 
 def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callable[[int], None]) -> None:
-    """Write `checkpoint` to `directory`, which exists and is empty, in the format that Megatron-LM loads.
+    """Write `checkpoint` to `directory`, which exists and is empty, in the format that Megatron-LM reads.
 
     One chunk of one stored tensor is in memory at a time: torch's own writer keeps a reference to every tensor. The
     index is written last, so that an incomplete directory cannot be mistaken for a checkpoint.

@@ -53,7 +53,8 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
     """The constructor rejects unknown and missing tensors and wrong shapes.
 
     index:  every tensor of Megatron-Core's model, by key.
-    where:  what holds the tensors, in errors. remedy: for tensors that do not fit the configuration.
+    where:  name of the place that holds the tensors, for errors. remedy: what to do if tensors do not fit the
+            configuration.
     absent: type of the tensors that `index` may lack, because other ranks hold them; None: it must have all.
 
     Raises UnsupportedModelError, ModelFileError.
@@ -85,14 +86,14 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
 
     @abstractmethod
     def _values(self, chunk: C, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a chunk at one index of the leading axes, a last axis for those of each value.
+        """Return the bytes of a chunk at one index of the leading axes. The last axis has the bytes of each value.
 
         Raises ModelFileError if the chunk has another type.
         """
 
     @abstractmethod
     def _incomplete(self, name: str, *, held: int, wanted: int) -> Exception:
-        """Return the error for a part of tensor `name` of which `held` of the `wanted` bytes are in the chunks."""
+        """Return the error for an incomplete part of tensor `name`: the chunks have `held` of the `wanted` bytes."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a copy of the tensor, or of a part of it."""

@@ -1,6 +1,7 @@
 """The configuration of a model in a Megatron-Core checkpoint: config.json beside it, or the arguments in common.pt.
 
-Arguments are translated to the fields of transformers' config.json, so that a family reads them as it reads any file.
+Arguments are translated to the fields of transformers' config.json, so that a model family reads them like any
+config.json.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 """Constants of Megatron's `use_rope_scaling`."""
 
 _NOT_ARGUMENTS = frozenset(("family", "bos_token_id", "eos_token_ids"))
-"""Fields of ModelConfig that change nothing in the computation. The files of the tokenizer have the tokens."""
+"""Fields of ModelConfig that do not affect the computation. The files of the tokenizer have the tokens."""
 
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
 
@@ -139,7 +140,7 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def arguments_of(config: ModelConfig) -> Namespace:
-    """Return the arguments of Megatron-LM for a model: those from which read_config() reads the same model.
+    """Return the arguments of Megatron-LM for a model: read_config() reads the same model from them.
 
     Raises UnsupportedModelError naming the field of ModelConfig that the arguments do not describe.
     """

@@ -50,7 +50,7 @@ _SAME_NAME = (
     "moe_router_score_function",
     "moe_shared_expert_intermediate_size",
 )
-"""Fields of TransformerConfig that have the name of the argument of Megatron-LM."""
+"""Fields of TransformerConfig with the same name as the argument of Megatron-LM."""
 
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "softmax_scale": (None,),
@@ -80,14 +80,14 @@ _ATTENTION, _MLP = "*", "-"
 _HYBRID_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 _FREQUENCY_TOLERANCE = 1e-3
-"""Relative; Megatron's frequencies are computed in float32."""
+"""Relative tolerance: Megatron computes its frequencies in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveChunk:
     """The part of a stored tensor that a parameter of this rank is: its box, one range per axis, and its values.
 
-    values: with the extents of the box, on any device.
+    values: tensor with the extents of the box, on any device.
     """
 
     box: tuple[range, ...]
@@ -147,7 +147,9 @@ def _is_hybrid(model: Any) -> bool:
 
 
 def _require_pairs(model: Any) -> None:
-    """Raise UnsupportedModelError for a HybridModel whose layers are not those of a GPTModel: attention, then MLP."""
+    """Raise UnsupportedModelError for a HybridModel whose layers are not alternating attention and MLP, as in a
+    GPTModel.
+    """
     if not _is_hybrid(model):
         return
     if (stages := model.config.pipeline_model_parallel_size) != 1:
@@ -186,7 +188,7 @@ def is_megatron_model(model: Any) -> bool:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside of Megatron's wrappers, which have it as `module`."""
+    """Return the model inside Megatron's wrappers, which hold it as `module`."""
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
     return model

@@ -18,7 +18,7 @@ Rows = tuple[tuple[int, int], ...]
 """Row ranges, as (first, count), in the order of the decoder's tensor."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Their rows may be followed by padding."""
+"""Tensors whose rows may be followed by padding."""
 
 _GLOBAL_KEYS = {"embedding": EMBEDDING, "norm": "decoder.final_layernorm.weight", "head": HEAD}
 _LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.experts."
@@ -41,7 +41,7 @@ _SPLIT_GATE = {"gate": "mlp.linear_fc1.weight_w", "up": "mlp.linear_fc1.weight_v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The naming scheme of a set of tensors. The default is that of Megatron-Core if all layers are equal.
+    """The naming scheme of a set of tensors. The default is Megatron-Core's scheme for equal layers.
 
     mixture_norm_in_mlp: the norm before a mixture of experts has the key of the norm before a dense feed-forward.
                          Megatron's local layer spec, which does without Transformer Engine, stores it like this.
@@ -62,8 +62,8 @@ class PlacedTensor:
     name:    short name, as in models/tensors.py.
     key:     name of the stored tensor.
     index:   on the axes before the rows (layer, expert); empty if the stored tensor has no such axes.
-    rows:    in the stored tensor, at that index.
-    columns: extents after the rows: one of a matrix, none of a vector.
+    rows:    rows in the stored tensor, at that index.
+    columns: extents after the rows: one for a matrix, none for a vector.
     """
 
     name: str
@@ -79,7 +79,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored tensor. grid: extents of the axes before the rows; cell: those of the rows and columns."""
+    """A stored tensor. grid: extents of the axes before the rows. cell: extents of the rows and columns."""
 
     grid: Shape
     cell: Shape

@@ -61,7 +61,7 @@ _ZIP_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor in a file. key: of its storage; offset and strides count values; at: first byte of its storage."""
+    """A tensor in a file. key: name of its storage. offset, strides: in values. at: first byte of its storage."""
 
     key: str
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class SavedTensor:
 
 
 class SavedArchive:
-    """An archive that torch.save() wrote. Raises ModelFileError if it is another one.
+    """An archive that torch.save() wrote. Raises ModelFileError if it is another kind of archive.
 
     view:  the file up to the end of the archive: a zip file is read from its end, and may have other data before it.
     start: first byte of the archive in the file.
@@ -109,7 +109,7 @@ class SavedArchive:
         self._view, self._start, self._where = view, start, where
 
     def pickle(self) -> bytes:
-        """Return the pickle in the archive. Raises ModelFileError if it is damaged or larger than any index."""
+        """Return the pickle in the archive. Raises ModelFileError if it is damaged or larger than an index can be."""
         at, size = self.find("data.pkl")
         if size > MAX_INDEX_BYTES:
             raise ModelFileError(f"{self._where} has a pickle of {size} bytes: at most {MAX_INDEX_BYTES} are read")
@@ -214,8 +214,8 @@ class SavedChunk:
 def read_index(directory: Path) -> tuple[dict[str, TensorIndex[SavedChunk]], dict[str, MappedFile]]:
     """Return every tensor in `directory`, by key, and the files of their chunks, by name.
 
-    Raises UnsafePickleError, and ModelFileError if a file is missing or cut short, or if a chunk of a tensor is in no
-    file. No file is opened before these checks.
+    Raises UnsafePickleError, and ModelFileError if a file is missing or cut short, or if no file contains a chunk of a
+    tensor. No file is opened before these checks.
     """
     place, path = ModelDirectory(directory), directory / METADATA_FILE
     index_file = place.file(METADATA_FILE)
@@ -310,12 +310,14 @@ def _places(found: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
 
 
 def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
-    """Return a key of strings: a file could make the hashes of integers collide, but not those of strings."""
+    """Return a key of strings: a file could make the hashes of integers collide, but not string hashes."""
     return name, ",".join(map(str, start))
 
 
 class _Metadata(SimpleNamespace):
-    """This and the next classes replace those of torch, which have only attributes; the pickle sets them."""
+    """This and the following classes replace classes of torch that have only attributes. The pickle sets the
+    attributes.
+    """
 
 
 class _TensorEntry(SimpleNamespace): ...

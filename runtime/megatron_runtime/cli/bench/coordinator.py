@@ -35,7 +35,7 @@ WINDOW = 16
 SEQUENTIAL_REQUESTS = 2000
 STREAMS = 64
 STEPS_AHEAD = 16
-"""Messages of partials in flight."""
+"""Messages with partials that are in flight at once."""
 _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 _TOKEN = messages.tokens_to_bytes([1])
 _PARAMS = messages.pack({"num_tokens_to_generate": 1})
@@ -53,11 +53,11 @@ def answer(engine: PeerLink, message: messages.Message) -> None:
 class Bench:
     """A coordinator, and the load.
 
-    clients, engines: how many.
-    requests:         of each part of the measurement.
-    start_seconds:    from the start of the coordinator to its address.
+    clients, engines: number of clients and of engines.
+    requests:         number of requests in each part of the measurement.
+    start_seconds:    seconds from the start of the coordinator to the report of its address.
     prompts:          token ids as int32, shape [DISTINCT_PROMPTS, tokens]. Half of each is one of SHARED_PREFIXES.
-    streams:          that an engine accepts beside the closed loop.
+    streams:          number of streams that an engine accepts in addition to the closed loop.
     open_socket:      opens the socket of a client or an engine.
     """
 
@@ -72,7 +72,7 @@ class Bench:
 
     @classmethod
     def start(cls, *, prompt_tokens: int, policy: str = "LongestPrefix", **load: Any) -> Self:
-        """Start a coordinator with a routing policy. load: the other fields."""
+        """Start a coordinator with a routing policy. load: the other fields of Bench."""
         settings = CoordinatorSettings(
             listen="127.0.0.1",
             client_port=0,
@@ -139,7 +139,7 @@ class Bench:
     ) -> tuple[float, float]:
         """Send `count` messages. Return the seconds, and the CPU seconds of all threads of the coordinator.
 
-        window: of `size` unanswered messages; released for each answer.
+        window: semaphore of `size` unanswered messages; released for each answer.
         """
         process = psutil.Process(self.coordinator.pid)
         before, begun = process.cpu_times(), time.perf_counter()
@@ -153,7 +153,7 @@ class Bench:
 
 
 async def run(**load: Any) -> list[Figure]:
-    """Measure all parts, one after the other, on one coordinator. load: of Bench.start()."""
+    """Measure all parts, one after the other, on one coordinator. load: as for Bench.start()."""
     bench = Bench.start(**load)
     try:
         await asyncio.sleep(1)  # until the new process is idle

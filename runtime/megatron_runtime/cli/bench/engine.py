@@ -54,7 +54,7 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
     of_token = sum(linear.in_features * linear.out_features for linear in weights.linears)
     of_head = config.vocab_size * config.hidden_size
     yield Figure("products_gmac_per_s", "compute bound: products in the CPU cache", products / 1e9, "GMAC/s")
-    _generate(core, 1, prompt_tokens, new_tokens)  # allocates and compiles what the first use needs
+    _generate(core, 1, prompt_tokens, new_tokens)  # allocates and compiles everything for the first use
     for size in batch:
         prefill, decode, steps = _generate(core, size, prompt_tokens, new_tokens)
         rate = size * prompt_tokens / prefill
@@ -83,7 +83,7 @@ def memory_bandwidth() -> float:
 
 
 def product_rate(weights: DecoderWeights) -> float:
-    """Return the products of numbers per second of a matrix of the model and a batch that stay in the CPU cache.
+    """Return the multiplications per second for a matrix of the model and a batch that stay in the CPU cache.
 
     The best of five measurements.
     """
@@ -94,7 +94,9 @@ def product_rate(weights: DecoderWeights) -> float:
 
 
 def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float, int]:
-    """Return seconds until every request has its first token, seconds from there to the last token, decode steps."""
+    """Return the seconds until every request has its first token, the seconds from there to the last token, and the
+    number of decode steps.
+    """
     rng = np.random.default_rng(batch)
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)
     nothing = np.empty(0, dtype=np.int32)

@@ -28,7 +28,7 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.config import RoutingPolicy
 
 SHORT_TOKENS = 2000
-"""Prompts with fewer tokens are reported apart."""
+"""Prompts with fewer tokens are reported separately."""
 TRACE_BLOCK_TOKENS = 512
 """Tokens of a block of `hash_ids` in the traces of Mooncake."""
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 32_768, 4096
@@ -86,7 +86,7 @@ SHAPES: Mapping[str, Sample] = {
     "uniform": lambda rng: (1000, 200),
     "mixed": _mixed,
 }
-"""Prompts and answers of a trace by its name. Arrivals are a Poisson process."""
+"""Name of a trace -> lengths of its prompts and answers. Arrivals are a Poisson process."""
 
 
 def synthesised(name: str, *, requests: int, rate: float, seed: int) -> list[TraceRequest]:
@@ -102,8 +102,8 @@ def synthesised(name: str, *, requests: int, rate: float, seed: int) -> list[Tra
 
 
 def read_trace(path: Path, *, requests: int) -> list[TraceRequest]:
-    """Return the first requests of a file: CSV as of Azure (TIMESTAMP, ContextTokens, GeneratedTokens), or JSON lines
-    as of Mooncake (timestamp in ms, input_length, output_length, hash_ids).
+    """Return the first requests of a file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), or Mooncake's JSON
+    lines (timestamp in ms, input_length, output_length, hash_ids).
 
     Raises ValueError with the line that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""`megatron bench serve`: clients of a running server, which send the next request after the answer."""
+"""`megatron bench serve`: clients of a running server that each send the next request after the answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Answers:
 
     first:    seconds to the first token of each answer.
     between:  seconds between later chunks.
-    tokens:   generated, as counted by the server.
+    tokens:   generated tokens, as counted by the server.
     retries:  requests that were sent again because the server closed the connection before it answered.
     duration: seconds from the first request to the last answer.
     """
@@ -55,7 +55,8 @@ class Answers:
 
 
 def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
-    """Measure a run for each number of clients in `concurrency`. options: of `megatron bench serve`, and the API key.
+    """Measure a run for each number of clients in `concurrency`. options: options of `megatron bench serve`, and the
+    API key.
 
     Raises the errors of measure().
     """
@@ -65,8 +66,8 @@ def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
 def measure(clients: int, **options: Any) -> Answers:
     """Measure `clients` clients at once.
 
-    options: of `megatron bench serve`, and the API key; of other routes, the `path`, and `prompt`, which returns the
-             members of a body that have a prompt.
+    options: options of `megatron bench serve`, and the API key. For other routes also `path`, and `prompt`, which
+             returns the members of the body that hold a prompt.
 
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """
@@ -133,7 +134,7 @@ def _figures(clients: int, answers: Answers) -> list[Figure]:
 
 
 async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> None:
-    """Measure one streamed answer. url: of the route."""
+    """Measure one streamed answer. url: URL of the route."""
     last, waiting = time.perf_counter(), True
     async with contextlib.aclosing(await _send(http, url, body, answers)) as reply:
         if reply.status_code != 200:
@@ -154,7 +155,7 @@ async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answ
 
 
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> httpx.Response:
-    """Return the reply as it begins. A request whose connection is closed before that is sent again."""
+    """Return the reply as it begins. A request whose connection closes before that is sent again."""
     for _ in range(_RETRIES):
         with contextlib.suppress(*_DROPPED):
             return await http.send(http.build_request("POST", url, json=body), stream=True)

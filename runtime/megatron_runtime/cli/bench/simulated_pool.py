@@ -40,7 +40,8 @@ _PARAMS = messages.pack({})
 class StepModel:
     """The seconds of a step, and the memory of an engine.
 
-    step:   of each step. prompt: per prompt token. decode: per row that generates. held: per token in the KV cache.
+    step:   fixed cost of a step. prompt: per prompt token. decode: per row that generates. held: per token in the KV
+            cache.
     kv_tokens: tokens that the KV cache holds.
     """
 
@@ -66,7 +67,7 @@ class TraceRequest:
     """A request of a trace and, after a run, its times in seconds.
 
     prompt:  int32 [n].
-    tokens:  of the answer.
+    tokens:  tokens of the answer.
     session: id for affinity; empty: none.
     """
 
@@ -106,7 +107,7 @@ class _Model:
 
 
 class _Engine:
-    """One engine of the pool. `received`: dispatches that its next step takes up."""
+    """One engine of the pool. `received`: dispatches that its next step begins with."""
 
     def __init__(self, number: int, model: StepModel, config: InferenceConfig, max_sequence_length: int) -> None:
         self.name = f"engine-{number}"
@@ -114,7 +115,7 @@ class _Engine:
         self.model = _Model(model, max_sequence_length=max_sequence_length)
         self.core = EngineCore(self.model, config, clock=lambda: self.model.now)  # type: ignore[arg-type]
         self.dispatches: dict[int, tuple[messages.Dispatch, float]] = {}
-        """By id: the open dispatches, and when each had its last token; 0: it has none."""
+        """Open dispatches by id, with the time of the last token; 0: no token yet."""
         self.received: list[messages.Dispatch] = []
         self.is_stepping = False
         self.outputs: list[Any] = []
@@ -124,7 +125,7 @@ class SimulatedPool:
     """Runs traces on `engines` engines of one speed.
 
     chunk:   prompt tokens of a step.
-    options: of CoordinatorSettings.
+    options: fields of CoordinatorSettings.
     """
 
     def __init__(

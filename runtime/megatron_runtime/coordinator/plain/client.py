@@ -56,7 +56,7 @@ class ClientTranslator:
     form:     how the client divides messages into frames; None until it has submitted a request.
     accept:   passes a native message to the core.
     send:     sends messages to the client, all or none; False if its connection does not accept them.
-    requests: the open requests of all plain clients by uid. The engines' translators leave their answers as they are.
+    requests: the open requests of all plain clients by uid. The engines' translators do not change their answers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ClientTranslator:
         self._uid_ends = itertools.count()
         self._uids: dict[int, bytes] = {}
         self._log_probs: dict[bytes, dict[str, list[Any]]] = {}
-        """Of the tokens that partials brought. An engine that continues the request does not have them."""
+        """Log-probabilities of the tokens sent in partials. An engine that continues the request does not have them."""
         self._is_registered = False
 
     # --- from the client ----------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class ClientTranslator:
             assert isinstance(message, Control | Disconnect)
             self._accept(message)
         elif header == Header.RELEASE_KV:
-            pass  # nothing is held, and an answer would end the client, which expects none
+            pass  # nothing is stored, and the client would fail at an answer, because it expects none
         elif header in (Header.ABORT_REQUEST, Header.SUBMIT_REQUEST_WITH_KV):
             match unpack(frames[0], PLAIN):
                 case [Header.ABORT_REQUEST, int(number), *_]:
@@ -121,7 +121,7 @@ class ClientTranslator:
                 case [_, int(number), *_]:
                     self._send(failed_frames(self.form, number, ErrorCode.INVALID_REQUEST, str(error)))
             raise
-        # The first half is random, so that no other client has it.
+        # The first half is random, so that no other client has the same one.
         uid = self._uid_begin + next(self._uid_ends).to_bytes(8, "little")
         self._uids[request.number] = uid
         self._requests[uid] = request
@@ -130,7 +130,7 @@ class ClientTranslator:
     # --- to the client ------------------------------------------------------------------------------------------
 
     def send(self, sent: Outgoing) -> bool:
-        """Send what the core sends. False if the connection does not accept it."""
+        """Send a message of the core. Return False if the connection does not accept it."""
         message = _decoded(sent) if isinstance(sent, list) else sent
         if isinstance(message, Final):
             return self._end(message.uid, partial(self._reply, message))
@@ -151,7 +151,7 @@ class ClientTranslator:
         return True
 
     def _end(self, uid: bytes, answer: Callable[[OpenRequest], Frames]) -> bool:
-        """Send the answer of a request. False if the connection does not accept it."""
+        """Send the answer of a request. Return False if the connection does not accept it."""
         request = self._requests.get(uid)
         if request is not None and not self._send(answer(request)):
             return False
@@ -176,7 +176,9 @@ class ClientTranslator:
         return found
 
     def _keep_log_probs(self, uid: bytes, offset: int, details: dict[str, Any]) -> None:
-        """Keep those of new tokens. The first is number `offset`, and some may have been sent before."""
+        """Keep the log-probabilities of new tokens. The first token is number `offset`; some may have been sent
+        before.
+        """
         for name in PER_TOKEN & details.keys():
             kept = self._log_probs.setdefault(uid, {}).setdefault(name, [])
             if isinstance(details[name], list) and len(kept) >= offset:
@@ -197,7 +199,7 @@ class ClientTranslator:
 
 
 def _decoded(frames: Frames) -> Message:
-    """Return the message of frames that the core sends, which are not checked again."""
+    """Return the message in frames from the core, without checking them again."""
     if header_of(frames[0]) == _FINAL:
         return Final._make(unpack_request(frames[0])[1:5])
     return decode(frames)

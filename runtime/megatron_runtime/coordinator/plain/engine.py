@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A dispatch that the engine has. `held`: tokens given with it and sent as partials since."""
+    """A dispatch that the engine runs. held: number of tokens that came with it or were sent as partials since."""
 
     uid: bytes
     route: int
@@ -63,15 +63,15 @@ class Running:
 class EngineTranslator:
     """Turns the frames of one engine into native messages, and back.
 
-    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state: the translator does so.
-    A signal counts as carried out when it was sent.
+    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state: the translator does this
+    for them. A signal counts as carried out when it has been sent.
 
     accept:    passes a native message to the core.
     send:      sends messages to the engine, all or none; False if its connection does not accept them.
     is_connected: whether the engine has a connection now.
     now:       seconds on a monotonic clock.
-    requests:  the open requests of plain clients, which get the answer of the engine as it is.
-    detokenize: for answers to plain clients that the engine leaves without a text.
+    requests:  the open requests of plain clients, which get the engine's answer unchanged.
+    detokenize: converts answers to plain clients to text if the engine leaves the text out.
     choose_form: returns how an engine that has sent nothing yet divides messages into frames.
     reconnect: seconds that the engine has to connect again.
     max_requests: requests that the engine runs at once; 0: no limit.
@@ -104,7 +104,7 @@ class EngineTranslator:
         self._detokenize = detokenize
         self._choose_form = choose_form
         self._form: FrameForm | None = None
-        """None: neither has the engine sent an output nor was it sent a request."""
+        """None until the engine has sent an output or received a request."""
         self._reconnect = reconnect
         self._max_requests = max_requests
         self._running: dict[int, Running] = {}
@@ -115,7 +115,8 @@ class EngineTranslator:
         self._cut_at: float | None = None
         self._cut_by_peer = False
         self._has_aborts = False
-        """It has sent a partial. Release 0.19.2 has neither partials nor aborts, and ends at an unknown message."""
+        """Whether the engine supports aborts: it has sent a partial. Release 0.19.2 has neither, and exits at an
+        unknown message."""
 
     # --- from the engine ----------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class EngineTranslator:
     # --- to the engine ------------------------------------------------------------------------------------------
 
     def send(self, sent: Outgoing) -> bool:
-        """Send what the core sends. False if the connection does not accept it."""
+        """Send a message of the core. Return False if the connection does not accept it."""
         match message := decode(sent) if isinstance(sent, list) else sent:
             case Dispatch():
                 return self._dispatch(message)
@@ -212,7 +213,8 @@ class EngineTranslator:
         return False
 
     def _prompt_of(self, dispatch: Dispatch) -> bytes:
-        """The packed prompt. That of a plain client is as it sent it; tokens generated before become part of it.
+        """Return the packed prompt. A plain client's prompt is unchanged, except that earlier generated tokens are
+        appended.
 
         Raises MalformedMessageError.
         """
@@ -228,7 +230,9 @@ class EngineTranslator:
             raise MalformedMessageError(message) from error
 
     def _params_of(self, dispatch: Dispatch) -> bytes:
-        """The parameters. Those of a plain client are as it sent them, but for the tokens generated before."""
+        """Return the parameters. A plain client's parameters are unchanged, except for the effect of earlier generated
+        tokens.
+        """
         request = self._requests.get(dispatch.uid)
         if request is not None and not dispatch.generated:
             return request.params.packed
@@ -276,7 +280,7 @@ class EngineTranslator:
     # --- the connection -----------------------------------------------------------------------------------------
 
     def cut(self, *, by_peer: bool) -> None:
-        """The connection has ended. The engine connects again without registering; silence has no meaning."""
+        """The connection has ended. The engine reconnects without registering again, and its silence has no meaning."""
         self._cut_at, self._cut_by_peer = self._now(), by_peer
 
     def _beat(self) -> None:

@@ -32,14 +32,14 @@ from megatron_runtime.protocol.text import shown
 logger = logging.getLogger(__name__)
 
 Detokenize: TypeAlias = Callable[[list[int]], str] | None
-"""Returns the text of token ids; None without a tokenizer that can do it."""
+"""Returns the text of token ids. None if there is no tokenizer that can do this."""
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
 """Entry of the parameters: an engine of this project adds the text and the times, which Megatron's record has."""
 _NIL = pack(None)
 _MAX_REMEMBERED_BYTES = 2048
-"""Size limit of parameters that are kept, to be compared with those of later requests."""
+"""Size limit of parameters that are cached for comparison with later requests."""
 _TO_PARTIAL = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
 _RETURNS_PROMPT = "return_prompt_tokens"
 """A parameter that every client of 0.17 and later sends."""
@@ -66,10 +66,10 @@ class FrameForm(Enum):
 
 
 class PlainParams(NamedTuple):
-    """The parameters of a client's request, and what a coordinator reads of them.
+    """The parameters of a client's request, and the values that a coordinator reads from them.
 
-    packed: as the client sent them.
-    native: packed, for an engine of this project.
+    packed: parameters as the client sent them.
+    native: packed parameters for an engine of this project.
     seed:   None: the coordinator chooses one.
     returns_prompt: the client asks for the tokens of its prompt.
     has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
@@ -108,9 +108,9 @@ _read_again = functools.lru_cache(maxsize=256)(PlainParams.read)
 
 
 class OpenRequest(NamedTuple):
-    """A request of a client, as its answer needs it.
+    """The parts of a client's request that its answer needs.
 
-    form:   of the client's messages.
+    form:   frame format of the client's messages.
     prompt: packed, as the client sent it: a list of token ids or a text.
     """
 
@@ -125,7 +125,7 @@ def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[Open
     """Read SUBMIT_REQUEST of a client: `[20, id, prompt, params]`, or `[20, id, params, …]`, prompt, hashes and media
     in four frames.
 
-    Return also the prompt, UTF-8 as in SUBMIT or the token ids as the client sent them, and its fields for the core.
+    Also return the prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them) and its fields for the core.
     The hashes of the prompt's blocks are not read. Raises MalformedMessageError.
     """
     items = split_list(frames[0])
@@ -179,7 +179,7 @@ def submit_frames(form: FrameForm, dispatch_id: int, prompt: bytes, params: byte
 class EngineOutput(NamedTuple):
     """Output of an engine for one of its requests.
 
-    tokens: int32; of a partial the new ones, of a final all of this dispatch.
+    tokens: int32; in a partial the new tokens, in a final all tokens of this dispatch.
     needs_text: the engine leaves the text of a final to the coordinator.
     values: the map that the engine sent.
     """
@@ -250,7 +250,9 @@ def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
 
 
 def _output(item: Any, values: Any, name: str) -> EngineOutput:
-    """item: the id, or `[id, needs_detokenize]`. name: of the entry with the tokens. Raises MalformedMessageError."""
+    """item: the id, or `[id, needs_detokenize]`. name: key of the entry with the tokens. Raises
+    MalformedMessageError.
+    """
     number, needs_text = item if type(item) is list and len(item) == 2 else (item, True)
     if type(number) is not int:
         raise MalformedMessageError(f"output of an engine: request_id {shown(number)}: want an integer")
@@ -296,7 +298,8 @@ _EVERY_FIELD: dict[str, Any] = {
     "tpot": [],
     "precomputed_block_hashes": [],
 }
-"""Fields of a request of 0.17 and later, with the values of one that lacks them. Its server reads them by key."""
+"""Fields of a request of 0.17 and later, with default values for a request that lacks them. Its server reads them by
+key."""
 _MEASURED = ("prompt_length", "num_cached_tokens", "ttft")
 
 
@@ -310,10 +313,10 @@ def reply_frames(
 ) -> Frames:
     """ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
 
-    A map that is not packed is that of a plain engine, and passes as it is. The text of another answer is added here if
-    the engine sent none.
+    A map that is not packed comes from a plain engine and passes unchanged. For other answers, the text is added here
+    if the engine sent none.
 
-    before: log-probabilities of the first tokens, by the names of a partial: another engine may have continued.
+    before: log-probabilities of the first tokens, by the names in a partial, if another engine continued the request.
     """
     try:
         values = reply if isinstance(reply, dict) else unpack(reply, PLAIN)
@@ -372,7 +375,7 @@ def text_of(tokens: list[int], detokenize: Detokenize) -> str | None:
         return None
     try:
         return detokenize(tokens)
-    except BaseException as error:  # a panic of the tokenizers library is no Exception
+    except BaseException as error:  # a panic of the tokenizers library is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         logger.warning("an answer of %d tokens has no text: %r", len(tokens), error)
@@ -392,10 +395,10 @@ def _base_fields(number: int, status: str, tokens: list[int], events: list[dict[
 
 
 def _tensor_of(packed: Any) -> Any:
-    """Return the array of an engine of this project in the form of Megatron-Core, other values unchanged."""
+    """Convert an array of an engine of this project to Megatron-Core's form. Return other values unchanged."""
     match packed:
         case ["ndarray", {"data": bytes()}]:
-            # With NumPy, which is imported when it is needed, not at the start.
+            # NumPy is imported when it is needed, not at the start.
             from megatron_runtime.requests.request import unpack_value
 
             try:
@@ -417,17 +420,17 @@ _ERROR_CLASSES = {
 _SENT_CLASSES = frozenset(
     {"RequestOverflowError", "TokenOverflowError", "MaxSequenceLengthOverflowError", "BlockOverflowError"}
 )
-"""Errors of engines of this project that Megatron-Core has by the same name."""
+"""Errors of this project's engines that exist in Megatron-Core under the same name."""
 _PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
 
 
 def _error_events(
     number: int, code: Any, message: str, name: Any = None, is_transient: bool | None = None
 ) -> list[dict[str, Any]]:
-    """An error as the events of a request. A client sets the time of an event without one.
+    """Return an error as the events of a request. A client sets the time of an event that has none.
 
-    name:         its class at the engine.
-    is_transient: None: determined by the code.
+    name:         class of the error at the engine.
+    is_transient: None derives it from the code.
     """
     if is_transient is None:
         is_transient = code not in _PERMANENT

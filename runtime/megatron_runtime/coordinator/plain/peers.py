@@ -25,17 +25,18 @@ from megatron_runtime.protocol.messages import (
 
 _GREETED = [pack([int(Header.CONNECT_ACK), PROTOCOL_VERSION])]
 PLAIN_PORTS = frozenset({SHARED_PORT, int(Role.CLIENT)})
-"""The ports on which a message may be one of a plain peer, or the greeting of a client."""
+"""The ports on which a message may come from a plain peer, or be the greeting of a client."""
 _CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
 
 
 class PlainPeers:
-    """Passes messages of plain peers to their translators, and those of the translators to the core.
+    """Passes messages of plain peers to their translators, and messages of the translators to the core.
 
-    A peer of the shared port that begins with CONNECT is a plain client, one that begins with an empty frame a plain
+    A peer of the shared port that begins with CONNECT is a plain client. One that begins with an empty frame is a plain
     engine. A CONNECT with a protocol version is the greeting of a client of this project, which continues with HELLO.
 
-    send:         sends a message to a peer, if asked even when its connection is full; False if it is not accepted.
+    send:         sends a message to a peer, on request even if its connection is full; returns False if it is not
+                  accepted.
     is_connected: whether the peer has a connection.
     now:          seconds on the core's clock.
     shut_down:    ends the coordinator, as a client requests.
@@ -62,7 +63,7 @@ class PlainPeers:
         self._shut_down = shut_down
 
     def receive(self, peer: PeerId, frames: Frames) -> bool:
-        """Handle a message. False if it is one of the native protocol."""
+        """Handle a message. Return False if it belongs to the native protocol."""
         translator = self.translators.get(peer)
         frame = frames[0]
         if translator is None:
@@ -83,7 +84,7 @@ class PlainPeers:
         return True
 
     def deliver(self) -> None:
-        """Have the core handle the messages of the translators."""
+        """Let the core handle the messages of the translators."""
         while self.messages:
             peer, message = self.messages.popleft()
             kind = type(message)
@@ -92,7 +93,7 @@ class PlainPeers:
                 self.translators.pop(peer, None)
 
     def gone(self, peer: PeerId, *, by_peer: bool) -> bool:
-        """A connection has ended. False if it is not that of a plain peer."""
+        """A connection has ended. Return False if it does not belong to a plain peer."""
         translator = self.translators.get(peer)
         if isinstance(translator, ClientTranslator):
             translator.close()
@@ -110,7 +111,7 @@ class PlainPeers:
         return request.number if request is not None else None
 
     def _form_of_clients(self) -> FrameForm:
-        """How the plain clients that are present divide messages into frames; without one, the configured way."""
+        """Return the frame format of the connected plain clients; without one, the configured format."""
         clients = (one for one in self.translators.values() if isinstance(one, ClientTranslator))
         forms = (client.form for client in clients if client.form is not None)
         return next(forms, FrameForm(self._core.context.settings.plain_release))
@@ -130,7 +131,7 @@ class PlainPeers:
             self.messages.append((peer, message))
 
         def send(*messages: Frames) -> bool:
-            """Send all or none."""
+            """Send all messages or none. Return whether they were sent."""
             return all(self._send(peer, message, number > 0) for number, message in enumerate(messages))
 
         if is_client:

@@ -44,10 +44,10 @@ T = TypeVar("T")
 Prompts: TypeAlias = Prompt | list[str] | list[list[int]]
 
 RELEASE_SECONDS = 15.0
-"""How long `del`, or the end of the interpreter, waits for the end of an object that was not shut down."""
+"""How long `del`, or the exit of the interpreter, waits for the shutdown of an object that was not shut down."""
 
 PLACES_PER_SLOT = 2
-"""Prompts of lists that are submitted at once, per request that the engines run at once."""
+"""Number of prompts of lists that are submitted at the same time, per request that the engines run at once."""
 
 
 class _CoordinatorRuntime:
@@ -69,12 +69,12 @@ class _CoordinatorRuntime:
         engine_ranks: int = 1,
     ) -> None:
         self.client: InferenceClient | None = None
-        """On the primary rank; None on workers."""
+        """The client on the primary rank; None on workers."""
         self.coord_addr: str | None = None
-        """ "tcp://host:port", once set up."""
+        """"tcp://host:port" of the coordinator, once set up."""
         self.ranks = ProgramRanks(None)
         self.lifecycle: ProgramLifecycle | None = None
-        """Once set up."""
+        """The lifecycle of this rank, once set up."""
         self._engine = engine
         self._engine_ranks = engine_ranks
         self._is_primary = is_primary
@@ -122,7 +122,7 @@ class _CoordinatorRuntime:
                 self._host, self._port = host, int(port)
 
     async def teardown(self) -> None:
-        """Stop the client, the engine's connection and the coordinator, if they were started. Idempotent."""
+        """Stop the client, the engine's connection and the coordinator, if they have started. Idempotent."""
         client, self.client = self.client, None
         try:
             if self.lifecycle is not None:
@@ -140,21 +140,23 @@ class _MegatronLLMBase:
     make the same calls, and each returns the answers. Lifecycle methods need coordinator mode, where a background event
     loop runs the engine's connection and, on global rank 0, the client.
 
-    An object that is no longer used is shut down by the garbage collector, and at the end of the interpreter.
+    The garbage collector, or the exit of the interpreter, shuts down an object that is no longer used.
 
     model:     a GPTModel of Megatron-Core, or a causal language model of transformers in eval mode. Its weights are
                copied.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, a tokenizer of Megatron-Core (or another object with
-               `tokenize` and `detokenize`), or a model reference that has one. None: that of the model reference.
+               `tokenize` and `detokenize`), or a model reference that has one. None: the tokenizer of the model
+               reference.
     inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.
     coordinator_host, coordinator_port: address of the coordinator; by default a free port on the loopback interface.
     inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
-    dtype:     "auto", "float32" or "bfloat16". "auto" is `params_dtype` of a GPTModel; of other models, bfloat16 if
-               the device computes with it.
+    dtype:     "auto", "float32" or "bfloat16". "auto" is `params_dtype` of a GPTModel; for other models, bfloat16 if
+               the device supports it.
     threads:   torch threads; None: torch's default.
     tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: ranks of one engine by
-               dimension; None: those of a Megatron-Core model or of its parallel state, else 1. Start their product, or
-               a multiple of it, with torchrun. Consecutive ranks are an engine. Every rank constructs the object.
+               dimension; None: the sizes of a Megatron-Core model or of its parallel state, else 1. Start as many ranks
+               as their product, or a multiple of it, with torchrun. Consecutive ranks form an engine. Every rank
+               constructs the object.
     """
 
     def __init__(
@@ -233,7 +235,7 @@ class _MegatronLLMBase:
             raise
         self._loop_manager, self._coord_runtime = manager, runtime
         self._finalizer = weakref.finalize(self, _release, manager, runtime, self._pid)
-        manager.run_sync(runtime.ranks.wait())  # so that no rank misses a signal
+        manager.run_sync(runtime.ranks.wait())  # set before the start, so that no rank misses a signal
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class _MegatronLLMBase:
     def _normalize_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
         """Return (prompts as a list, whether it is a batch). Only the first element is checked here.
 
-        Raises TypeError for anything but str, list[int], list[str], list[list[int]].
+        Raises TypeError unless it is a str, list[int], list[str] or list[list[int]].
         """
         if isinstance(prompts, str):
             return [prompts], False
@@ -290,7 +292,7 @@ class _MegatronLLMBase:
         return self._loop_manager
 
     def _lifecycle(self) -> ProgramLifecycle:
-        """Return what runs on the background loop."""
+        """Return the object that runs on the background loop."""
         runtime = self._coord_runtime
         assert runtime is not None
         assert runtime.lifecycle is not None
@@ -315,7 +317,7 @@ class _MegatronLLMBase:
     async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams | None) -> list[DynamicInferenceRequest]:
         """Return the answers in the order of `prompts`.
 
-        sp: of this project or of Megatron-Core.
+        sp: sampling parameters of this project or of Megatron-Core.
 
         Runs on the background loop in coordinator mode. In direct mode it runs on the caller's loop.
         """
@@ -331,14 +333,14 @@ class _MegatronLLMBase:
             stream.put({"final": prompts.replies[0]})
             stream.finish()
         elif self._use_coordinator:
-            self._manager()  # raises if it was shut down
+            self._manager()  # raises an error if it was shut down
             stream = self._lifecycle().calls.open(prompts, make_stream)
         else:
             stream = self._engine.open(prompts, make_stream, streaming=True)
         return stream, prompts.chunk_reader()
 
     def _settle(self) -> None:
-        """Wait until requests that were aborted before have left."""
+        """Wait until the engine has dropped the requests aborted so far."""
         if not self._use_coordinator:
             self._engine.calls.settle()
         elif self._loop_manager is not None:
@@ -370,7 +372,7 @@ class _MegatronLLMBase:
         await self._lifecycle().wait_for_end()
 
     def _shut_down(self) -> None:
-        """Shut down once; a second caller waits for the first. Not on the background loop, which it stops."""
+        """Shut down once; a second caller waits for the first. Must not run on the background loop, which it stops."""
         with self._lock:
             manager, runtime = self._loop_manager, self._coord_runtime
             if manager is None or runtime is None:
@@ -379,7 +381,7 @@ class _MegatronLLMBase:
             manager.require_other_thread("shutdown()")
             try:
                 manager.run_sync(self._shutdown_impl())
-            finally:  # also if the caller was interrupted
+            finally:  # even if the caller was interrupted
                 self._loop_manager = None
                 self._finalizer.detach()
                 manager.end(runtime.teardown())
@@ -431,7 +433,9 @@ class _MegatronLLMBase:
         return self._bridge(coro).submit(coro)
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the background loop and block until its result. Blocks the caller's own loop, too."""
+        """Run a coroutine on the background loop and block until its result is there. This also blocks the caller's own
+        loop.
+        """
         return self._bridge(coro).run_sync(coro)
 
     def _bridge(self, coro: Coroutine[Any, Any, Any]) -> _EventLoopManager:
@@ -443,8 +447,8 @@ class _MegatronLLMBase:
 
 
 def _release(manager: _EventLoopManager, runtime: _CoordinatorRuntime, pid: int) -> None:
-    """Close what an object that was not shut down has left. The garbage collector may call it in any thread."""
+    """Close the resources of an object that was not shut down. The garbage collector may call this in any thread."""
     if os.getpid() == pid:
         manager.end(runtime.teardown())
-        if threading.current_thread() is threading.main_thread():  # other threads may be those to wait for
+        if threading.current_thread() is threading.main_thread():  # the other threads may be the ones to wait for
             manager.join(RELEASE_SECONDS)

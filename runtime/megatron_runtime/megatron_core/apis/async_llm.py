@@ -17,12 +17,12 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class MegatronAsyncLLM(_MegatronLLMBase):
-    """Coroutines for any event loop. The engine has an event loop of its own in a background thread.
+    """Coroutines for any event loop. The engine has its own event loop in a background thread.
 
         async with MegatronAsyncLLM.from_pretrained("builtin:smollm2-135m") as llm:
             answers = await asyncio.gather(*(llm.generate(prompt) for prompt in prompts))
 
-    The arguments are those of `_MegatronLLMBase`, but use_coordinator is True by default.
+    Takes the arguments of `_MegatronLLMBase`, but use_coordinator is True by default.
 
     allow_direct_mode: accept use_coordinator=False.
     """
@@ -53,7 +53,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     ) -> AsyncChunkIterator:
         """Return an asynchronous iterator over the answer to one prompt. The first chunk submits the request.
 
-        aclose() aborts the request, as leaving a loop over the iterator and cancelling its task do.
+        aclose() aborts the request. So does leaving a loop over the iterator, or cancelling its task.
         """
         single = self._prepare_stream(prompt)
 
@@ -83,20 +83,20 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     async def update_weights(self, source: Any, epoch: int | None = None) -> None:
         """Switch to the weights of `source`, labelled `epoch`. Allowed when running or paused.
 
-        source: a model reference, or a model in memory as in `model=`. The engines copy the present weights of a model
-                in memory; every rank makes the call, and may train on when it returns.
-        epoch:  None: one more than the present epoch.
+        source: a model reference, or a model in memory as in `model=`. The engines copy the current weights of a model
+                in memory. Every rank makes the call, and may continue training when it returns.
+        epoch:  None means the current epoch plus one.
         """
         await self._manager().run_async(self._lifecycle().update_weights(source, epoch))
 
     async def set_generation_epoch(self, epoch: int) -> None:
-        """Label tokens that are sampled from now on with `epoch`."""
+        """Label all tokens sampled from now on with `epoch`."""
         await self._manager().run_async(self._lifecycle().verb(Header.SET_GENERATION_EPOCH, epoch=epoch))
 
     async def shutdown(self) -> None:
         """Stop the engines and the coordinator. Idempotent.
 
-        In direct mode end open calls, and the threads and processes that they started; later calls are allowed.
+        In direct mode, cancel open calls and stop their threads and processes; later calls are allowed.
         """
         await asyncio.to_thread(self._shut_down if self._use_coordinator else self._engine.calls.close)
 

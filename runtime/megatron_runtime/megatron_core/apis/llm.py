@@ -15,7 +15,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class MegatronLLM(_MegatronLLMBase):
-    """Blocking calls. The arguments are those of `_MegatronLLMBase`.
+    """Blocking calls. Takes the arguments of `_MegatronLLMBase`.
 
         with MegatronLLM.from_pretrained("builtin:smollm2-135m") as llm:
             print(llm.generate("The capital of France is").generated_text)
@@ -42,9 +42,9 @@ class MegatronLLM(_MegatronLLMBase):
         return answers if is_batch else answers[0]
 
     def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> ChunkIterator:
-        """Return an iterator over the answer to one prompt, in chunks. The first one submits the request.
+        """Return an iterator over the answer to one prompt, in chunks. The first chunk submits the request.
 
-        Other calls may run meanwhile. close() aborts the request, as leaving a loop over the iterator does.
+        Other calls may run meanwhile. close() aborts the request. So does leaving a loop over the iterator.
         """
         single = self._prepare_stream(prompt)
 
@@ -75,20 +75,20 @@ class MegatronLLM(_MegatronLLMBase):
     def update_weights(self, source: Any, epoch: int | None = None) -> None:
         """Switch to the weights of `source`, labelled `epoch`. Allowed when running or paused.
 
-        source: a model reference, or a model in memory as in `model=`. The engines copy the present weights of a model
-                in memory; every rank makes the call, and may train on when it returns.
-        epoch:  None: one more than the present epoch.
+        source: a model reference, or a model in memory as in `model=`. The engines copy the current weights of a model
+                in memory. Every rank makes the call, and may continue training when it returns.
+        epoch:  None means the current epoch plus one.
         """
         self._manager().run_sync(self._lifecycle().update_weights(source, epoch))
 
     def set_generation_epoch(self, epoch: int) -> None:
-        """Label tokens that are sampled from now on with `epoch`."""
+        """Label all tokens sampled from now on with `epoch`."""
         self._manager().run_sync(self._lifecycle().verb(Header.SET_GENERATION_EPOCH, epoch=epoch))
 
     def shutdown(self) -> None:
         """Stop the engines and the coordinator. Idempotent.
 
-        In direct mode end open calls, and the threads and processes that they started; later calls are allowed.
+        In direct mode, cancel open calls and stop their threads and processes; later calls are allowed.
         """
         if self._use_coordinator:
             self._shut_down()

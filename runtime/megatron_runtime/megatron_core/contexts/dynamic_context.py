@@ -31,16 +31,17 @@ __all__ = [
 
 
 class DynamicInferenceContext:
-    """The limits of an engine, and once an engine is constructed with it, the state of that engine.
+    """The limits of an engine. Once an engine is constructed with it, also the state of that engine.
 
-    An attribute that is not listed here is that of the engine's own context.
+    Attributes that are not listed here come from the engine's own context.
 
-    model_config:     TransformerConfig of the model. The engine reads the model's own.
+    model_config:     TransformerConfig of the model. The engine reads the model's own configuration instead.
     inference_config: InferenceConfig of this project or of Megatron-Core.
     """
 
     async_sched_step_count = async_sched_compaction_step_count = 0
-    """Steps that were planned while another one ran: none, because the engine plans a step when the last has ended."""
+    """Number of steps planned while another step ran: always 0, because the engine plans a step after the previous one
+    has ended."""
 
     def __init__(self, model_config: Any, inference_config: Any) -> None:
         self.model_config = model_config
@@ -69,17 +70,19 @@ class DynamicInferenceContext:
 
     @property
     def max_requests(self) -> int:
-        """Requests that run at once."""
+        """Maximum number of requests that run at once."""
         return self.config.request_slots
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of one step, of prompts and answers together."""
+        """Maximum number of tokens per step, of prompts and answers together."""
         return self.config.step_tokens
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Tokens of prompt and answer together; None for the model's limit before there is an engine."""
+        """Maximum number of tokens of prompt plus answer. Before there is an engine, None stands for the model's
+        limit.
+        """
         return self.config.max_sequence_length if self._core is None else self._core.context.max_sequence_length
 
     @property
@@ -109,7 +112,7 @@ class DynamicInferenceContext:
 class KVBlockAllocator:
     """The KV pages of an engine, by the names of Megatron-Core's allocator, whose block is a page here.
 
-    A request that loses its pages is computed again, so that none are held by paused requests.
+    A request that loses its pages is computed again, so paused requests hold no pages.
     """
 
     paused_count = 0
@@ -156,7 +159,7 @@ class KVBlockAllocator:
 
 
 def config_of(source: Any) -> InferenceConfig:
-    """Return the configuration of an InferenceConfig of Megatron-Core; one of this project unchanged."""
+    """Convert an InferenceConfig of Megatron-Core. Return a configuration of this project unchanged."""
     if isinstance(source, InferenceConfig):
         return source
     names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)

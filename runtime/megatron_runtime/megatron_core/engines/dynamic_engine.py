@@ -44,11 +44,11 @@ class DynamicInferenceEngine:
     (start_listening_to_data_parallel_coordinator()). Calls of generate() may be open at the same time, in any number of
     threads and event loops.
 
-    controller: an Executor, or a TextGenerationController, of this project or of Megatron-Core: a model in
-                `inference_wrapped_model.model` and a `tokenizer`. A wrapper class that is derived from this project's
-                runs the model.
+    controller: an Executor, or a TextGenerationController of this project or of Megatron-Core, which has a model in
+                `inference_wrapped_model.model` and a `tokenizer`. A wrapper class derived from this project's runs the
+                model.
     context:    the InferenceConfig, or a DynamicInferenceContext, from which the limits are taken.
-    follower: for another rank of an engine than its first, which runs the requests: `controller` is this rank's part.
+    follower: set on ranks other than the first, which runs the requests. `controller` is then this rank's part.
 
     Without a coordinator, all ranks of an engine make the same calls of generate(), and each returns the answers. The
     first rank runs the requests.
@@ -76,7 +76,7 @@ class DynamicInferenceEngine:
         """The limits and the state of this engine."""
         self.context.bind(self.core)
         self.capture_stats: dict[str, Any] | None = None
-        """Time and memory of capturing CUDA graphs: None, because this engine captures them without measuring."""
+        """Time and memory of capturing CUDA graphs. None, because this engine does not measure them."""
         self.text: ModelText | None = getattr(executor, "controller", None)
         """Converts between text and the engine's tokens; None if its tokens have no text."""
         self._following = FollowedService(follower) if follower is not None else None
@@ -104,7 +104,7 @@ class DynamicInferenceEngine:
 
     @property
     def state(self) -> EngineState:
-        """RUNNING without a coordinator; otherwise what its signals have led to."""
+        """RUNNING without a coordinator; otherwise the state that its signals have led to."""
         return EngineState.RUNNING if self._service is None else EngineState(self._service.events.state)
 
     # --- without a coordinator ----------------------------------------------------------------------------------
@@ -114,9 +114,10 @@ class DynamicInferenceEngine:
         prompts: Sequence[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Answer all prompts, beside the calls of other threads. A prompt that cannot be answered has status FAILED.
+        """Answer all prompts, concurrently with calls of other threads. A prompt that cannot be answered has status
+        FAILED.
 
-        sampling_params: of all prompts, or one for each; also of Megatron-Core.
+        sampling_params: one for all prompts, or one for each; may be Megatron-Core's.
 
         Raises RuntimeError while the engine serves a coordinator, InvalidSamplingParamsError.
         """
@@ -132,7 +133,7 @@ class DynamicInferenceEngine:
         prompts: Sequence[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Do what generate() does, without blocking the caller's event loop. Cancelling it aborts the requests."""
+        """Like generate(), without blocking the caller's event loop. Cancelling it aborts the requests."""
         call = await asyncio.to_thread(PromptBatch, prompts, sampling_params, self.text)
         if call.sent:
             stream = self.open(call, partial(AsyncStream, None, loop=asyncio.get_running_loop()), streaming=False)
@@ -151,7 +152,7 @@ class DynamicInferenceEngine:
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """Drop every request without an answer, and the prefix cache unless `preserve_prefix_cache`.
 
-        The counters of the context begin again.
+        The counters of the context restart at 0.
 
         Raises RuntimeError while the engine serves a coordinator, which would wait for the answers.
         """
@@ -186,8 +187,8 @@ class DynamicInferenceEngine:
     ) -> str:
         """Serve a coordinator. Return its "tcp://host:port" when the engine is registered, with its weights loaded.
 
-        launch_inference_coordinator: start the coordinator as a child process, which ends with this process. Only the
-              first rank of an engine does.
+        launch_inference_coordinator: start the coordinator as a child process, which exits with this process. Only the
+            first rank of an engine does so.
         inference_coordinator_port, hostname: address of the coordinator; by default a free port on the loopback
               interface.
         loop: event loop of the engine's connection; None: the caller's loop.
@@ -219,7 +220,7 @@ class DynamicInferenceEngine:
 
     @property
     def service(self) -> EngineService | FollowedService:
-        """What serves the coordinator. Raises RuntimeError if the engine serves none."""
+        """The service that connects to the coordinator. Raises RuntimeError if the engine serves none."""
         if self._service is None:
             raise RuntimeError(
                 "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
@@ -228,7 +229,7 @@ class DynamicInferenceEngine:
 
     @property
     def engine_loop_task(self) -> asyncio.Task[Any]:
-        """Task that ends when the engine has stopped, with EngineFailedError if it failed."""
+        """Task that finishes when the engine has stopped; it raises EngineFailedError if the engine failed."""
         task = self.service.task
         assert task is not None
         return task
@@ -241,9 +242,9 @@ class DynamicInferenceEngine:
     async def wait_until(self, state: EngineState) -> None:
         """Wait until the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED.
 
-        state: also a member of Megatron-Core's own enumeration, which has the same names.
+        state: may also be a member of Megatron-Core's own enumeration, which has the same names.
 
-        Call it on the event loop of the engine's connection. Raises EngineFailedError if the engine ends first.
+        Call it on the event loop of the engine's connection. Raises EngineFailedError if the engine stops first.
         """
         await self.service.wait_until(EngineState[state.name])
 

@@ -1,4 +1,4 @@
-"""An executor that runs a model on the CPU, in the C++ kernels if they support the model, else in torch operators.
+"""An executor that runs a model on the CPU: in the C++ kernels if they support the model, otherwise in torch operators.
 
 T tokens, n rows, N tokens whose logits are needed, S cached tokens of a row, X tokens of a page.
 """
@@ -100,8 +100,8 @@ class CpuExecutor(TorchExecutor):
         return _output_of(model, batch.plan, logit_rows(batch.plan), x_TD, routing_GTJ)
 
     def _trim_memory(self) -> None:
-        """Have glibc return freed memory. Weights and cache are in no reference cycle and need no garbage collection,
-        which would delay the heartbeats of an engine with a large heap.
+        """Make glibc return freed memory to the system. Weights and cache are in no reference cycle and need no garbage
+        collection, which would delay the heartbeats of an engine with a large heap.
         """
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -219,7 +219,9 @@ def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, windo
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """Masks by which each token attends to itself and the tokens before it, `window` at most; only over their pages."""
+    """Attention masks: each token attends to itself and the tokens before it, at most `window`. They cover only the
+    pages of the sequence.
+    """
 
     page_size: int
     dtype: torch.dtype

@@ -1,8 +1,8 @@
 """The decoder on a GPU: nine launches per layer of a Llama, four of them matrix products.
 
 Shapes: T tokens of a step, N some of these, D hidden size, V vocabulary, L layers, P pages, X tokens of a page, E keys
-and values of one token, H query heads, K key-value heads, C head size, S longest sequence, F = C / 2 rotary pairs.
-In a mixture of experts: A tokens of the steps of all expert ranks, Y experts of this rank.
+and values of one token, H query heads, K key-value heads, C head size, S longest sequence, F = C / 2 rotary pairs. In a
+mixture of experts: A tokens in the steps of all expert ranks together, Y experts of this rank.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StagedLinears(LinearFactory):
 
 
 class DeviceMixture:
-    """A mixture of experts whose launches do not depend on the routing. `weights` were made by DeviceLinears."""
+    """A mixture of experts whose launches do not depend on the routing. `weights` come from DeviceLinears."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._router_ND = weights.router_XD.dense()

@@ -1,4 +1,4 @@
-"""What an executor needs of a CUDA device besides tensors: graphs, a second stream, page-locked host memory."""
+"""What an executor needs from a CUDA device besides tensors: graphs, a second stream, page-locked host memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 While a function is recorded, no other thread of the process may allocate memory of the device or wait for it.
 """
 WARM_UP_RUNS = 2
-"""Before a recording, which must not compile kernels or initialise libraries."""
+"""Runs before a recording, because a recording must not compile kernels or initialise libraries."""
 
 
 class DeviceFunctions(Protocol):
-    """The functions of one device. Tests replace them by functions that run on the CPU."""
+    """The functions of one device. Tests replace them with functions that run on the CPU."""
 
     def recorder(self) -> Record:
         """Return a Record whose recordings share their memory."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Launch on a second stream, after everything that was launched before, and wait for it at the end."""
+        """Run launches on a second stream, after everything launched before, and wait for them at the end."""
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """Return `size` bytes, uint8, that the device can copy at the rate of its bus."""
+        """Return `size` bytes, uint8, that the device can copy at full bus bandwidth."""
 
 
 class CudaFunctions:

@@ -1,4 +1,6 @@
-"""An executor that runs a model on a CUDA device: it replays decode steps from graphs and draws tokens there."""
+"""An executor that runs a model on a CUDA device: it replays decode steps from CUDA graphs and samples on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class StepOutput:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes to capture: 1, 2, 4, then by 8 to 128, by 16 to 256, by 32 to `max_rows`; no sizes for 0."""
+    """Return the sizes to capture: 1, 2, 4, then in steps of 8 up to 128, of 16 up to 256, of 32 up to `max_rows`; none
+    if `max_rows` is 0.
+    """
     if max_rows == 0:
         return ()
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_rows + 1, 32)]
@@ -103,7 +107,7 @@ class CudaExecutor(TorchExecutor):
 
     dtype:      "auto" (bfloat16), "bfloat16", "float16", "float32".
     max_rows, max_tokens: limits of a step.
-    graph_rows: the most rows of a decode step that is replayed from a CUDA graph; 0 uses no graphs.
+    graph_rows: maximum number of rows of a decode step that is replayed from a CUDA graph; 0 uses no graphs.
     kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
     device:     None is the current CUDA device. Tests run the same steps on the CPU.
     functions:  graphs, streams and memory of the device; None uses CUDA for `device`.
@@ -298,7 +302,7 @@ def _sample(
     starts = np.concatenate([[0], staged.ends[:-1]])
     start_B, end_B = torch.from_numpy(np.stack([starts, staged.ends])).to(x_TD.device)
     logits_BV = model.logits(x_TD.index_select(0, end_B - 1))
-    # A hidden state that is not finite, of any token of a row, fails the row.
+    # A hidden state that is not finite fails its row, whichever token it belongs to.
     is_bad_T = ~x_TD.isfinite().all(dim=1)
     bad_before_T = F.pad(is_bad_T.cumsum(0), (1, 0))
     is_bad_B = bad_before_T[end_B] > bad_before_T[start_B]

@@ -1,11 +1,11 @@
 """Sampling on the device: only tokens and log-probabilities of the rows that request them travel to the host.
 
-A step draws its tokens in the graph that computes the logits. Rows whose logits are changed first, or whose
-log-probabilities are of changed logits, are drawn after it, by the same kernel. The results equal the results of
+A step draws its tokens in the graph that computes the logits. Rows whose logits are edited first, or whose
+log-probabilities refer to edited logits, are drawn after it by the same kernel. The results equal the results of
 `megatron_runtime.sampling.sampler`, which describes the meaning of each part.
 
-Shapes: B rows of the step, M rows that are drawn later, W rows that report log-probabilities, V vocabulary, K likeliest
-tokens, E entries of tokens of rows.
+Shapes: B rows of the step, M rows that are drawn later, W rows that report log-probabilities, V vocabulary, K most
+        likely tokens, E (row, token) entries.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class DeviceForwardStep(ForwardStep):
         has_mask_M = torch.tensor([edit.allowed is not None for edit in edits], device=device)
         is_masked_M = has_mask_M & (logits_MV.amax(dim=1) == _NONE)
         drawn_M = drawn_M.masked_fill(drawn_M < 0, RowFailure.EDITS).masked_fill(is_masked_M, RowFailure.MASK)
-        # No edit may hide numbers of the model that are not finite.
+        # An edit must not hide model outputs that are not finite.
         drawn_M = drawn_M.masked_fill(self.tokens_B.index_select(0, which_M) < 0, RowFailure.MODEL)
         return self.tokens_B.index_copy(0, which_M, drawn_M), processed_MV
 
@@ -152,7 +152,7 @@ def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     flat = logits_MV.view(-1)
 
     def places(ids: list[tuple[int, Int32]]) -> torch.Tensor:
-        """Return the places in `flat` of tokens, given by row, int64 [E]."""
+        """Return the indices in `flat` of tokens that are given by row, int64 [E]."""
         lengths, rows = [len(of_row) for _, of_row in ids], [row for row, _ in ids]
         place_E = np.concatenate([of_row for _, of_row in ids]) + np.repeat(np.array(rows) * vocabulary, lengths)
         return torch.from_numpy(place_E).to(device)
@@ -189,7 +189,7 @@ def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
 
 
 def _log_probs(logits_BV: torch.Tensor, which: Int64, tokens: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """Return what sampler.log_probs() does, of the rows `which` and their `tokens`, int [W]."""
+    """Return the same as sampler.log_probs() for the rows `which` and their `tokens`, int [W]."""
     device, top_n = logits_BV.device, min(top_n, logits_BV.shape[1])
     which_W, tokens_W = torch.from_numpy(np.stack([which, tokens.astype(np.int64)])).to(device)
     parts = []
@@ -204,7 +204,7 @@ def _log_probs(logits_BV: torch.Tensor, which: Int64, tokens: npt.NDArray[np.int
 
 
 def _likeliest(values_WV: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the largest values, descending, int64 [W, count]; of equal ones the lower id comes first."""
+    """Return the ids of the largest values, descending, int64 [W, count]; among equals, the lower id comes first."""
     if count == 0:
         return values_WV.new_empty(len(values_WV), 0, dtype=torch.int64)
     bits_WV = (values_WV + 0.0).view(torch.int32)  # -0.0 becomes 0.0

@@ -27,7 +27,7 @@ _BY_ROW = {
     "top_p_B": torch.float32,
     "min_p_B": torch.float32,
 }
-"""Types of the tensors of DeviceStep. The types of 8 bytes come first, so that all parts of one buffer are aligned."""
+"""Types of the tensors of DeviceStep. 8-byte types come first, so that all parts of one buffer are aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ class StepBuffers:
             self._tensors[name] = self._device[part].view(kinds[name])
             start += size
         self._decodes: dict[int, DeviceStep] = {}
-        """The steps of decodes, by their rows."""
+        """The decode steps by their number of rows."""
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
-        """Recorded after the copies of a step; before that, the host buffers must not change."""
+        """Recorded after the copies of a step. Until it is reached, the host buffers must not change."""
 
     def clear(self) -> None:
-        """Fill the buffers of decodes with padding rows, so that a step of them writes to no slot of the cache."""
+        """Fill the decode buffers with padding rows, so that a step on them writes to no cache slot."""
         if self._sent is not None:
             self._sent.synchronize()
         self._pad(0, len(self._numbers["lengths_B"]))
@@ -120,7 +120,7 @@ class StepBuffers:
         ends = plan.query_lengths[rows].cumsum(dtype=np.int64)
         decodes = len(rows) - int(np.count_nonzero(is_prefill))
         size, tokens = len(rows), int(ends[-1])
-        # Decodes alone are in order.
+        # A plan with decodes only is already in order.
         order, order_T = (slice(None), slice(None)) if decodes == size else (rows, plan.tokens_of(rows))
         batch, numbers = plan.sampling, self._numbers
         for name, values in (

@@ -39,7 +39,7 @@ class PrefixCache:
     """Allocates the page ids 0 … num_pages − 2, last in, first out, and finds complete blocks by their keys.
 
     A block without an owner is evicted at once (REF_ZERO), or when its pages are needed (LRU). LRU evicts the block
-    that has been idle for longest, never a block with an owner, and never a block before its continuations.
+    that has been idle the longest. It never evicts a block with an owner, or a block before its continuations.
 
     references: int32 [num_pages]; owners of each page. All pages of a block have the same owners.
     is_cached:  bool [num_pages]; pages of cached blocks, which become idle, not free, without an owner.
@@ -137,7 +137,9 @@ class PrefixCache:
                 self._idle[page] = block
 
     def register(self, key: bytes, pages: Pages) -> bool:
-        """Cache a computed block; the caller holds `pages`, and the blocks before. False if `key` has other pages."""
+        """Cache a computed block. The caller holds `pages` and all earlier blocks. Return False if `key` has other
+        pages.
+        """
         known = self._by_key.get(key)
         if known is not None:
             return known.id == pages[0]
@@ -186,7 +188,7 @@ class PrefixCache:
         self.num_free = end
 
     def check_integrity(self, held: Pages) -> None:
-        """Compare pages, blocks and counts with each other, and with `held`, which has each page once for each owner.
+        """Compare pages, blocks and counts with each other, and with `held`, which lists each page once per owner.
 
         Raises AssertionError.
         """

@@ -33,7 +33,7 @@ class _Chain:
 class RecordedRouting:
     """The experts of each token by its place in the KV cache, if they are recorded.
 
-    They are shared, and kept over a suspend, as the KV is.
+    Like the KV, they are shared between requests and survive a suspend.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -103,7 +103,7 @@ class RequestSlots:
 
     @property
     def usage(self) -> float:
-        """Fraction of the usable pages that requests hold, 0 to 1; a shared page counts once."""
+        """Fraction of the usable pages that requests hold, 0 to 1; a shared page is counted once."""
         return self.prefix_cache.num_held / self.prefix_cache.num_usable
 
     def taken_slots(self) -> list[int]:
@@ -182,7 +182,7 @@ class RequestSlots:
         return np.flatnonzero(self.num_tokens[slots] > self.num_pages[slots] * self.page_size)
 
     def grow(self, slot: int) -> bool:
-        """Add a page. Returns False, and takes nothing, if there is none."""
+        """Add a page. Return False, and change nothing, if no page is free."""
         page = self.prefix_cache.allocate(1)
         if page is None:
             return False
@@ -212,8 +212,8 @@ class RequestSlots:
     # --- prefix cache -------------------------------------------------------------------------------------------
 
     def match(self, request: CoreRequest) -> tuple[list[CachedBlock], bool]:
-        """Return the cached blocks that the request begins with, and whether a slot is computing the block after them,
-        so that the request should wait for it. At least two tokens are left to compute.
+        """Return the cached blocks that the request begins with, and whether a slot is computing the next block, so
+        that the request should wait for it. At least two tokens are always left to compute.
         """
         if not request.reads_cache:
             return [], False

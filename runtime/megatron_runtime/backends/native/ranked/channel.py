@@ -1,8 +1,8 @@
 """The channel between rank 0, the leader, and the other ranks of an engine, the followers. No torch.
 
 The leader sends numbered orders, and the followers send answers. Every rank has one PULL socket, and a PUSH socket for
-each peer: an idle rank blocks in receive, and a rank that connects late gets every message. Each end has a thread that
-receives messages, sends heartbeats and finds lost ranks:
+each peer: an idle rank blocks in receive, and a rank that connects late still gets every message. Each end has a thread
+that receives messages, sends heartbeats and detects lost ranks:
 
 - A process that ended, was stopped or lost its network: ZeroMQ ends its connection.
 - An interpreter that hangs: its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py.
@@ -46,9 +46,9 @@ DISCONNECTED = f"its connection ended: the process has ended, was stopped for {S
 CLOSE_SECONDS = 2.0
 """How long close() waits for the other ranks to disconnect."""
 BLAME_SECONDS = 1.0
-"""After a failed collective, how long to wait for the loss of the rank that made it fail."""
+"""How long to wait, after a failed collective, for the loss of the rank that caused the failure."""
 WATCHDOG_MARGIN_SECONDS = 5.0
-"""From the loss of a hung process, as the other ranks see it, to the moment when it ends itself."""
+"""Time from the moment the other ranks count a hung process as lost until it terminates itself."""
 WATCHDOG_RENEWAL_SECONDS = 2.0
 
 
@@ -56,8 +56,8 @@ class Kind(IntEnum):
     """From rank 0: STEP, WARM_UP, COMMAND, STATE, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
 
     WARM_UP: a step without requests.
-    COMMAND: an order that may hold the interpreter, such as releasing much memory: LONG_ORDER_SECONDS is the heartbeat
-             timeout until it is done.
+    COMMAND: an order that may hold the interpreter lock, such as a release of much memory. Until it is done, the
+             heartbeat timeout is LONG_ORDER_SECONDS.
     STATE:   the engine entered a lifecycle state.
     """
 
@@ -81,9 +81,9 @@ STEPS = frozenset({Kind.STEP, Kind.WARM_UP})
 class Message:
     """A message between rank 0 and another rank.
 
-    rank:   of the sender.
+    rank:   rank of the sender.
     number: number of the order or of the answered order, counted from 1; 0 for other messages.
-    body:   of a heartbeat, the heartbeat timeout in seconds that applies until the next one, and the sender's Report.
+    body:   for a heartbeat, the timeout in seconds that applies until the next one, and the sender's Report.
     """
 
     kind: Kind
@@ -103,7 +103,9 @@ class _Peer:
 
 
 class _Channel:
-    """The base class of both ends: the sockets, the thread and the heartbeats. `_handlers` has the handler by kind."""
+    """The base class of both ends: the sockets, the thread and the heartbeats. `_handlers` maps each kind to its
+    handler.
+    """
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class _Channel:
                         peer.push.send_multipart(frames, zmq.NOBLOCK)
 
     def _beat(self) -> None:
-        """Send a heartbeat, and renew the watchdog, which needs no interpreter to end this process."""
+        """Send a heartbeat, and rearm the watchdog, which can terminate this process without the interpreter."""
         with self._sending:
             allowed = LONG_ORDER_SECONDS if self._commands else HEARTBEAT_SECONDS
             self._send(Kind.BEAT, 0, [allowed, self._progress.report()])
@@ -217,7 +219,7 @@ class _Channel:
                     self._disconnected(monitors[socket])
             now = time.monotonic()
             if now >= beat_at:
-                if now - beat_at > BEAT_SECONDS:  # this process was late, and heartbeats may wait in its sockets
+                if now - beat_at > BEAT_SECONDS:  # this process was stalled: heartbeats may wait in its sockets
                     for peer in self._peers.values():
                         peer.heartbeat.restart(now)
                 beat_at = now + BEAT_SECONDS
@@ -254,7 +256,7 @@ class LeaderChannel(_Channel):
     pull:         receives the messages of the other ranks.
     pushes:       by rank, connected to that rank's PULL socket.
     progress:     of this rank's steps.
-    has_watchdog: end this process if its interpreter hangs.
+    has_watchdog: terminate this process if its interpreter hangs.
     on_lost:      called once, on a separate thread, with the RankError that ends the engine.
     on_leave:     called on the channel's thread when another rank received SIGTERM.
     """
@@ -273,7 +275,7 @@ class LeaderChannel(_Channel):
         self.on_leave: Callable[[], object] = lambda: None
         self.failure: RankError | None = None
         self._missing = set(pushes)
-        """Ranks that have not said HELLO."""
+        """Ranks that have not sent HELLO."""
         self._answers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         """Answers to the orders that wait for them, by number and rank."""
         handlers: dict[Kind, Callable[[Message], object]] = {
@@ -326,7 +328,7 @@ class LeaderChannel(_Channel):
         self._send(Kind.STATE, 0, [state, has_joined])
 
     def collect(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
-        """Wait for the answers of `ranks` to order `number`; rank 0 sends none. Return them by rank.
+        """Wait for the answers of `ranks` to order `number`; rank 0 does not answer. Return them by rank.
 
         Raises the RankError that ends the engine.
         """
@@ -353,7 +355,7 @@ class LeaderChannel(_Channel):
             return self.failure
 
     def fail(self, rank: int, cause: str) -> None:
-        """End the other ranks with the cause of the failure, and wait up to BLAME_SECONDS for them to end.
+        """Stop the other ranks with the cause of the failure, and wait up to BLAME_SECONDS for them to exit.
 
         rank: the rank that failed, which may be 0.
         """
@@ -362,7 +364,7 @@ class LeaderChannel(_Channel):
         self._wait_until_all_are_gone(BLAME_SECONDS)
 
     def close(self) -> None:
-        """End the other ranks in order, and this end. Idempotent."""
+        """Stop the other ranks in order, and close this end. Idempotent."""
         if self._ended:
             return
         self._closing = True
@@ -409,7 +411,7 @@ class LeaderChannel(_Channel):
                 self._lose(stall.rank, stall.cause, by_silence=not stall.is_computing)
 
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
-        """Record the first loss, with `_changed` held. Later losses are its consequences."""
+        """Record the first loss, with `_changed` held. Later losses are consequences of the first one."""
         if self.failure is None:
             self.failure = RankLostError(rank, cause, by_silence=by_silence)
             logger.error("%s", self.failure)
@@ -422,7 +424,7 @@ class FollowerChannel(_Channel):
 
     orders:       the orders of rank 0; get() blocks.
     progress:     of this rank's steps.
-    has_watchdog: end this process if its interpreter hangs.
+    has_watchdog: terminate this process if its interpreter hangs.
     on_lost:      called once, on the channel's thread, when rank 0 is lost or sends the cause of the engine's failure.
     """
 
@@ -464,12 +466,12 @@ class FollowerChannel(_Channel):
         self._end_command(order.number)
 
     def fail(self, cause: str, *, is_consequence: bool) -> None:
-        """Report that this rank has failed. is_consequence: the end of another rank may be the cause."""
+        """Report that this rank has failed. is_consequence: the loss of another rank may be the cause."""
         self._send(Kind.FAILED, 0, [is_consequence, cause])
 
     def leave(self) -> None:
-        """Ask rank 0, with the next heartbeat, to drain and end the engine. Takes no lock, so that a signal handler can
-        call it while this thread sends.
+        """Ask rank 0, with the next heartbeat, to drain and stop the engine. Takes no lock, so that a signal handler
+        can call it while this thread sends.
         """
         self._is_leaving = True
 

@@ -47,17 +47,17 @@ OpenModel = Callable[[], ModelSource]
 MakePart = Callable[[ModelSource, Groups], TorchExecutor]
 
 FAILED_SECONDS = 3.0
-"""How long a failed rank waits for rank 0 to end the engine with the cause."""
+"""How long a failed rank waits for rank 0 to stop the engine with the cause."""
 _SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
 """Attributes of an executor that must be equal on all ranks."""
 ENDING_SECONDS = 1.0
-"""From the loss of a rank to the end of this process: time to notify the coordinator and the other ranks."""
+"""Time from the loss of a rank to the exit of this process, to notify the coordinator and the other ranks."""
 
 
 def end_with(error: RankError, *, own_rank: int | None = None) -> None:
-    """End this process at once: its threads may hang in a collective that no other rank will enter.
+    """Terminate this process at once: its threads may hang in a collective that no other rank will enter.
 
-    own_rank: rank of this process. If this rank failed, write a traceback of every thread to standard error.
+    own_rank: rank of this process. If it is the rank that failed, write a traceback of every thread to standard error.
     """
     print(f"the engine ends: {error}", file=sys.stderr, flush=True)
     if error.rank == own_rank:
@@ -104,7 +104,7 @@ class RankedExecutor(Ranks):
     digest:   digest of the digests of all ranks.
     local:    the executor of rank 0's part.
     progress: of rank 0's steps.
-    warm_up:  returns the steps to run once, after the first load, for a number of pages.
+    warm_up:  returns the steps to run once after the first load, given the number of pages.
     measures: each rank measured its memory: use as many pages as every rank has room for.
 
     Raises RankError if a rank was started with other sizes.
@@ -213,7 +213,7 @@ class RankedExecutor(Ranks):
     # --- Ranks --------------------------------------------------------------------------------------------------
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Return when every rank has performed all earlier orders, which it takes one after the other."""
+        """Return when every rank has performed all earlier orders, one after the other."""
         try:
             await asyncio.to_thread(self._everywhere, "confirm")
         except RankError as error:
@@ -225,7 +225,7 @@ class RankedExecutor(Ranks):
         self._channel.share_state(state, has_joined=has_joined)
 
     def share_answers(self, answers: dict[str, Any]) -> None:
-        """Send the answers of a generate() call to all ranks, which make the same call and return them, too."""
+        """Send the answers of a generate() call to all ranks, which make the same call and return the same answers."""
         self._everywhere("answers", answers)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
@@ -246,7 +246,7 @@ class RankedExecutor(Ranks):
         self._channel.on_lost = lost
 
     def end(self, failure: BaseException | None) -> None:
-        """End the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
+        """Stop the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
         if failure is None:
             self._channel.close()
         else:
@@ -254,7 +254,7 @@ class RankedExecutor(Ranks):
             self._channel.fail(rank, cause)
 
     def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Have every rank perform an order. Return the answers by rank; raise the first error, naming its rank."""
+        """Make every rank perform an order. Return the answers by rank; raise the first error, naming its rank."""
         number = self._channel.post(Kind.COMMAND, [name, *arguments])
         failure: Exception | None = None
         answers: dict[int, Any] = {}
@@ -309,7 +309,7 @@ class Follower:
         except Exception as error:
             logger.exception("step %d failed", order.number)
             self.channel.fail(str(error), is_consequence=isinstance(error, GroupError))
-            # If this rank ended at once, rank 0 could report it as the cause.
+            # If this rank exited at once, rank 0 could report it as the cause.
             time.sleep(FAILED_SECONDS)
             end_with(RankError(self.rank, str(error)))
         if self.groups.shard.has_head and self.groups.shard.tensor_rank == 0:  # this rank has sampled
@@ -336,9 +336,9 @@ def lead(
 ) -> RankedExecutor:
     """Start rank 0. Return the executor of all ranks, which wait for its orders.
 
-    open_model:   returns the model's files. A download may take long and differently long on each machine, so it comes
-                  before everything that has a time limit.
-    has_watchdog: end this process if its interpreter hangs.
+    open_model:   returns the model's files. A download may take a long time, which differs between machines, so it
+                  comes before everything that has a timeout.
+    has_watchdog: terminate this process if its interpreter hangs.
 
     Raises RendezvousError naming the missing rank, RankError, and the errors of `open_model` and `make_part`.
     """
@@ -393,7 +393,7 @@ def join(
 def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenModel, make_part: MakePart) -> None:
     """Run another rank in this process until the engine ends. Raises the errors of lead().
 
-    On SIGTERM or SIGINT, it asks rank 0 to end the engine in order.
+    On SIGTERM or SIGINT, it asks rank 0 to shut the engine down in order.
     """
     missing = ["the other ranks of the engine"]
     if settings.health_port is not None and identity.local_rank == 0:

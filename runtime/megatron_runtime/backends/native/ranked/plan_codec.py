@@ -29,9 +29,9 @@ _CLASSES: dict[int, type] = {
 """By extension type: an object is encoded as the list of its fields, in the order of the class."""
 _CODES = {cls: code for code, cls in _CLASSES.items()}
 _LEVELS = 5
-"""The most nested extensions: a plan, its batch, the edits of a row, their penalties, an array."""
+"""Maximum nesting of extensions: a plan, its batch, the edits of a row, their penalties, an array."""
 _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
-"""Limits of a message between ranks: a step has some values and arrays per row, and the arrays are bytes."""
+"""Limits of a message between ranks: a step has a few values and arrays per row, and arrays are encoded as bytes."""
 
 
 def pack(value: Any) -> bytes:
@@ -42,7 +42,7 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes | memoryview, *, levels: int = _LEVELS) -> Any:
     """Decode the bytes of pack(); arrays are read-only.
 
-    levels: the most nested extensions. Raises MalformedMessageError.
+    levels: maximum nesting of extensions. Raises MalformedMessageError.
     """
     return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
 

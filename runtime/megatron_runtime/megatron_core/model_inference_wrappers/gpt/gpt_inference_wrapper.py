@@ -18,8 +18,8 @@ class GPTInferenceWrapper:
     The engine runs its model without a wrapper. Pass a subclass as `inference_wrapper_cls` of MegatronLLM to change how
     the model runs.
 
-    model: a DecoderModel; or a GPTModel of Megatron-Core, which an engine is constructed with.
-    inference_context: the context of that engine.
+    model: a DecoderModel, or a GPTModel of Megatron-Core from which an engine is constructed.
+    inference_context: the context of the engine.
     """
 
     def __init__(self, model: Any, inference_context: Any = None) -> None:

@@ -13,7 +13,7 @@ from megatron_runtime.tokenization import tokenizer_of
 __all__ = ["start_text_gen_server", "stop_text_gen_server"]
 
 _MODEL_NAME = "EMPTY"
-"""In the answers, as in those of Megatron-Core's server."""
+"""Model name in answers, as in Megatron-Core's server."""
 
 _lock = threading.Lock()
 _running: tuple[EventLoopManager, FrontEnd] | None = None
@@ -32,11 +32,11 @@ def start_text_gen_server(
 ) -> None:
     """Serve HTTP on a thread of this process, for every model name, until stop_text_gen_server().
 
-    coordinator_addr: of a coordinator of this project.
+    coordinator_addr: address of a coordinator of this project.
     tokenizer:        has `tokenize(text)` and `detokenize(tokens)`.
-    rank:             of the caller; without effect.
+    rank:             rank of the caller; has no effect.
     parsers:          at most one name, of a tool-call parser.
-    num_replicas:     without effect: only this process has the tokenizer.
+    num_replicas:     has no effect: only this process has the tokenizer.
     hostname:         address to listen on; None: every IPv4 address.
     sock:             a bound socket to use instead of hostname and server_port.
 
