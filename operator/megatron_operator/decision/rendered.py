@@ -103,8 +103,8 @@ class Rendered:
 
     @cached_property
     def workloads(self) -> list[Manifest]:
-        """The desired Deployments and engines: their pods refer to all objects that the spec names. If all engines refer
-        to the same objects, the first engine is enough."""
+        """The desired Deployments and engines: their pods refer to all objects that the spec names. The first engine is
+        enough if all refer to the same objects."""
         replicas = self.ctx.spec.replicas
         engines = range(replicas if engines_differ(self.ctx) else min(1, replicas))
         deployments = [manifest for manifest in self.shared[0] if manifest["kind"] == "Deployment"]

@@ -400,7 +400,8 @@ class EngineSpec(ApiModel):
         default=None,
         description="Merged into the rendered pod, containers by name (the container is engine): resources, "
         "tolerations, affinity, volumes, … In labels, annotations, claims of volumes and fields of the placement, "
-        "$(ENGINE_INDEX) and $(ENGINE_NAME) are those of the engine. The operator rejects fields that its pod policy does not allow.",
+        "$(ENGINE_INDEX) and $(ENGINE_NAME) are those of the engine. The operator rejects fields that its pod policy "
+        "does not allow.",
     )
 
 

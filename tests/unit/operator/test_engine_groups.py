@@ -88,7 +88,9 @@ def test_the_name_of_a_volume_has_no_placeholder() -> None:
     directory of the node."""
     volume = {"name": "node-$(ENGINE_INDEX)", "hostPath": {"path": "/srv"}}
     mount = {"name": "node-0", "mountPath": "/mnt"}
-    ctx = context(podTemplate={"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}})
+    ctx = context(
+        podTemplate={"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
+    )
     allowed = replace(ctx, settings=replace(ctx.settings, pod_policy=PodPolicy(host_paths=("/srv",))))
     assert volume in template(allowed, 0)["spec"]["volumes"]
 
