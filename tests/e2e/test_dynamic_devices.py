@@ -113,7 +113,7 @@ async def test_engines_serve_with_a_prepared_device_each(driver: Driver, kube: K
 
 
 async def test_an_engine_starts_with_the_device_of_its_accelerator(driver: Driver, kube: Kubectl) -> None:
-    """A native engine then expects a GPU, which this machine does not have, and says so."""
+    """A native engine then expects a GPU. The status reports that this machine has none."""
     accelerator = {"claims": [{**CLAIM, "request": "device"}]}
     apply_sample(kube, engine={"gpusPerPod": 1, "accelerator": accelerator})
 
