@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from eventually import eventually
+from openshift import CONSTRAINT, CONSTRAINTS, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
 
 from localcluster import LocalCluster, installation
 from megatron_operator.cluster.kinds import POD, kind_of
 
 from .conftest import condition, wait_until_served
-from .openshift import CONSTRAINT, CONSTRAINTS, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -25,7 +25,7 @@ def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> It
     crd = CRD["metadata"]["name"]
     annotations = [f"{key}={value}" for key, value in NAMESPACE_ANNOTATIONS.items()]
     control_plane.run_kubectl("annotate", "namespace", namespace, *annotations)
-    with admission(namespace, tmp_path) as webhook:
+    with admission([namespace], folder=tmp_path) as webhook:
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(CRD))
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(webhook))
         try:

@@ -433,8 +433,8 @@ class EngineSpec(ApiModel):
     pod_template: PodTemplate | None = Field(
         default=None,
         description="Pod fields such as resources, tolerations, affinity and volumes that the operator merges into "
-        "the rendered pod. The container is called engine. In labels, annotations and placement fields, "
-        "$(ENGINE_INDEX) and $(ENGINE_NAME) are replaced by the index and name of the engine. The operator "
+        "the rendered pod. The container is called engine. In labels, annotations, claims of volumes and placement "
+        "fields, $(ENGINE_INDEX) and $(ENGINE_NAME) are replaced by the index and name of the engine. The operator "
         "rejects fields that its pod policy does not allow.",
     )
 
