@@ -1,4 +1,4 @@
-"""The epochs of the weights that sampled tokens, as spans: each begins at a token and ends where the next one begins."""
+"""The epochs of the weights that sampled tokens, as spans: each ends where the next one begins."""
 
 from __future__ import annotations
 
