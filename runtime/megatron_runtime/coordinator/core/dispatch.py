@@ -93,7 +93,7 @@ class Dispatcher:
         A uid that is open already is the same request on another connection. A uid that was answered on this very
         connection was sent before the client read the answer.
         """
-        uid, meta, prompt, generated, params, media = submit
+        uid, meta, prompt, generated, params, media, epochs = submit
         if uid in client.answered:
             return
         known = self.journal.get(uid)
@@ -121,6 +121,7 @@ class Dispatcher:
             prompt=prompt,
             params=params,
             generated=bytearray(generated),
+            epochs=list(epochs),
             arrived=now,
             deadline=now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
             model=client.model,
@@ -277,7 +278,7 @@ class Dispatcher:
             # The coordinator keeps these partials: they report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
-        bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media
+        bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
         self._context.effects.append((engine.peer, Dispatch(dispatch_id, entry.uid, route, meta, *bodies)))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
