@@ -65,7 +65,7 @@ class Result:
 
     submit_us, final_us: CPU time of a coordinator per message, the median.
     kib_per_engine: growth of the process' resident memory from before the coordinators to the end.
-    hits: share of requests, 0 to 1. most_open: most requests of an engine at once; the mean is a half.
+    hits: share of requests, 0 to 1. max_open: most requests of an engine at once; the mean is a half.
     """
 
     layout: str
@@ -75,7 +75,7 @@ class Result:
     final_us: float
     kib_per_engine: float
     hits: float
-    most_open: int
+    max_open: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int
     open_requests: deque[tuple[Cell, Open]] = deque()
     given: set[tuple[int, bytes, int]] = set()
     loads: Counter[tuple[int, bytes]] = Counter()
-    submits, finals, hits, most_open = [], [], 0, 0
+    submits, finals, hits, max_open = [], [], 0, 0
     warm_up = 2 * max(1, engines // ENGINES_PER_PREFIX)
     for number in range(warm_up + requests):
         group = int(rng.integers(len(prefixes)))
@@ -159,7 +159,7 @@ def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int
         if number >= warm_up:
             submits.append(seconds)
             hits += key in given
-            most_open = max(most_open, loads[key[:2]])
+            max_open = max(max_open, loads[key[:2]])
         given.add(key)
         if len(open_requests) > max(1, engines // ENGINES_PER_OPEN_REQUEST):
             done_by, done = open_requests.popleft()
@@ -175,7 +175,7 @@ def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int
         final_us=round(statistics.median(finals) * 1e6, 1),
         kib_per_engine=round((process.memory_info().rss - before) / 1024 / engines, 1),
         hits=round(hits / requests, 3),
-        most_open=most_open,
+        max_open=max_open,
     )
 
 
@@ -200,7 +200,7 @@ def table(document: dict[str, Any]) -> str:
     ]
     for entry in document["results"]:
         figures = (f"{entry['submit_us']:.0f}", f"{entry['final_us']:.0f}", f"{entry['kib_per_engine']:.0f}")
-        shares = (f"{entry['hits']:.0%}", str(entry["most_open"]))
+        shares = (f"{entry['hits']:.0%}", str(entry["max_open"]))
         cells = (entry["layout"], f"{entry['engines']:,}", str(entry["cells"]), *figures, *shares)
         lines.append(f"| {' | '.join(cells)} |")
     known = document["bytes_per_block"] * MAX_KNOWN_BLOCKS / (1 << 20)

@@ -76,8 +76,8 @@ class Rate:
     """Tokens per second of an engine: median, minimum and maximum of its turns."""
 
     median: float
-    least: float
-    most: float
+    minimum: float
+    maximum: float
 
     @classmethod
     def of(cls, turns: list[float]) -> Rate:
@@ -264,14 +264,14 @@ def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
     return found
 
 
-def row_of(cell: str, turns: dict[str, list[float]], most: float) -> Row:
-    """turns: tokens per second of each turn, by engine. most: the bound of the cell, in tokens per second."""
+def row_of(cell: str, turns: dict[str, list[float]], maximum: float) -> Row:
+    """turns: tokens per second of each turn, by engine. maximum: the bound of the cell, in tokens per second."""
     rates = {name: Rate.of(found) for name, found in turns.items()}
     ours = rates.pop(OURS)
     return Row(
         cell=cell,
         ours=ours,
-        percent_of_bound=round(100 * ours.median / most, 1),
+        percent_of_bound=round(100 * ours.median / maximum, 1),
         peers=rates,
         ratios={name: round(ours.median / rate.median, 2) for name, rate in rates.items()},
     )
@@ -332,9 +332,9 @@ def main(
     }
     if path is not None:
         append_line(path, run)
-    most = bounds(options, ceilings)
+    maximum = bounds(options, ceilings)
     for cell, turns in measure(engines, options, until=None if seconds is None else begun + seconds):
-        row = row_of(cell, turns, most[cell])
+        row = row_of(cell, turns, maximum[cell])
         if path is not None:
             append_line(path, asdict(row))
         beside = "".join(f"  {name} {rate.median:.1f} ({row.ratios[name]:.2f})" for name, rate in row.peers.items())

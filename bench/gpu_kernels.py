@@ -366,12 +366,12 @@ def measure(case: Case, ceilings: Ceilings, device: torch.device) -> Result:
     function = getattr(select_kernels(_only(Backend.TRITON, case.operation), device), case.operation)
     error = difference(case, function, reference)
     microseconds = time_captured(case, function, device)
-    kind, least = ceilings.bound(case)
+    kind, minimum = ceilings.bound(case)
     return Result(
         operation=case.operation,
         case=case.name,
         microseconds=round(microseconds, 2),
-        percent_of_bound=round(100 * least / microseconds, 1),
+        percent_of_bound=round(100 * minimum / microseconds, 1),
         bound=kind,
         reference_microseconds=round(time_eager(case, reference, device), 2),
         error=error,

@@ -124,10 +124,10 @@ def main(rows: str, steps: int, path: Path | None) -> None:
                 "rows": count,
                 "requests": name,
                 "median_us": round(statistics.median(times)),
-                "least_us": round(min(times)),
+                "min_us": round(min(times)),
             }
             cells.append(cell)
-            click.echo(f"{count:4} rows  {name:24} {cell['median_us']:6} µs a step, at least {cell['least_us']:6} µs")
+            click.echo(f"{count:4} rows  {name:24} {cell['median_us']:6} µs a step, at least {cell['min_us']:6} µs")
     if path is not None:
         path.write_text(json.dumps({"steps": steps, "cells": cells}, indent=2) + "\n")
 

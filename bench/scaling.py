@@ -5,7 +5,7 @@
 One engine in this process. A cell is the median of some steps on a KV cache of the given length, written completely.
 Linear fits give the cost of one more sequence and of one more cached token, next to the time that reading their bytes
 takes at the memory bandwidth of the same run. A table (.md) and a plot (.svg) are written next to the figures. Cells of
-more than --most-tokens are skipped: a token of the built-in model takes 23 KB.
+more than --max-tokens are skipped: a token of the built-in model takes 23 KB.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Cell:
 
 
 class Bench:
-    """Decode steps of a model on a KV cache of at most `most_tokens` tokens."""
+    """Decode steps of a model on a KV cache of at most `max_tokens` tokens."""
 
-    def __init__(self, model: str, *, dtype: str, threads: int, most_tokens: int) -> None:
+    def __init__(self, model: str, *, dtype: str, threads: int, max_tokens: int) -> None:
         source = resolve(model)
         self.bare_mib = _rss_mib()
         element = select_numbers(dtype).cache.itemsize
@@ -69,7 +69,7 @@ class Bench:
         self.executor = CpuExecutor(
             source,
             dtype=dtype,
-            kv_cache_memory=(most_tokens + PAGE) * self.token_bytes,
+            kv_cache_memory=(max_tokens + PAGE) * self.token_bytes,
             threads=threads,
             page_size=PAGE,
         )
@@ -236,7 +236,7 @@ def _panel(cells: list[dict[str, Any]], value: str, bound: str, *, left: int, ti
 @click.option("--steps", type=click.IntRange(min=1), default=15, show_default=True, help="Of each cell.")
 @click.option("--batches", type=COUNTS, default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--contexts", type=COUNTS, default="128,512,2048,8192", show_default=True)
-@click.option("--most-tokens", type=click.IntRange(min=1), default=1 << 16, show_default=True, help="Of a cell.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=1 << 16, show_default=True, help="Of a cell.")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/scaling.json")
 def main(
     *,
@@ -246,7 +246,7 @@ def main(
     steps: int,
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
-    most_tokens: int,
+    max_tokens: int,
     path: Path,
 ) -> None:
     """Measure decode steps; write figures, a table and a plot."""
@@ -254,18 +254,18 @@ def main(
     bandwidth = memory_bandwidth()
     # In order of size, because resident memory never shrinks.
     sizes = sorted(itertools.product(batches, contexts), key=lambda size: size[0] * size[1])
-    sizes = [(batch, context) for batch, context in sizes if batch * context <= most_tokens]
+    sizes = [(batch, context) for batch, context in sizes if batch * context <= max_tokens]
     # One page more for each sequence, because a context may not be a multiple of a page.
     capacity = max(batch * (context + PAGE) for batch, context in sizes)
-    bench = Bench(model, dtype=dtype, threads=threads, most_tokens=capacity)
+    bench = Bench(model, dtype=dtype, threads=threads, max_tokens=capacity)
     cells = []
     for batch, context in sizes:
         bench.write_cache(batch * (context + PAGE))
         bound = (bench.executor.weight_bytes + batch * context * bench.token_bytes) / bandwidth * 1000
         taken = bench.milliseconds(batch, context, steps=steps)
         memory = _rss_mib()
-        least = bench.bare_mib + (bench.executor.weight_bytes + batch * context * bench.token_bytes) / (1 << 20)
-        figures = (taken, bound, memory, least)
+        minimum = bench.bare_mib + (bench.executor.weight_bytes + batch * context * bench.token_bytes) / (1 << 20)
+        figures = (taken, bound, memory, minimum)
         cells.append(Cell(batch, context, *(round(figure, 5) for figure in figures)))
         click.echo(f"batch {batch:3} context {context:5}: {taken:8.2f} ms, at least {bound:8.2f}; {memory:.0f} MiB")
     document = {

@@ -324,7 +324,7 @@ def main(
         costs = ("cpu_us_per_request", "cpu_us_per_partial", "requests_per_second")
         say("megatron bench coordinator", coordinators, costs)
     if json_file is not None:
-        goals = {"least_ratio_of_requests_per_s": MIN_RATIO, "most_ratio_of_cpu": MAX_COST}
+        goals = {"min_ratio_of_requests_per_s": MIN_RATIO, "max_ratio_of_cpu": MAX_COST}
         document = {
             "machine": facts,
             "starts": starts,

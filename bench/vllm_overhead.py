@@ -5,6 +5,9 @@
 Both servers run from this Python environment, with the same weights, the same engine arguments and the same number of
 threads. Both start once; then one is loaded while the other is idle. Each round sends the same streamed requests to
 both, in alternating order; no prompt is sent to a server twice. Throughput is compared within a round.
+
+vLLM's processes wait by polling and keep every CPU busy that they may use. `--compute-cpus` reserves CPUs for them, as
+a node with a GPU does: the servers and the clients then run on the others.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ FIRST_TOKENS: Mapping[str, Mapping[str, Any]] = {
 }
 """Requests of one client whose time to the first token is measured: arguments of measure()."""
 KV_CACHE_BYTES = 1 << 30
-LEAST_RATIO, MOST_MS = 0.97, 5.0
+MIN_RATIO, MAX_MS = 0.97, 5.0
 """The goals: throughput of ours over vLLM's, and the difference of the times to the first token."""
 _IDLE_SECONDS = 5.0
 _HELP = {"show_default": True}
@@ -150,6 +153,16 @@ def cpu_seconds(server: Server) -> dict[str, float]:
     return found
 
 
+def pin(server: Server, compute: set[int], others: set[int]) -> None:
+    """Let vLLM's engine and worker processes run on the CPUs `compute` only, and the rest of the server on `others`."""
+    assert server.process is not None
+    root = psutil.Process(server.process.pid)
+    for process in [root, *root.children(recursive=True)]:
+        cpus = compute if process_name(process).startswith("VLLM::") else others
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, cpus)
+
+
 def idle_cpu_percent(server: Server) -> float:
     """Return the CPU time of an idle server and its children, in percent of one CPU."""
     before, begun = sum(cpu_seconds(server).values()), time.perf_counter()
@@ -240,6 +253,7 @@ def measure_rounds(
 @click.option("--new-tokens", type=click.IntRange(min=2), default=64, help="Of each answer.", **_HELP)
 @click.option("--first-token-requests", type=click.IntRange(min=2), default=40, help="In a round.", **_HELP)
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, **_HELP)
+@click.option("--compute-cpus", type=click.IntRange(min=0), default=0, help="Reserved for vLLM; 0: none.", **_HELP)
 @click.option("--vllm-arguments", default="{}", help="JSON object of further engine arguments of both.", **_HELP)
 @click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/vllm-overhead", **_HELP)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
@@ -251,6 +265,7 @@ def main(
     new_tokens: int,
     first_token_requests: int,
     threads: int,
+    compute_cpus: int,
     vllm_arguments: str,
     models: Path,
     json_file: Path | None,
@@ -265,14 +280,24 @@ def main(
         OURS: Server(Engine(OURS, dtype, our_command(directory, sizes, threads=threads)), "/readyz", shared),
         VLLM: Server(Engine(VLLM, dtype, vllm_command(directory, sizes)), "/health", shared),
     }
+    cpus = sorted(os.sched_getaffinity(0))
+    compute, others = set(cpus[len(cpus) - compute_cpus :]), set(cpus[: len(cpus) - compute_cpus])
+    if not others:
+        raise click.UsageError(
+            f"--compute-cpus {compute_cpus} leaves no CPU for the servers: this machine has {len(cpus)}"
+        )
     try:
         for name, server in servers.items():
-            server.start(os.sched_getaffinity(0))
+            server.start(set(cpus))
+            if compute_cpus:
+                pin(server, compute, others)
             click.echo(f"{name} is ready")
+        os.sched_setaffinity(0, others)
         # Warm-up.
         options: dict[str, Any] = {"api_key": None, "requests": 64, "prompt_words": 16, "new_tokens": 4, "seed": -1}
         for server in servers.values():
-            measure(32, url=server.url, model=server.model, **options)
+            for kind in FIRST_TOKENS.values():
+                measure(32, url=server.url, model=server.model, **options, **kind)
         idle = {name: round(idle_cpu_percent(server), 1) for name, server in servers.items()}
         measured = measure_rounds(
             servers,
@@ -301,13 +326,11 @@ def main(
         for load in (*FIRST_TOKENS, *CONCURRENCY)
     }
     for clients, row in tokens.items():
-        click.echo(
-            f"{clients} clients: {row[OURS]} and {row[VLLM]} tokens/s, ratio {row['ratio']} (goal {LEAST_RATIO})"
-        )
+        click.echo(f"{clients} clients: {row[OURS]} and {row[VLLM]} tokens/s, ratio {row['ratio']} (goal {MIN_RATIO})")
     for kind, figures in first.items():
         for name in ("median", "p90"):
             row = figures[name]
-            values = f"{row[OURS]} and {row[VLLM]} ms, {row['difference']:+} ms (goal {MOST_MS:+})"
+            values = f"{row[OURS]} and {row[VLLM]} ms, {row['difference']:+} ms (goal {MAX_MS:+})"
             click.echo(f"first token of {kind}, {name}: {values}")
     for load, row in cpu.items():
         for name, processes in row.items():
@@ -324,6 +347,7 @@ def main(
                 "new_tokens": new_tokens,
                 "first_token_requests": first_token_requests,
                 "threads": threads,
+                "compute_cpus": compute_cpus,
                 "environment": shared,
                 "commands": {
                     name: [part.replace(str(directory), dtype) for part in server.engine.command[1:]]

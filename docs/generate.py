@@ -199,8 +199,8 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
         kind += f", {above}{low:g} to {high:g}"
     elif low is not None and abs(low) <= 100_000:
         kind += f", at least {low:g}"
-    most = field.get("maxItems", field.get("maxLength", field.get("maxProperties")))
-    return f"{kind}, at most {most:,}" if most is not None else kind
+    maximum = field.get("maxItems", field.get("maxLength", field.get("maxProperties")))
+    return f"{kind}, at most {maximum:,}" if maximum is not None else kind
 
 
 def _meanings(path: str) -> dict[str, tuple[str, str]]:

@@ -21,7 +21,7 @@ from megatron_runtime.protocol import strict_json as json
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
-MOST_STORY_TOKENS, LEAST_STORY_TOKENS = 640, 64
+MAX_STORY_TOKENS, MIN_STORY_TOKENS = 640, 64
 STORY_SECONDS = 10.0
 """Approximate duration of a story, during which it is paused, suspended, or loses its engine."""
 FROZEN_SECONDS = 2.0
@@ -54,6 +54,15 @@ class Stream:
             raise CheckError(f"the stream broke: {self.error}") from self.error
         return self.text
 
+    def at_rest(self) -> int:
+        """Return the number of pieces once none has arrived for a second. The resource must be paused: its last pieces
+        may still be on their way."""
+        before = -1
+        while self.chunks != before:
+            before = self.chunks
+            time.sleep(1.0)
+        return before
+
 
 def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
     """Return `url` when it answers: kube-proxy adds a Service's pods some moments after they are ready.
@@ -65,7 +74,7 @@ def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
         try:
             httpx.get(f"{url}/readyz", timeout=10)
             return url
-        except httpx.ConnectError as error:
+        except httpx.TransportError as error:
             check(time.monotonic() < until, f"{url} cannot be reached within {seconds:g} s: {error}")
         time.sleep(0.1)
 
@@ -132,7 +141,7 @@ def ask_for_paris(chat: Chat) -> tuple[str, int]:
     answer = chat.ask(QUESTION)
     check("Paris" in answer, f"the answer for the capital of France is {answer!r}")
     pace = len(answer.split()) / (time.monotonic() - began)
-    return answer, min(MOST_STORY_TOKENS, max(LEAST_STORY_TOKENS, int(pace * STORY_SECONDS)))
+    return answer, min(MAX_STORY_TOKENS, max(MIN_STORY_TOKENS, int(pace * STORY_SECONDS)))
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,7 @@ class Walkthrough:
             self._patch("Paused")
         with self._said(f"the stream pauses for {FROZEN_SECONDS:g} s, a new request waits") as say:
             waiting = chat.stream(QUESTION, max_tokens=16)
-            before = stream.chunks
+            before = stream.at_rest()
             check(not stream.finished.wait(FROZEN_SECONDS), "the stream ended while paused")
             check(stream.chunks == before, f"{stream.chunks - before} pieces came while paused")
             check(not waiting.begun.is_set(), "a new request was answered while paused")

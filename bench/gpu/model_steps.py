@@ -467,9 +467,9 @@ def attention(campaign: Campaign) -> None:
                     )
                     call = partial(paged_decode, num_kv_heads=config.num_kv_heads, tuning=tuning)
                     times[split_tokens] = round(time_in_graph(lambda x, call=call: call(*x), [inputs], device), 1)
-                least = min(times, key=lambda split_tokens: times[split_tokens])
+                minimum = min(times, key=lambda split_tokens: times[split_tokens])
                 campaign.emit(
-                    f"attention b{batch} of {context}", fastest=least, us={str(k): v for k, v in times.items()}
+                    f"attention b{batch} of {context}", fastest=minimum, us={str(k): v for k, v in times.items()}
                 )
 
 

@@ -18,7 +18,7 @@ from megatron_runtime.protocol import strict_json as json
 _BARS, _BAR_WIDTH = 210, 420
 _STEADY = 1.07
 """Highest ratio of the fastest to the slowest rate of the memory in a turn in which two engines met the same memory."""
-_LEAST_TURNS = 3
+_MIN_TURNS = 3
 """Turns at equal rates without which all turns count. The median of fewer is a single turn, or nearly."""
 
 
@@ -146,7 +146,7 @@ def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
     rates = zip(ours.rates.get(cell.name, []), engine.rates.get(cell.name, []), strict=False)
     is_equal = [max(*own, *other) <= _STEADY * min(*own, *other) for own, other in rates]
     equal = list(itertools.compress(pairs, is_equal))
-    counted = equal if len(equal) >= _LEAST_TURNS else pairs
+    counted = equal if len(equal) >= _MIN_TURNS else pairs
     ratio = statistics.median(other / own if cell.is_less else own / other for own, other in counted)
     turns = {"turns_at_equal_memory_rates": len(equal)} if is_equal else {}
     return entry | {"ratio": round(ratio, 2)} | turns
@@ -160,8 +160,8 @@ def _order(entry: dict[str, Any]) -> tuple[int, str]:
 def plot(rows: list[dict[str, Any]]) -> str:
     """Return the ratios as a bar chart in SVG."""
     shown = [row for row in rows if row["ratio"]]
-    height, most = 22 * len(shown) + 40, max((row["ratio"] for row in shown), default=1.0)
-    scale = _BAR_WIDTH / max(most, 1.2)
+    height, maximum = 22 * len(shown) + 40, max((row["ratio"] for row in shown), default=1.0)
+    scale = _BAR_WIDTH / max(maximum, 1.2)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="780" height="{height}" font-family="sans-serif" '
         'font-size="12">',

@@ -77,7 +77,7 @@ def _measure(row, buffer, vocabulary, num_buffered, largest, temperature, thresh
     """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
-    least = tl.full((), _BITS_OF_ONE, tl.int32)
+    smallest = tl.full((), _BITS_OF_ONE, tl.int32)
     greatest = tl.full((), 0, tl.int32)
     size = tl.where(num_buffered > 0, num_buffered, vocabulary)
     for first in range(0, size, BLOCK):
@@ -89,9 +89,9 @@ def _measure(row, buffer, vocabulary, num_buffered, largest, temperature, thresh
         reaches = bits >= threshold
         count += tl.sum(reaches.to(tl.int32), axis=0)
         mass += _total(bits, reaches)
-        least = tl.minimum(least, tl.min(tl.where(reaches, bits, _BITS_OF_ONE), axis=0))
+        smallest = tl.minimum(smallest, tl.min(tl.where(reaches, bits, _BITS_OF_ONE), axis=0))
         greatest = tl.maximum(greatest, tl.max(tl.where(reaches, 0, bits), axis=0))
-    return count, mass, least, greatest
+    return count, mass, smallest, greatest
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _search(
     mass_above = tl.full((), 0.0, tl.float64)
     while high - low > 1:
         middle = low + (high - low) // 2
-        count, mass, least, greatest = _measure(
+        count, mass, smallest, greatest = _measure(
             row, buffer, vocabulary, num_buffered, largest, temperature, middle, BLOCK
         )
         if BY_COUNT:
@@ -122,7 +122,7 @@ def _search(
         else:
             reaches = mass >= target
         if reaches:
-            low = least
+            low = smallest
         else:
             high = tl.maximum(greatest, low) + 1
             count_above = count

@@ -108,8 +108,8 @@ def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
     """Return the heads of a program for heads of one token: up to 2048 elements if there are enough tokens to fill the
     device, otherwise at most 4 heads.
     """
-    most = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
-    return min(most, next_power_of_2(num_heads))
+    maximum = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
+    return min(maximum, next_power_of_2(num_heads))
 
 
 def routing_rows(tokens: int) -> int | None:

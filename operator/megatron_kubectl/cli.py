@@ -26,10 +26,10 @@ from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.options import FiniteRange
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
-    "pause": (DesiredState.PAUSED, "Pause generation; new requests wait."),
-    "resume": (DesiredState.RUNNING, "Run, from any state."),
+    "pause": (DesiredState.PAUSED, "Pause generation. New requests wait."),
+    "resume": (DesiredState.RUNNING, "Resume generation from any state."),
     "suspend": (DesiredState.SUSPENDED, "Pause generation and release memory."),
-    "stop": (DesiredState.STOPPED, "Drain, then remove the engines."),
+    "stop": (DesiredState.STOPPED, "Finish the open requests, then remove the engines."),
 }
 
 
@@ -41,8 +41,10 @@ def main() -> None:
 
 
 def _connection(command: Callable[..., None]) -> Callable[..., None]:
-    command = click.option("-n", "--namespace", help="Default: the namespace of the context.")(command)
-    return click.option("--context", help="Context of the kubeconfig.")(command)
+    command = click.option(
+        "-n", "--namespace", help="Namespace to use. Default: the namespace of the kubeconfig context."
+    )(command)
+    return click.option("--context", help="Kubeconfig context to use. Default: the current context.")(command)
 
 
 def _names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
@@ -60,9 +62,19 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
     return _connection(click.argument("name", shell_complete=_names)(command))
 
 
-_output = click.option("-o", "--output", type=click.Choice(["json"]), help="Print JSON, for programs.")
-_wait = click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until every rank has confirmed.")
-_timeout = click.option("--timeout", type=FiniteRange(min=0), default=300.0, show_default=True, help="Seconds to wait.")
+_output = click.option(
+    "-o", "--output", type=click.Choice(["json"]), help="Output format. json prints machine-readable output."
+)
+_wait = click.option(
+    "--wait/--no-wait", default=True, show_default=True, help="Wait until every rank has confirmed the new state."
+)
+_timeout = click.option(
+    "--timeout",
+    type=FiniteRange(min=0),
+    default=300.0,
+    show_default=True,
+    help="Seconds to wait before the command fails.",
+)
 
 
 @contextlib.contextmanager
@@ -82,10 +94,11 @@ def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClie
     "-o",
     "--output",
     type=click.Choice(["wide", "json", "name"]),
-    help="wide: more columns. json: for programs. name: only names, for other commands of kubectl.",
+    help="Output format. wide prints more columns, json machine-readable output, and name only names, as input for "
+    "kubectl.",
 )
 def list_(*, namespace: str | None, context: str | None, all_namespaces: bool, output: str | None) -> None:
-    """List the resources of a namespace."""
+    """List resources."""
     with _client(namespace, context) as client:
         found = client.resources(all_namespaces=all_namespaces)
         where = "all namespaces" if all_namespaces else f"namespace {client.namespace}"
@@ -129,7 +142,7 @@ def _list_table(found: list[dict[str, Any]], *, wide: bool, namespaces: bool) ->
 @_options
 @_output
 def status(*, name: str, namespace: str | None, context: str | None, output: str | None) -> None:
-    """Show the status of NAME, and what it waits for."""
+    """Show the status of NAME and what it is waiting for."""
     from megatron_operator.explain import explanation
 
     with _client(namespace, context) as client:
@@ -144,7 +157,7 @@ def status(*, name: str, namespace: str | None, context: str | None, output: str
 @_options
 @_output
 def explain(*, name: str, namespace: str | None, context: str | None, output: str | None) -> None:
-    """Show what NAME waits for, down to the pod, the scheduler or the rank, and whether the load is uneven."""
+    """Show what NAME is waiting for, down to the pod, the scheduler or the rank, and whether its load is uneven."""
     from megatron_kubectl.top import Sampler, imbalance
     from megatron_operator.explain import causes
 
@@ -160,13 +173,22 @@ def explain(*, name: str, namespace: str | None, context: str | None, output: st
 
 @main.command()
 @_options
-@click.option("--component", type=click.Choice(["coordinator", "server", "engine"]), help="Default: all.")
-@click.option("--engine", type=click.IntRange(min=0), metavar="I", help="Only the engine of this number.")
 @click.option(
-    "-f", "--follow", is_flag=True, help="Show new lines as they arrive, also of containers that start later."
+    "--component",
+    type=click.Choice(["coordinator", "server", "engine"]),
+    help="Show only the pods of this component. Default: all components.",
 )
-@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Last lines of each pod. Default: all.")
-@click.option("--previous", is_flag=True, help="Show the container before the last restart.")
+@click.option(
+    "--engine", type=click.IntRange(min=0), metavar="I", help="Show only the pods of the engine with this index."
+)
+@click.option("-f", "--follow", is_flag=True, help="Follow the logs, including those of containers that start later.")
+@click.option(
+    "--tail",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Number of most recent lines of each pod. Default: all lines.",
+)
+@click.option("--previous", is_flag=True, help="Show the logs of the container before its last restart.")
 @_output
 def logs(
     *,
@@ -180,7 +202,7 @@ def logs(
     previous: bool,
     output: str | None,
 ) -> None:
-    """Show the logs of the pods of NAME, by time, each line with the name of its pod."""
+    """Show the logs of all pods of NAME in order of time. Each line begins with the name of its pod."""
     from megatron_kubectl.pod_logs import LogFollower, Selection, merged, selected_pods
 
     if engine is not None and component not in (None, "engine"):
@@ -208,13 +230,17 @@ def logs(
 
 @main.command()
 @_options
-@click.option("--interval", type=FiniteRange(min=0.5), default=2.0, show_default=True, help="Seconds per refresh.")
-@click.option("--once", is_flag=True, help="Show one table and end; the default if the output is no terminal.")
+@click.option(
+    "--interval", type=FiniteRange(min=0.5), default=2.0, show_default=True, help="Seconds between two refreshes."
+)
+@click.option(
+    "--once", is_flag=True, help="Print one table and exit. This is the default if the output is not a terminal."
+)
 @_output
 def top(
     *, name: str, namespace: str | None, context: str | None, interval: float, once: bool, output: str | None
 ) -> None:
-    """Show the load of the engines of NAME, refreshed until it is interrupted. Rates are those of the interval."""
+    """Show the load of the engines of NAME until you press Ctrl-C. Rates are averages over one refresh interval."""
     from megatron_kubectl.top import Sampler, lines
 
     with _client(namespace, context) as client, contextlib.suppress(KeyboardInterrupt):
@@ -235,7 +261,9 @@ def top(
 
 @main.command()
 @_options
-@click.option("--replicas", type=click.IntRange(min=0), required=True, help="Engines; 0 removes all engine pods.")
+@click.option(
+    "--replicas", type=click.IntRange(min=0), required=True, help="Number of engines; 0 removes all engine pods."
+)
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until all engines serve.")
 @_timeout
 def scale(*, name: str, namespace: str | None, context: str | None, replicas: int, wait: bool, timeout: float) -> None:
@@ -264,7 +292,7 @@ def rollout_group() -> None:
 def rollout_status(
     *, name: str, namespace: str | None, context: str | None, timeout: float, output: str | None
 ) -> None:
-    """Show the progress of the rollout of NAME until all engines are updated and serve; exit code 1 if it fails."""
+    """Show the progress of a rollout of NAME until it completes. The exit code is 1 if the rollout fails."""
     with _client(namespace, context) as client:
         found = _follow_rollout(client, name, timeout=timeout, quiet=output == "json")
     if output == "json":
@@ -291,7 +319,7 @@ def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet:
 @main.command()
 @_options
 def restart(*, name: str, namespace: str | None, context: str | None) -> None:
-    """Start engines of NAME again that have used up their restart budget. Engines that serve stay as they are."""
+    """Restart the engines of NAME that have exhausted their restart budget. Serving engines are not affected."""
     with _client(namespace, context) as client:
         client.annotate(name, {ANNOTATION_RESTARTED: stamp(datetime.now(UTC))})
     say(f"{name}: restart budgets are reset")
@@ -300,24 +328,30 @@ def restart(*, name: str, namespace: str | None, context: str | None) -> None:
 @main.command()
 @_options
 def update(*, name: str, namespace: str | None, context: str | None) -> None:
-    """Update NAME to the release of the operator. Its coordinator, servers and engines are replaced."""
+    """Update NAME to the operator's release. This replaces its coordinator, servers and engines."""
     with _client(namespace, context) as client:
-        found = (client.get(name).get("status") or {}).get("update")
-        if found is not None:
-            client.annotate(name, {ANNOTATION_UPDATE: found["id"]})
-    say(f"{name}: update requested" if found is not None else f"{name}: is up to date")
+        available = (client.get(name).get("status") or {}).get("update")
+        if available is not None:
+            client.annotate(name, {ANNOTATION_UPDATE: available["id"]})
+    say(f"{name}: update requested" if available is not None else f"{name}: is up to date")
 
 
 @main.command()
-@click.option("-n", "--namespace", help="Namespace that is shown first. Default: that of the context.")
-@click.option("-A", "--all-namespaces", is_flag=True, help="Show the resources of all namespaces first.")
-@click.option("--context", help="Context of the kubeconfig.")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port on 127.0.0.1; 0: any free port."
+    "-n", "--namespace", help="Namespace that the page shows first. Default: the namespace of the kubeconfig context."
 )
-@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Show the resources of all namespaces when the page opens.")
+@click.option("--context", help="Kubeconfig context to use. Default: the current context.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Port on 127.0.0.1; 0 picks a free port.",
+)
+@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in a browser.")
 def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | None, port: int, browser: bool) -> None:
-    """Serve a web page on this machine that shows and controls resources, until it is interrupted."""
+    """Serve a web page on this machine that shows and controls resources, until you press Ctrl-C."""
     import asyncio
 
     try:

@@ -28,7 +28,7 @@ UNREACHABLE = (
 """The remedy if the API server's proxy does not reach the metrics of a pod."""
 INTERVAL_SECONDS = 5.0
 WINDOW_SECONDS = 900.0
-MOST_SAMPLES = int(WINDOW_SECONDS / INTERVAL_SECONDS)
+MAX_SAMPLES = int(WINDOW_SECONDS / INTERVAL_SECONDS)
 
 RUNNING = "megatron_num_requests_running"
 WAITING = "megatron_num_requests_waiting"

@@ -116,9 +116,9 @@ def imbalance(found: Object) -> list[str]:
     )
     if len(queues) < 2 or queues[-1][0] < max(MIN_UNEVEN_TOKENS, UNEVEN_FACTOR * queues[0][0]):
         return []
-    (least, idle), (most, busy) = queues[0], queues[-1]
+    (minimum, idle), (maximum, busy) = queues[0], queues[-1]
     remedy = "use spec.coordinator.routing.policy LeastCost, which balances prompt tokens"
-    return [f"  load is uneven: {busy} has {most:.0f} queued prompt tokens, {idle} has {least:.0f}; {remedy}"]
+    return [f"  load is uneven: {busy} has {maximum:.0f} queued prompt tokens, {idle} has {minimum:.0f}; {remedy}"]
 
 
 def _engine(sample: EngineSample, epoch: Any) -> Object:

@@ -48,28 +48,28 @@ runtime_image = environment_option(
     envvar="MEGATRON_RUNTIME_IMAGE",
     default=DEFAULT_RUNTIME_IMAGE,
     show_default=True,
-    help="Image of servers and native engines if a resource sets none.",
+    help="Default image of servers and native engines. A resource can set another one.",
 )
 vllm_runtime_image = environment_option(
     "--vllm-runtime-image",
     envvar="MEGATRON_VLLM_RUNTIME_IMAGE",
     default=DEFAULT_VLLM_RUNTIME_IMAGE,
     show_default=True,
-    help="Image of vLLM engines if a resource sets none.",
+    help="Default image of vLLM engines. A resource can set another one.",
 )
 coordinator_image = environment_option(
     "--coordinator-image",
     envvar="MEGATRON_COORDINATOR_IMAGE",
     default=DEFAULT_COORDINATOR_IMAGE,
     show_default=True,
-    help="Image of coordinators; the operator's image contains all that they need.",
+    help="Image of coordinators. The operator's image contains everything that they need.",
 )
 operator_namespace = environment_option(
     "--operator-namespace",
     envvar="POD_NAMESPACE",
     default="megatron-system",
     show_default=True,
-    help="Namespace of the operator's own pods, its Lease and its admin key.",
+    help="Namespace of the operator's pods, Lease and admin key.",
 )
 image_pull_policy = environment_option(
     "--image-pull-policy",
@@ -84,7 +84,7 @@ image_pull_secrets = click.option(
     "image_pull_secrets",
     multiple=True,
     metavar="NAME",
-    help="Secret in the namespace of each resource with which its images are pulled. May be repeated.",
+    help="Secret for pulling images, by name. It must exist in the namespace of each resource. Repeatable.",
 )
 runtime_log_format = click.option(
     "--runtime-log-format",
@@ -99,8 +99,9 @@ openshift = click.option(
     callback=lambda _, __, value: {"true": True, "false": False}.get(value),
     default="auto",
     show_default=True,
-    help="Leave user and group IDs of pods to the cluster, as OpenShift's restricted-v2 demands. auto: `run` asks the "
-    "cluster for OpenShift's API; other commands assume another cluster. A change restarts pods.",
+    help="Let the cluster assign the user and group IDs of pods, as OpenShift's restricted-v2 requires. With auto, "
+    "`run` checks whether the cluster has OpenShift's API; other commands assume that it has not. A change "
+    "restarts pods.",
 )
 resource_file = click.option(
     "-f",
@@ -108,19 +109,29 @@ resource_file = click.option(
     "path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     required=True,
-    help="YAML file with one MegatronInference.",
+    help="YAML file with one MegatronInference resource.",
 )
 kubeconfig = click.option(
     "--kubeconfig",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Kubeconfig file. Default: the service account in a pod, else $KUBECONFIG or ~/.kube/config.",
+    help="Kubeconfig file. Default: the service account if the command runs in a pod, otherwise $KUBECONFIG or "
+    "~/.kube/config.",
 )
-kube_context = click.option("--context", help="Context of the kubeconfig.")
+kube_context = click.option("--context", help="Kubeconfig context to use. Default: the current context.")
 egress_policies = click.option(
     "--egress-policies/--no-egress-policies",
     default=True,
     show_default=True,
-    help="NetworkPolicies limit what the pods of a resource may connect to.",
+    help="Create NetworkPolicies that limit the outgoing connections of the pods of a resource.",
+)
+
+output_format = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["yaml", "json"]),
+    default="yaml",
+    show_default=True,
+    help="Output format.",
 )
 
 
@@ -132,7 +143,7 @@ def _peers(_: click.Context, __: click.Parameter, value: str) -> tuple[dict[str,
     fields = {"namespaceSelector", "podSelector", "ipBlock"}
     if not isinstance(peers, list) or not all(isinstance(peer, dict) and set() < set(peer) <= fields for peer in peers):
         names = ", ".join(sorted(fields))
-        raise click.BadParameter(f"{value!r} is no JSON list of peers of a NetworkPolicy, which have {names}")
+        raise click.BadParameter(f"{value!r} is not a JSON list of NetworkPolicy peers: give objects with {names}")
     return tuple(peers)
 
 
@@ -141,7 +152,7 @@ def _ranges(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> t
         try:
             ipaddress.ip_network(value)
         except ValueError as error:
-            raise click.BadParameter(f"{value!r} is no address range such as 10.0.0.0/28: {error}") from error
+            raise click.BadParameter(f"{value!r} is not a CIDR range such as 10.0.0.0/28: {error}") from error
     return values
 
 
@@ -151,7 +162,7 @@ monitoring_peers = click.option(
     default=json.dumps([MONITORING_NAMESPACE]),
     show_default=True,
     metavar="JSON",
-    help="Peers, as in a NetworkPolicy, that may read the metrics of the pods of resources (port 8080).",
+    help="NetworkPolicy peers, as JSON, that may read the metrics of pods of resources (port 8080).",
 )
 api_server_ranges = click.option(
     "--api-server-range",
@@ -159,25 +170,25 @@ api_server_ranges = click.option(
     callback=_ranges,
     multiple=True,
     metavar="CIDR",
-    help="Addresses from which the API server connects to pods, for `kubectl megatron top` and dashboard, which read "
-    "metrics (port 8080) through its proxy. May be repeated.",
+    help="CIDR range from which the API server connects to pods. `kubectl megatron top` and the dashboard read "
+    "metrics (port 8080) through the API server's proxy. Repeatable.",
 )
 
 
 def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of the pod policy. `_settings` converts their values to a PodPolicy."""
+    """Add the options of the pod policy. `_settings` converts their values to a PodPolicy."""
     for switch in reversed(Switch):
         kind: dict[str, Any] = {"is_flag": True, "help": switch.text}
         if switch is Switch.PROFILE:
             kind = {"type": click.Choice(PROFILES), "default": RESTRICTED, "show_default": True, "help": switch.text}
         elif switch.argument is not None:
-            kind = {"multiple": True, "metavar": switch.argument, "help": f"{switch.text} May be repeated."}
+            kind = {"multiple": True, "metavar": switch.argument, "help": f"{switch.text} Repeatable."}
         command = click.option(switch.option, switch.field, **kind)(command)
     return command
 
 
 def installation(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of the settings by which children are rendered. `_settings` converts their values to Settings."""
+    """Add the options that affect rendered children. `_settings` converts their values to Settings."""
     for option in reversed(
         (
             *(runtime_image, vllm_runtime_image, coordinator_image, operator_namespace, image_pull_policy),
@@ -209,68 +220,102 @@ def _dump(documents: list[dict[str, Any]], *, form: str) -> str:
 @click.group(cls=ReadableGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
-    """Run large language models on Kubernetes: the operator and its offline tools."""
+    """Operator for MegatronInference resources, and its offline tools."""
     prepare_process()
 
 
 @main.command()
 @installation
-@click.option("--namespace", "namespaces", multiple=True, help="Namespace to serve; may be repeated. Default: all.")
+@click.option(
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    help="Namespace whose resources the operator manages. Repeatable. Default: all namespaces.",
+)
 @kubeconfig
 @kube_context
-@click.option("--health-port", type=click.IntRange(0, 65535), default=8080, show_default=True)
 @click.option(
-    "--lease-name", default="megatron-operator", show_default=True, help="Lease, one for each set of namespaces."
+    "--health-port",
+    type=click.IntRange(0, 65535),
+    default=8080,
+    show_default=True,
+    help="Port for probes and metrics.",
+)
+@click.option(
+    "--lease-name",
+    default="megatron-operator",
+    show_default=True,
+    help="Name of the Lease that elects the leader. Operators that manage different namespaces need different Leases.",
 )
 @click.option(
     "--lease-seconds",
     type=FiniteRange(1, 600),
     default=10.0,
     show_default=True,
-    help="Time after which a dead leader is replaced.",
+    help="Seconds without a renewal after which a standby replaces the leader. Lower it for a faster takeover, at "
+    "the cost of more writes.",
 )
 @click.option(
     "--resync-seconds",
     type=FiniteRange(min=1),
     default=300.0,
     show_default=True,
-    help="Interval at which the objects of each resource are listed again.",
+    help="Seconds between two full checks of each resource. A check finds changes that a watch has missed.",
 )
 @click.option(
     "--watch-seconds",
     type=FiniteRange(min=1),
     default=40.0,
     show_default=True,
-    help="Duration of a watch before it is renewed, which bounds how long a dead watch goes unnoticed.",
+    help="Seconds after which a watch is renewed. This bounds the time for which a dead watch goes unnoticed.",
 )
 @click.option(
     "--coordinator-address",
-    help="Template of coordinator admin addresses, with {name} and {namespace}. Default: the Service's cluster IP.",
+    help="Template of the coordinators' admin addresses, with {name} and {namespace}. Default: the cluster IP of "
+    "the Service.",
 )
-@click.option("--security/--no-security", default=True, show_default=True, help="CURVE on every socket.")
+@click.option(
+    "--security/--no-security",
+    default=True,
+    show_default=True,
+    help="Encrypt and authenticate the connections of coordinators, engines and servers with CURVE keys.",
+)
 @click.option(
     "--quote-image-repository",
     "quoted_repositories",
     multiple=True,
     metavar="REPOSITORY",
-    help="The status quotes termination messages of images of this repository, besides those of the runtime images; "
-    "all below it if it ends in /. May be repeated.",
+    help="Quote the termination messages of this image repository in the status, in addition to the runtime images. "
+    "A value that ends in / applies to every repository below it. Repeatable.",
 )
 @click.option(
     "--max-concurrent-updates",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Resources that are updated to the release of this operator at the same time.",
+    help="Maximum number of resources that are updated to this operator's release at the same time.",
 )
 @click.option(
     "--oldest-secure-version",
     default="",
     metavar="VERSION",
-    help="Oldest version without a known vulnerability. Updates of resources of earlier releases are security updates.",
+    help="Oldest version without a known vulnerability. Updates of resources with an older release are reported as "
+    "security updates.",
 )
-@click.option("--log-format", type=click.Choice(["json", "text"]), default="json", show_default=True)
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option(
+    "--log-format",
+    type=click.Choice(["json", "text"]),
+    default="json",
+    show_default=True,
+    help="Format of the operator's log lines.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="info",
+    show_default=True,
+    help="Lowest severity that the operator logs.",
+)
 def run(
     *,
     coordinator_address: str | None,
@@ -278,7 +323,7 @@ def run(
     log_level: str,
     **options: Any,
 ) -> None:
-    """Run the controller until SIGTERM or the loss of its leadership."""
+    """Run the operator until SIGTERM or until it loses its leadership."""
     from megatron_operator.controller import main as controller
     from megatron_operator.controller.main import RunOptions
 
@@ -292,7 +337,7 @@ def run(
 
 
 @main.command()
-@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+@output_format
 def crd(output: str) -> None:
     """Print the CustomResourceDefinition."""
     document(_dump([custom_resource_definition()], form=output))
@@ -314,9 +359,9 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 @main.command()
 @resource_file
 @installation
-@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+@output_format
 def render(path: Path, output: str, **options: Any) -> None:
-    """Print the children of a resource, except the keys Secret, which is created in the cluster."""
+    """Print the Kubernetes objects that the operator creates for a resource, except the Secret with its keys."""
     try:
         children = all_children(read_resource(path).context(_settings(**options)[0]))
     except (ResourceFileError, RenderError) as error:
@@ -364,8 +409,12 @@ def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, giv
 
 @main.command()
 @resource_file
-@click.option("--against", help="The current resource: a file, or `cluster`. Default: it does not exist.")
-@click.option("--context", help="Context of the kubeconfig, for `--against cluster`.")
+@click.option(
+    "--against",
+    help="Resource to compare with: a file, or `cluster` for the one in the cluster. Default: none, as for a new "
+    "resource.",
+)
+@click.option("--context", help="Kubeconfig context for `--against cluster`. Default: the current context.")
 @installation
 @click.pass_context
 def plan(command: click.Context, path: Path, against: str | None, context: str | None, **options: Any) -> None:
@@ -392,7 +441,9 @@ def plan(command: click.Context, path: Path, against: str | None, context: str |
 
 @main.command()
 @resource_file
-@click.option("--claim", required=True, help="PersistentVolumeClaim in the resource's namespace for the files.")
+@click.option(
+    "--claim", required=True, help="PersistentVolumeClaim in the resource's namespace to which the Job downloads."
+)
 @runtime_image
 @image_pull_policy
 @image_pull_secrets
@@ -413,7 +464,7 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 
 @main.command()
 @click.argument("name")
-@click.option("-n", "--namespace", help="Default: the namespace of the context.")
+@click.option("-n", "--namespace", help="Namespace to use. Default: the namespace of the kubeconfig context.")
 @kube_context
 def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
@@ -429,12 +480,20 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 
 
 @main.command()
-@click.option("--operator-url", metavar="URL", help="Address of the operator's probes; absent: not checked.")
-@click.option("--server-url", metavar="URL", help="Address of the server of a resource; absent: not checked.")
+@click.option(
+    "--operator-url", metavar="URL", help="URL of the operator's probes. Without it, the operator is not checked."
+)
+@click.option("--server-url", metavar="URL", help="URL of a resource's server. Without it, no model is checked.")
 @environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key for the server.")
 @kubeconfig
 @kube_context
-@click.option("--timeout", type=FiniteRange(min=0), default=60.0, show_default=True, help="Seconds for all checks.")
+@click.option(
+    "--timeout",
+    type=FiniteRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Timeout in seconds for all checks together.",
+)
 def verify(timeout: float, **options: Any) -> None:
     """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
     from megatron_operator import verify as verification

@@ -71,7 +71,7 @@ class Server:
         """Set the answers of the engine by texts: it writes that of the text which the prompt has last."""
         self.script.write_text(json.dumps(script))
 
-    def exchanges(self, *, most: int, rejection: str = "") -> list[Exchange]:
+    def exchanges(self, *, maximum: int, rejection: str = "") -> list[Exchange]:
         """Return the exchanges of this test, at most `most`.
 
         rejection: text of the errors that the client expects. Every other request succeeded.
@@ -82,7 +82,7 @@ class Server:
         unexpected = [each for each in failed if not rejection or rejection not in each.answer]
         assert not unexpected, [f"{each.method} {each.path}: {each.status} {each.answer}" for each in unexpected]
         assert bool(failed) == bool(rejection), "the client no longer asks for what the server rejects"
-        assert len(exchanges) <= most, [f"{each.method} {each.path}" for each in exchanges]
+        assert len(exchanges) <= maximum, [f"{each.method} {each.path}" for each in exchanges]
         return exchanges
 
     def check_shapes(self, client: str, exchanges: list[Exchange]) -> None:

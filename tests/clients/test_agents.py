@@ -55,7 +55,7 @@ def test_claude_code(client: Callable[[str], Client], server: Server) -> None:
     assert first[-1]["result"] == FIRST_ANSWER
     second = events(claude.run("claude", "-p", SECOND, "--continue", *options))
     assert second[-1]["result"] == SECOND_ANSWER
-    exchanges = server.exchanges(most=12)
+    exchanges = server.exchanges(maximum=12)
     check(exchanges, result="tool_result")
     server.check_shapes("claude-code", exchanges)
 
@@ -98,7 +98,7 @@ enabled = false
     second = events(codex.run("codex", "exec", *options, "resume", "--last", SECOND))
     items = [event["item"] for event in second if event["type"] == "item.completed"]
     assert [item["text"] for item in items if item["type"] == "agent_message"] == [SECOND_ANSWER]
-    exchanges = server.exchanges(most=12)
+    exchanges = server.exchanges(maximum=12)
     check(exchanges, result="function_call_output")
     server.check_shapes("codex", exchanges)
 
@@ -134,7 +134,7 @@ def test_opencode(client: Callable[[str], Client], server: Server) -> None:
     assert FIRST_ANSWER in str(first), first
     second = events(opencode.run("opencode", "run", "--format", "json", "--continue", SECOND))
     assert SECOND_ANSWER in str(second), second
-    exchanges = server.exchanges(most=12)
+    exchanges = server.exchanges(maximum=12)
     check(exchanges, result="tool")
     server.check_shapes("opencode", exchanges)
 
@@ -154,7 +154,7 @@ def test_aider(client: Callable[[str], Client], server: Server) -> None:
     assert (aider.work / "note.txt").read_text() == f"{NOTE}\n"
     output = aider.run("aider", *options, "--message", SECOND, "note.txt")
     assert SECOND_ANSWER in output
-    exchanges = server.exchanges(most=12)
+    exchanges = server.exchanges(maximum=12)
     assert not any("tools" in each.body for each in exchanges)
     last = exchanges[-1].text
     assert last.index("Add its number") < last.index(SECOND)

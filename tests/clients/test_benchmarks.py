@@ -55,7 +55,7 @@ def test_lm_eval(client: Callable[[str], Client], model_server: Server, tokenize
     assert evaluate("choice", model="local-completions", path="/v1/completions")["acc,none"] >= 0.75
     chat = {"model": "local-chat-completions", "path": "/v1/chat/completions"}
     assert evaluate("written", "--apply_chat_template", **chat)["exact_match,none"] >= 0
-    exchanges = model_server.exchanges(most=60, rejection="There is no /tokenizer_info here")
+    exchanges = model_server.exchanges(maximum=60, rejection="There is no /tokenizer_info here")
     scored = [each.body for each in exchanges if each.path == "/v1/completions"]
     assert scored
     assert all(body["logprobs"] and body["echo"] for body in scored)
@@ -93,7 +93,7 @@ def test_guidellm(client: Callable[[str], Client], model_server: Server, tokeniz
     )
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     assert benchmark["metrics"]["request_totals"]["successful"] == 4
-    model_server.check_shapes("guidellm", model_server.exchanges(most=20))
+    model_server.check_shapes("guidellm", model_server.exchanges(maximum=20))
 
 
 def test_inference_perf(client: Callable[[str], Client], model_server: Server, tokenizer: Path) -> None:
@@ -113,4 +113,4 @@ def test_inference_perf(client: Callable[[str], Client], model_server: Server, t
     (summary,) = perf.work.glob("reports/**/summary_lifecycle_metrics.json")
     totals = json.loads(summary.read_text())
     assert (totals["successes"]["count"], totals["failures"]["count"]) == (4, 0)
-    model_server.check_shapes("inference-perf", model_server.exchanges(most=20))
+    model_server.check_shapes("inference-perf", model_server.exchanges(maximum=20))

@@ -31,7 +31,7 @@ REJECTIONS = {"anthropic": "thread is not offered by this server"}
 def test_an_sdk_holds_two_turns_with_a_call(client: Callable[[str], Client], server: Server, name: str) -> None:
     server.answers(SCRIPT)
     run(client(name), f"{name}_sdk", server, LITELLM_LOCAL_MODEL_COST_MAP="True")
-    exchanges = server.exchanges(most=40, rejection=REJECTIONS.get(name, ""))
+    exchanges = server.exchanges(maximum=40, rejection=REJECTIONS.get(name, ""))
     with_result = [each.text for each in exchanges if each.status == 200 and RESULT in each.text]
     assert with_result
     assert all(FIRST in text for text in with_result), "each request has the whole conversation"
@@ -41,7 +41,7 @@ def test_an_sdk_holds_two_turns_with_a_call(client: Callable[[str], Client], ser
 def test_langchain_and_llamaindex(client: Callable[[str], Client], model_server: Server) -> None:
     """They chat, stream, call a tool, and get structured output and embeddings. See the program."""
     run(client("langchain-llamaindex"), "langchain_and_llamaindex", model_server)
-    exchanges = model_server.exchanges(most=60, rejection="model_not_found")
+    exchanges = model_server.exchanges(maximum=60, rejection="model_not_found")
     model_server.check_shapes("langchain-llamaindex", exchanges)
 
 
@@ -57,7 +57,7 @@ def test_llm_runs_a_function_and_continues(client: Callable[[str], Client], serv
     assert RESULT in output
     assert FIRST_ANSWER in output
     assert SECOND_ANSWER in llm.run("llm", "--continue", SECOND)
-    exchanges = server.exchanges(most=3)
+    exchanges = server.exchanges(maximum=3)
     first, second, third = exchanges
     assert RESULT not in first.text
     assert RESULT in second.text

@@ -85,15 +85,14 @@ def reinstall_crd(control_plane: LocalCluster) -> Iterator[Callable[[], None]]:
 def install_crd(cluster: LocalCluster) -> None:
     manifest = json.dumps(custom_resource_definition())
     cluster.run_kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
-    wait_until_established(cluster, custom_resource_definition()["metadata"]["name"])
+    wait_until_served(cluster, RESOURCE)
 
 
-def wait_until_established(cluster: LocalCluster, name: str) -> None:
-    """Wait by reading: `kubectl wait` fails on a new CRD whose conditions are null."""
+def wait_until_served(cluster: LocalCluster, kind: ObjectKind) -> None:
+    """Wait until the API server answers requests for a kind of a new CRD, which follows its condition Established."""
     deadline = time.monotonic() + scaled(30)
-    established = 'jsonpath={.status.conditions[?(@.type=="Established")].status}'
-    while cluster.run_kubectl("get", f"crd/{name}", "-o", established, check=False).stdout != "True":
-        assert time.monotonic() < deadline, f"the CRD {name} is not established"
+    while cluster.run_kubectl("get", "--raw", f"{kind.path(None)}?limit=1", check=False).returncode:
+        assert time.monotonic() < deadline, f"the API server does not serve {kind.plural}"
         time.sleep(0.1)
 
 
@@ -102,9 +101,9 @@ def gateway_api(control_plane: LocalCluster) -> Iterator[None]:
     """The kinds HTTPRoute and InferencePool, from their Go modules, for one test."""
     names = [f"{kind.plural}.{kind.group}" for _, _, kind in OPTIONAL_CRDS]
     try:
-        for (module, file, _), name in zip(OPTIONAL_CRDS, names, strict=True):
+        for module, file, kind in OPTIONAL_CRDS:
             control_plane.run_kubectl("apply", "--server-side", "-f", str(module_directory(module) / file))
-            wait_until_established(control_plane, name)
+            wait_until_served(control_plane, kind)
         yield
     finally:
         control_plane.run_kubectl("delete", "crd", *names, "--ignore-not-found")
@@ -280,16 +279,23 @@ class Resource:
         return (found or {}).get("status") or {}
 
     async def until(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 120) -> dict[str, Any]:
-        """Return the first status that meets the condition."""
+        """Return the first status of the current spec that meets the condition.
+
+        The status of an earlier generation does not count: the operator has not read the last change of the spec.
+        A status may still be older than any other cause, such as a killed pod: wait for an effect of that first.
+        """
+        found: dict[str, Any] = {}
         try:
             async with asyncio.timeout(scaled(seconds)):
                 while True:
-                    status = await self.status()
-                    if condition(status):
+                    found = await self.get() or {}
+                    status: dict[str, Any] = found.get("status") or {}
+                    is_current = status.get("observedGeneration") == found.get("metadata", {}).get("generation", 0)
+                    if is_current and condition(status):
                         return status
                     await asyncio.sleep(0.2)
         except TimeoutError:
-            raise AssertionError(f"not met within {seconds} s; status: {json.dumps(status, indent=1)}") from None
+            raise AssertionError(f"not met within {scaled(seconds):g} s: {json.dumps(found, indent=1)}") from None
 
     async def settled(self, state: str, *, seconds: float = 120) -> dict[str, Any]:
         """Return the status once the desired state is confirmed; for Running, by every engine."""
@@ -302,9 +308,15 @@ class Resource:
         )
 
     async def released(self, *, seconds: float = 120) -> dict[str, Any]:
-        """Return the status once it is suspended and the engines' pods are deleted, which follows settled()."""
+        """Return the status once it is suspended and the engines' pods are deleted, which follows settled(). A kubelet
+        learns that a moment later."""
         return await self.until(
-            lambda status: condition(status, "EnginesReady").get("reason") == "Suspended", seconds=seconds
+            lambda status: (
+                status["state"] == "Suspended"
+                and condition(status, "LifecycleSettled")["status"] == "True"
+                and condition(status, "EnginesReady")["reason"] == "Suspended"
+            ),
+            seconds=seconds,
         )
 
     async def delete(self) -> None:

@@ -51,7 +51,7 @@ async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str,
         ),
         (
             manifest({"model": SOURCE, "engine": {"accelerator": {"resource": "amd.com/gpu"}}}),
-            ["spec.engine.accelerator", "spec.engine.gpusPerPod is 0", "set it to the devices of a pod"],
+            ["spec.engine.accelerator", "spec.engine.gpusPerPod is 0", "set it to the number of devices per pod"],
         ),
         (
             manifest(
@@ -97,7 +97,7 @@ async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str,
         ),
         (
             manifest({"model": SOURCE, "engine": {"batching": {"maxTokens": 8, "maxRequests": 9}}}),
-            ["spec.engine.batching.maxTokens", "set at least"],
+            ["spec.engine.batching.maxTokens", "set it to at least"],
         ),
         (
             manifest({"model": SOURCE, "engine": {"vllm": {"args": {"quantization": "fp8"}}}}),

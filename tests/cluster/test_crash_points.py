@@ -56,20 +56,15 @@ async def live(resource: Any, fleet: InProcessFleet) -> tuple[Any, ...]:
     state = "Running"
     for change in LIFE:
         await resource.patch(**change)
-        generation = (await resource.get())["metadata"]["generation"]
         state = change.get("desiredState", state)
-        await resource.until(settled(state, generation), seconds=STAGE_SECONDS)
+        await resource.until(
+            lambda status, state=state: status["state"] == state and "plan" not in status, seconds=STAGE_SECONDS
+        )
     status = await resource.status()
     engines = [(engine["state"], engine["revision"] == status["revision"]) for engine in status["engines"]]
     kinds = Counter(name.split()[0] for name in await resource.children())
     transitions = [(entry["from"], entry["to"]) for entry in status["history"]]
     return status["state"], status["ready"], status["updatedReplicas"], engines, kinds, transitions
-
-
-def settled(state: str, generation: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda status: (
-        status.get("observedGeneration") == generation and status.get("state") == state and "plan" not in status
-    )
 
 
 def told(points_file: Path) -> dict[str, int]:

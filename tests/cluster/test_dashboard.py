@@ -148,7 +148,7 @@ async def test_actions_permissions_and_expired_watches(
         user(api, namespace, config, tmp_path, "viewer", VIEW) as (settings, _),
         opened(settings.port, settings.token, namespace) as browser,
     ):
-        await browser.until(lambda parts: parts["resource"]["status"].get("ready") == "1/1")
+        await browser.until(lambda parts: parts["resource"]["status"].get("state") == "Running")
         denied = await browser.request("set-state", state="Stopped")
         assert denied["error"].startswith("403 Forbidden")
         assert "cannot patch resource" in denied["error"]

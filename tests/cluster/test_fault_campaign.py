@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import frozen_dns
 import pytest
+from eventually import eventually
 from machine import scaled
 from soak import repeated, size
 
@@ -39,7 +41,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 HOLD_SECONDS = size(3, soak=25)
 """Duration of each freeze."""
 ROUNDS = size(1, soak=3)
-STATUS_SECONDS = 5.0
+STATUS_SECONDS = size(60.0, soak=5.0)
+"""`make test` also runs on machines where others compute: there the limit only shows that a status is corrected."""
 LOOK_SECONDS = 0.1
 
 
@@ -94,7 +97,14 @@ class Campaign:
         self.fault = name
         await self.faults[name]()
         await self.load.answered()
+        await eventually(self._is_whole, what=f"{name}: every process serves again")
         await self.resource.settled("Running")
+
+    async def _is_whole(self) -> bool:
+        """Return whether as many processes serve as the spec has. The status may be older than the fault."""
+        ready = (entry for entry in self.nodes.containers.values() if entry.ready and self.nodes.serves(entry))
+        counts = Counter(entry.component for entry in ready)
+        return (counts[COORDINATOR], counts[ENGINE], counts[SERVER]) == (1, 2, 2)
 
     async def kill_engine(self) -> None:
         self._kill(ENGINE)
@@ -152,7 +162,7 @@ class Campaign:
         name = self.nodes.nodes[0]
         await self.nodes.lose(name)
         await self.load.answered()
-        await self.resource.settled("Running")
+        await eventually(self._is_whole, what="the pods of the lost node are replaced")
         await self.nodes.restore(name)
 
     @asynccontextmanager

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 from eventually import eventually
-from machine import scaled
 
 from megatron_operator.cluster.kinds import HTTP_ROUTE, INFERENCE_POOL, POD, SERVICE, kind_of
 
@@ -34,7 +32,7 @@ SERVER = {
 @pytest.fixture
 async def operator(make_operator: Any) -> Any:
     hosts = ("--allow-hostname", "demo.example", "--allow-hostname", "models.example")
-    process = make_operator(*hosts, "--allow-tls-secret", "certificate")
+    process = make_operator(*hosts, "--allow-tls-secret", "certificate", "--resync-seconds", "1")
     await process.start()
     return process
 
@@ -43,7 +41,7 @@ async def test_the_objects_are_accepted_kept_and_removed(
     resource: Any, operator: Any, gateway_api: None, node: Any, api: Any
 ) -> None:
     await resource.create(replicas=1, server=SERVER)
-    await resource.settled("Running")
+    await resource.until(lambda status: status["state"] == "Running" and "plan" not in status)
     kinds = (SERVICE, INGRESS, HTTP_ROUTE, INFERENCE_POOL)
     service, ingress, route, pool = [await found(api, resource, kind) for kind in kinds]
     assert service["spec"]["loadBalancerClass"] == "example.com/lb"
@@ -64,7 +62,7 @@ async def test_the_objects_are_accepted_kept_and_removed(
     names = [pod["metadata"]["name"] for pod in await api.list(POD, resource.namespace, selector=selector)]
     assert names
     assert all(name.startswith("demo-server-") for name in names)
-    await asyncio.sleep(scaled(3))  # time for a write without a change
+    await operator.passed(await operator.passes() + 3)
     for kind, before in ((HTTP_ROUTE, route), (INFERENCE_POOL, pool)):
         now = await found(api, resource, kind)
         assert now["metadata"]["resourceVersion"] == before["metadata"]["resourceVersion"]
@@ -97,8 +95,9 @@ async def test_without_the_gateway_api_everything_else_serves(
     resource: Any, operator: Any, node: Any, api: Any
 ) -> None:
     await resource.create(replicas=1, server=SERVER)
-    status = await resource.until(lambda status: status.get("ready") == "1/1" and reason(status, "Ready"), seconds=90)
-    assert reason(status, "Degraded") == "GatewayApiMissing"
+    await resource.until(
+        lambda status: status.get("ready") == "1/1" and reason(status, "Degraded") == "GatewayApiMissing"
+    )
     await found(api, resource, INGRESS)
     await resource.patch(desiredState="Paused")
     await resource.settled("Paused")

@@ -16,15 +16,18 @@ from typing import Any
 
 import pytest
 import yaml
+from eventually import eventually
 from guide_blocks import PAGES, ROOT, blocks
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.kinds import SECRET, kind_of
+from megatron_operator.cluster.kinds import SECRET, ObjectKind, kind_of
 from megatron_operator.decision.references import pod_references
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import RenderContext
 from megatron_operator.resource.settings import Settings
 from megatron_operator.resource.spec import parse_spec
+
+from .conftest import wait_until_served
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -88,7 +91,7 @@ def values_of(command: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def release(run: Run, kubectl: Callable[..., Any], reinstall_crd: Any) -> Iterator[None]:
+def release(run: Run, control_plane: LocalCluster, reinstall_crd: Any) -> Iterator[None]:
     """What the chart needs of a cluster; the release of the guides is removed at the end."""
     for kind in MONITORING:
         names = {"kind": kind, "plural": f"{kind.lower()}s", "singular": kind.lower()}
@@ -97,7 +100,8 @@ def release(run: Run, kubectl: Callable[..., Any], reinstall_crd: Any) -> Iterat
         spec = {"group": "monitoring.coreos.com", "names": names, "scope": "Namespaced", "versions": [version]}
         body = {"metadata": {"name": f"{names['plural']}.monitoring.coreos.com"}, "spec": spec}
         crd = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", **body}
-        kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(crd))
+        control_plane.run_kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(crd))
+        wait_until_served(control_plane, ObjectKind(kind, spec["group"], version["name"], names["plural"]))
     yield
     run(f"helm uninstall megatron --namespace {SYSTEM} --ignore-not-found")
     for name in (*(f"crd/{kind.lower()}s.monitoring.coreos.com" for kind in MONITORING), f"namespace/{SYSTEM}"):
@@ -132,9 +136,16 @@ async def test_helm_keeps_what_was_set_and_sets_what_the_page_says(run: Run, rel
         )
         served = expected.get("operator", {}).get("namespaces")
         for where in (namespace, "team-a", "team-b", "kube-system"):
-            identity = f"--as system:serviceaccount:{SYSTEM}:{account}"
-            allowed = run(f"kubectl auth can-i get secrets --namespace {where} {identity} || true")
-            assert allowed.strip() == ("yes" if served is None or where in served else "no"), (command, where)
+            question = (
+                f"kubectl auth can-i get secrets --namespace {where} --as system:serviceaccount:{SYSTEM}:{account}"
+            )
+
+            async def is_granted(question: str = question, granted: bool = served is None or where in served) -> bool:
+                answer = await asyncio.to_thread(run, f"{question} || true")
+                return answer.strip() == ("yes" if granted else "no")
+
+            # The API server reads changed roles by a watch.
+            await eventually(is_granted, seconds=30, what=f"after {command}: {question}")
 
 
 # --- kubectl ----------------------------------------------------------------------------------------------------------

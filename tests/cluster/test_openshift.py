@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from eventually import eventually
+from openshift import CONSTRAINT, CONSTRAINTS, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
 
 from localcluster import LocalCluster, installation
 from megatron_operator.cluster.kinds import POD, kind_of
 
-from .conftest import condition, wait_until_established
-from .openshift import CONSTRAINT, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
+from .conftest import condition, wait_until_served
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -25,11 +25,11 @@ def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> It
     crd = CRD["metadata"]["name"]
     annotations = [f"{key}={value}" for key, value in NAMESPACE_ANNOTATIONS.items()]
     control_plane.run_kubectl("annotate", "namespace", namespace, *annotations)
-    with admission(namespace, tmp_path) as webhook:
+    with admission([namespace], folder=tmp_path) as webhook:
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(CRD))
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(webhook))
         try:
-            wait_until_established(control_plane, crd)
+            wait_until_served(control_plane, CONSTRAINTS)
             yield
         finally:
             name = webhook["metadata"]["name"]
@@ -52,7 +52,9 @@ async def test_a_resource_runs_with_the_ids_of_its_namespace(
     await resource.settled("Running")
     first = (await resource.status())["revision"]
     await resource.patch(engine={"batching": {"maxRequests": 7}})
-    await resource.until(lambda status: status["revision"] != first and status.get("updatedReplicas") == 2, seconds=90)
+    await resource.until(
+        lambda status: status["revision"] != first and status["updatedReplicas"] == 2 and "plan" not in status
+    )
     pods = await api.list(POD, resource.namespace)
     assert {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods} >= {
         "coordinator",

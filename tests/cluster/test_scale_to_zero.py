@@ -48,13 +48,27 @@ def engines(node: FakeNode) -> list[str]:
     return [container.engine for container in node.containers.values() if container.component == ENGINE]
 
 
+async def asleep(resource: Any, node: FakeNode) -> dict[str, Any]:
+    """Return the status once the resource is suspended and no process of an engine is left."""
+    status: dict[str, Any] = await resource.released()
+
+    async def no_engine_runs() -> bool:
+        return not engines(node)
+
+    await eventually(no_engine_runs, what="the kubelet has stopped the engine")
+    return status
+
+
+def states(status: dict[str, Any]) -> list[str]:
+    return [entry["to"] for entry in status["history"]]
+
+
 async def test_a_request_wakes_a_resource_without_pods_and_none_is_lost_as_it_falls_asleep(
     resource: Any, operator: Any, node: FakeNode
 ) -> None:
     suspend = {"level": "ReleasePods", "wakeOnRequest": True, "idleSeconds": IDLE_SECONDS}
     await resource.create(desiredState="Suspended", lifecycle={"suspend": suspend})
-    await resource.released()
-    assert engines(node) == []
+    await asleep(resource, node)
     async with AsyncExitStack() as stack:
         load = HttpLoad(node, "demo")
         clients = [await stack.enter_async_context(load.client()) for _ in range(REQUESTS)]
@@ -63,25 +77,22 @@ async def test_a_request_wakes_a_resource_without_pods_and_none_is_lost_as_it_fa
             requests = (answered(client, [number, place, 2, 3]) for place, client in enumerate(clients))
             await asyncio.wait_for(asyncio.gather(*requests), LONG_SECONDS)
 
+        # Answers arrive before the operator has seen what it woke: first the status reports that.
         await burst(1)
-        assert engines(node) == ["demo-engine-0"]
+        await resource.until(lambda status: "Running" in states(status))
         # It is suspended again when it is idle. The next requests arrive while it is being suspended.
-        await resource.until(lambda status: status["state"] not in ("Running", "Resuming"))
+        await resource.until(lambda status: "woken" not in status["lifecycle"])
         await burst(2)
-    await resource.released()
-    assert engines(node) == []
+    status = await asleep(resource, node)
+    assert states(status)[-2:] == ["Running", "Suspended"]
     assert (await resource.get())["spec"]["desiredState"] == "Suspended"
-    history = [entry["to"] for entry in (await resource.status())["history"]]
-    assert history[-1] == "Suspended"
-    assert history[-2] == "Running"
 
 
 async def test_requests_wait_at_zero_replicas_until_the_scale_subresource_adds_one(
     resource: Any, operator: Any, node: FakeNode, kubectl: Any
 ) -> None:
     await resource.create(replicas=0)
-    await resource.settled("Suspended")
-    assert engines(node) == []
+    await asleep(resource, node)
     async with AsyncExitStack() as stack:
         load = HttpLoad(node, "demo")
         clients = [await stack.enter_async_context(load.client()) for _ in range(REQUESTS)]
@@ -99,5 +110,4 @@ async def test_requests_wait_at_zero_replicas_until_the_scale_subresource_adds_o
         assert engines(node) == ["demo-engine-0"]
         done = kubectl("scale", "mi/demo", "--replicas=0")
         assert done.returncode == 0, done.stderr
-        await resource.released()
-    assert engines(node) == []
+        await asleep(resource, node)

@@ -20,7 +20,7 @@ from localcluster import LocalCluster
 from megatron_operator.cluster.kinds import POD, ObjectKind
 from megatron_operator.resource.names import ENGINE, LABEL_COMPONENT, LABEL_ENGINE
 
-from .conftest import condition, wait_until_established
+from .conftest import condition, wait_until_served
 from .real_scheduler import RACK, Nodes, running_scheduler
 
 pytestmark = [
@@ -54,8 +54,7 @@ def coscheduling(control_plane: LocalCluster, tmp_path: Path) -> Iterator[None]:
     """kube-scheduler with the coscheduling plugin, for pods that name it."""
     program = built_program(SCHEDULER_PLUGINS, "./cmd/scheduler")
     control_plane.run_kubectl("apply", "--server-side", "-f", str(module_directory(SCHEDULER_PLUGINS) / POD_GROUP_CRD))
-    crd = f"{POD_GROUP.plural}.{POD_GROUP.group}"
-    wait_until_established(control_plane, crd)
+    wait_until_served(control_plane, POD_GROUP)
     plugin = {"name": "Coscheduling"}
     profile = {
         "schedulerName": COSCHEDULER,
@@ -67,7 +66,7 @@ def coscheduling(control_plane: LocalCluster, tmp_path: Path) -> Iterator[None]:
     }
     with running_scheduler(control_plane, tmp_path, program=program, profile=profile):
         yield
-    control_plane.run_kubectl("delete", "crd", crd)
+    control_plane.run_kubectl("delete", "crd", f"{POD_GROUP.plural}.{POD_GROUP.group}")
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ def engines(status: dict[str, Any]) -> list[str]:
 
 
 def degraded(status: dict[str, Any]) -> dict[str, Any]:
-    conditions = status.get("conditions") or [{"type": "Degraded", "status": "Unknown"}]
-    return next(entry for entry in conditions if entry["type"] == "Degraded")
+    return next(entry for entry in status["conditions"] if entry["type"] == "Degraded")
 
 
 async def test_a_frozen_engine_is_named_and_a_deleted_pod_is_no_loss(
@@ -82,7 +81,7 @@ async def test_a_missing_secret_is_named_from_the_kubelets_event(
         },
     }
     await api.create(EVENT, event, manager="test")
-    status = await resource.until(lambda status: degraded(status)["status"] == "True")
-    assert degraded(status)["reason"] == "ContainerConfigError"
+    status = await resource.until(lambda status: degraded(status)["reason"] == "ContainerConfigError")
+    assert degraded(status)["status"] == "True"
     assert f"pod demo-engine-0-0: FailedMount: {said}" in degraded(status)["message"]
     assert "or correct spec.model.source.huggingFace.tokenSecretRef" in degraded(status)["message"]

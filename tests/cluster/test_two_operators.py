@@ -17,7 +17,7 @@ from .operator_process import OperatorProcess
 
 pytestmark = pytest.mark.cluster
 
-LEASE_SECONDS = 3
+LEASE_SECONDS = 10
 
 
 @pytest.fixture

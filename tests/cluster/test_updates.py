@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from machine import scaled
+from eventually import LONG_SECONDS, eventually
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import POD, RESOURCE
+from megatron_operator.cluster.watching import watch
 from megatron_operator.resource.names import ANNOTATION_UPDATE
 
 from .conftest import condition
@@ -54,6 +55,18 @@ def phase(status: dict[str, Any]) -> str:
     return str((status.get("update") or {}).get("phase", ""))
 
 
+async def follow_updates(api: KubeApi, namespace: str, seen: list[tuple[str, str]]) -> None:
+    """Append the phases of both updates at each change, until both have ended."""
+    phases: dict[str, str] = {}
+    async for change in watch(api, RESOURCE.path(namespace), {}):
+        phases |= {each["metadata"]["name"]: phase(each["status"]) for each in change.objects}
+        pair = (phases["u-0"], phases["u-1"])
+        if not seen or seen[-1] != pair:
+            seen.append(pair)
+        if pair == ("", ""):
+            return
+
+
 async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a_time(
     api: KubeApi,
     fleet: InProcessFleet,
@@ -74,29 +87,27 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
     assert await update("u-0") == "u-0: is up to date\n"
 
     assert operator.stop() == 0
-    operator = make_release(*NEW)
+    operator = make_release(*NEW, "--resync-seconds", "1")
     await operator.start()
     for resource in resources:
         await resource.until(lambda status: condition(status, "UpdateAvailable")["status"] == "True")
-    await asyncio.sleep(scaled(3))  # time for a restart without a request
+    await operator.passed(await operator.passes() + 3 * len(resources))
     assert [await images(api, resource) for resource in resources] == before
     assert operator.lines("signal sent") == []
 
+    seen: list[tuple[str, str]] = []
+    following = asyncio.create_task(follow_updates(api, resources[0].namespace, seen))
+
+    async def is_watched() -> bool:
+        return bool(seen)
+
+    await eventually(is_watched, what="the updates are watched")
     second = (await resources[1].status())["update"]["id"]
     assert await update("u-0") == "u-0: update requested\n"
     # What the command writes, without the time of its start: the first update has not ended.
     body = {"metadata": {"annotations": {ANNOTATION_UPDATE: second}}}
     await api.merge_patch(RESOURCE, resources[1].namespace, "u-1", body, manager="test")
-    seen: list[tuple[str, str]] = []
-    async with asyncio.timeout(scaled(120)):
-        while not seen or seen[-1] != ("", ""):
-            # One answer: between two, the first update may end and the second begin.
-            found = await api.list(RESOURCE, resources[0].namespace)
-            statuses = {each["metadata"]["name"]: each["status"] for each in found}
-            phases = (phase(statuses["u-0"]), phase(statuses["u-1"]))
-            if not seen or seen[-1] != phases:
-                seen.append(phases)
-            await asyncio.sleep(0.05)
+    await asyncio.wait_for(following, LONG_SECONDS)
     assert ("Running", "Running") not in seen
     assert {"Running", "Waiting"} <= {phase for phases in seen for phase in phases}
     for resource in resources:

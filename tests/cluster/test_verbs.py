@@ -79,7 +79,6 @@ async def test_scale_up_down_and_to_zero(resource: Any, operator: Any, node: Any
     await resource.until(lambda status: [each["engines"] for each in status["adapters"]] == [1])
 
     await resource.patch(replicas=0)
-    await resource.settled("Suspended")
     await resource.released()
     children = await resource.children()
     assert all(child["spec"]["replicas"] == 0 for name, child in children.items() if name.startswith("StatefulSet"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eventually import LONG_SECONDS
+from eventually import LONG_SECONDS, eventually
 from openai import OpenAI
 
 from localcluster import installation
@@ -22,19 +22,24 @@ from .conftest import SAMPLE, Deployed, Platform, deploy, own_namespace
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_verb_with_open_streams(kube: Kubectl) -> None:
+async def test_every_verb_with_open_streams(kube: Kubectl) -> None:
     walk = Walkthrough(kube, Steps(), SAMPLE, "demo", lambda service: f"http://{kube.cluster_ip(service)}")
     walk.run()
     transitions = [(entry["from"], entry["to"]) for entry in kube.json("mi", "demo")["status"]["history"]]
     for target in ("Paused", "Suspended", "Stopped", "Running"):
         assert any(to == target for _, to in transitions), f"{target} is missing in the history {transitions}"
-    reasons = {event["reason"] for event in kube.events("demo")}
-    assert {"Paused", "Suspended", "Stopped"} <= reasons
+
+    async def reported() -> bool:
+        return {"Paused", "Suspended", "Stopped"} <= {event["reason"] for event in kube.events("demo")}
+
+    await eventually(reported, what="an Event of each state")
     ask_with_the_openai_sdk(f"http://{kube.cluster_ip('demo')}/v1")
-    kube("delete", "mi", "demo", "--timeout=10s")
-    selector = "app.kubernetes.io/instance=demo"
-    kube("wait", "pod", "-l", selector, "--for=delete", "--timeout=60s")
-    assert kube.json("statefulset,deployment,service", "-l", selector)["items"] == []
+    kube("delete", "mi", "demo")
+
+    async def nothing_is_left() -> bool:
+        return kube.json("pod,statefulset,deployment,service", "-l", "app.kubernetes.io/instance=demo")["items"] == []
+
+    await eventually(nothing_is_left, what="the garbage collector has deleted every child")
 
 
 def test_a_connection_to_an_unknown_service_stays_on_this_machine(kube: Kubectl) -> None:
@@ -125,6 +130,6 @@ def test_an_invalid_resource_is_rejected_with_field_and_remedy(kube: Kubectl) ->
 
 def test_all_objects_can_be_deleted_at_once_in_any_order(served: Deployed) -> None:
     kube, namespace = served.kube, served.kube.namespace
-    kube("delete", "namespace", namespace, "--timeout=60s")
+    kube("delete", "namespace", namespace)
     kube("create", "namespace", namespace)
     assert subprocess.run(kube.command("get", "mi", "demo"), capture_output=True, check=False).returncode != 0

@@ -38,7 +38,7 @@ _LARGEST = 1 << 20
 """Bytes of an input that a report contains."""
 _HEAD = struct.Struct("<QQ")
 _BATCH = 100
-LEAST_INPUTS = 20
+MIN_INPUTS = 20
 """New inputs that are run whatever time they take: a loaded machine may use up the time before the first."""
 
 
@@ -182,8 +182,8 @@ class _Child:
         # One-time allocations, such as lazily imported modules, do not count.
         self.check(corpus[0])
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + 4 * self._target.memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        maximum = pages * resource.getpagesize() + 4 * self._target.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (maximum, maximum))
         self._baseline = _peak()
         for data in corpus:
             self.check(data)
@@ -192,8 +192,8 @@ class _Child:
         until = time.monotonic() + seconds
         strategy = self._target.strategy(corpus)
         batch = 0
-        least = self._inputs + (LEAST_INPUTS if seconds else 0)  # a replay explores nothing
-        while self._inputs < least or time.monotonic() < until:
+        minimum = self._inputs + (MIN_INPUTS if seconds else 0)  # a replay explores nothing
+        while self._inputs < minimum or time.monotonic() < until:
 
             @hypothesis.seed(seed * 1_000_003 + batch)
             @settings(
@@ -206,7 +206,7 @@ class _Child:
             )
             @hypothesis.given(data=strategy)
             def examples(data: bytes) -> None:
-                if self._inputs < least or time.monotonic() < until:
+                if self._inputs < minimum or time.monotonic() < until:
                     self.check(data)
 
             with _quiet():

@@ -15,7 +15,7 @@ NUMBERS = (0, 1, 2, 127, 128, 255, 256, 65535, 1 << 16, (1 << 31) - 1, 1 << 31, 
 LARGE_NUMBERS = (*NUMBERS, (1 << 61) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 MUTATIONS = ("flip", "number", "delete", "insert", "repeat", "splice", "cut", "token")
 
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 """Limit of a document's size: the server's limit for a body."""
 DEEP = "deeply nested"
 """Placeholder for a document of thousands of levels, which json.dumps() cannot write."""
@@ -94,7 +94,7 @@ def _changed(draw: st.DrawFn, documents: Sequence[Any], values: Sequence[Any]) -
         elif isinstance(container, list):
             container.append(copy.deepcopy(container[key]))
     text = json.dumps(document)
-    assume(len(text) + 8000 * text.count(DEEP) < MOST_BYTES)  # memory allocated here counts as the parser's
+    assume(len(text) + 8000 * text.count(DEEP) < MAX_BYTES)  # memory allocated here counts as the parser's
     return text.replace(f'"{DEEP}"', "[" * 4000 + "]" * 4000).encode()
 
 

@@ -6,6 +6,8 @@ import asyncio
 import uuid
 from typing import Any
 
+from eventually import LONG_SECONDS
+
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Control, ControlAck, Error, Hello, Message, StatusReply
 from megatron_runtime.transport.addresses import CoordinatorAddresses
@@ -41,7 +43,7 @@ class ControlLink:
         """A new number after each restart of the coordinator; 0 before the first answer."""
         return self._link.coordinator_incarnation
 
-    async def start(self, *, connect_timeout_seconds: float = 10.0) -> None:
+    async def start(self, *, connect_timeout_seconds: float = LONG_SECONDS) -> None:
         """Connect.
 
         Raises CoordinatorUnreachableError or HandshakeRejectedError. The link is closed then.
@@ -52,7 +54,7 @@ class ControlLink:
         """Send a control message now; `fields` are those of Control. See ControlCalls.control() for its errors."""
         return self._calls.control(Control(kind=kind, **fields))
 
-    def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
+    def status(self, *, timeout_seconds: float = LONG_SECONDS) -> asyncio.Future[StatusReply]:
         return self._calls.status(timeout_seconds=timeout_seconds)
 
     def _receive(self, message: Message) -> None:

@@ -20,7 +20,7 @@ class FaultProxy:
     fates: number of messages by fault, and number of faults by message type.
     """
 
-    MOST_SECONDS_LATE = 0.6
+    MAX_SECONDS_LATE = 0.6
 
     def __init__(self, target: str, *, rng: random.Random, share: float = 0.3) -> None:
         self.share = share
@@ -60,7 +60,7 @@ class FaultProxy:
         if fate == "lost":
             return
         if fate == "late":
-            seconds = self._rng.uniform(0.0, self.MOST_SECONDS_LATE)
+            seconds = self._rng.uniform(0.0, self.MAX_SECONDS_LATE)
             timer = asyncio.get_running_loop().call_later(seconds, lambda: self._send(socket, frames))
             self._timers.add(timer)
             return

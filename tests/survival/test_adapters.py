@@ -144,7 +144,10 @@ async def test_an_adapter_that_engines_cannot_read_changes_nothing(pool: Pool, t
     await pool.fleet.engine("engine-0", *ENGINE_OPTIONS)
     await until_serving(pool.link, pool.fleet.engines)
     await pool.until_loaded(present, engines=2)
-    [entry] = (await pool.link.status()).adapters or []
+    status = await until_status(
+        pool.link, lambda status: any(entry.error for entry in status.adapters or ()), what="engine-0 reports the error"
+    )
+    [entry] = status.adapters or []
     assert entry.error == "engine-0: the directory does not exist: name one that every engine can read"
     pool.stream(20, present, None)
     await pool.check()

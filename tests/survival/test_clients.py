@@ -54,8 +54,7 @@ async def test_ten_clients_with_many_requests_each_at_once(
     answers = await asyncio.wait_for(asyncio.gather(*futures), 2 * LONG_SECONDS)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer["generated_tokens"] == echo_answer(prompt, 4)
-    status = await link.status()
-    assert (status.queued, status.in_flight) == (0, 0)
+    await until_status(link, lambda status: status.queued == status.in_flight == 0, what="no request is left")
     metrics = await coordinator.metrics()
     assert metrics["megatron_coordinator_completed_requests_total"] == len(prompts)
     assert metrics["megatron_coordinator_journal_bytes"] == 0

@@ -28,7 +28,7 @@ BROKEN = FRAMES * 0.8
 """More frames are rejected: most are broken, the others are requests."""
 STREAMS_PER_BURST = 20
 OVERSIZED = {Role.CLIENT: (8 << 20) + 1, Role.ENGINE: (64 << 20) + 1}
-MOST_GROWTH_BYTES = 256 << 20
+MAX_GROWTH_BYTES = 256 << 20
 LOOKS = 10
 """The coordinator has read all frames when it has rejected most, and the count stays the same for this many queries."""
 
@@ -87,7 +87,7 @@ async def test_a_flood_of_broken_frames_affects_no_other_client(
     rng = random.Random(f"{FIRST_SEED} {BURSTS[0]}")
     source = HostileFrames(rng)
     memory = psutil.Process(coordinator.pid).memory_info
-    start = most = memory().rss
+    start = maximum = memory().rss
     for turn, burst in enumerate(BURSTS):
         load = Load([client])
         for number in range(STREAMS_PER_BURST):
@@ -101,7 +101,7 @@ async def test_a_flood_of_broken_frames_affects_no_other_client(
             for role, length in OVERSIZED.items():
                 attackers.connect(role, fleet.keys(role)).send(bytes(length))
         await load.check()
-        most = max(most, memory().rss)
+        maximum = max(maximum, memory().rss)
     counts: list[int] = []
 
     def all_were_read(status: StatusReply) -> bool:
@@ -110,13 +110,13 @@ async def test_a_flood_of_broken_frames_affects_no_other_client(
         return counts[-1] > BROKEN and len(counts) > LOOKS and counts[-1] == counts[-LOOKS]
 
     status = await until_status(link, all_were_read, seconds=3 * LONG_SECONDS, what="every frame was read")
-    most = max(most, memory().rss)
+    maximum = max(maximum, memory().rss)
     assert (status.state, status.epoch, status.fence) == ("RUNNING", 0, 0)
-    growth = most - start
+    growth = maximum - start
     report(
         f"{FRAMES} frames, {status.rejected_frames} rejected; coordinator grew by {growth / (1 << 20):.1f} MiB at most"
     )
-    assert growth < MOST_GROWTH_BYTES
+    assert growth < MAX_GROWTH_BYTES
     assert coordinator.running
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import openai
 import pytest
-from eventually import LONG_SECONDS
+from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, until_serving
 from soak import size
 
@@ -20,6 +20,16 @@ STREAMS = 8
 POISONED = ("--echo-step-seconds", "0.02", "--echo-crash-token", str(POISON), "--echo-crash-length", "6")
 
 pytestmark = pytest.mark.timeout(size(300, soak=1200))
+
+
+async def three_exits(fleet: Fleet) -> list[int]:
+    """Return the exit statuses of engines once there are three. A request fails before the last exit is noticed."""
+
+    async def have_exited() -> bool:
+        return len(fleet.exits) >= 3
+
+    await eventually(have_exited, what="three engines have exited")
+    return [code for _, code in fleet.exits]
 
 
 async def test_a_poison_request_fails_after_three_crashes(fleet: Fleet, report: Callable[[str], None]) -> None:
@@ -39,7 +49,7 @@ async def test_a_poison_request_fails_after_three_crashes(fleet: Fleet, report: 
     assert not failed.value.is_transient
     assert failed.value.retry_after_seconds is None
     await load.check()
-    assert [code for _, code in fleet.exits] == [-signal.SIGSEGV] * 3
+    assert await three_exits(fleet) == [-signal.SIGSEGV] * 3
     await until_serving(link, fleet.engines)
     (found,) = (await link.status()).failed_requests
     assert found.uid == re.search(r"[0-9a-f]{32}", str(failed.value)).group()
@@ -92,6 +102,6 @@ async def test_the_openai_server_answers_a_poison_request_with_its_id_and_other_
         assert (failed.value.status_code, failed.value.code) == (500, "engine_failed")
         for first, stream in zip(begun, streams, strict=True):
             assert first.choices[0].text + "".join([part.choices[0].text async for part in stream]) == undisturbed
-    assert [code for _, code in fleet.exits] == [-signal.SIGSEGV] * 3
+    assert await three_exits(fleet) == [-signal.SIGSEGV] * 3
     (found,) = (await link.status()).failed_requests
     assert found.uid in failed.value.message

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from soak import repeated, size
 from transformers import LlamaForCausalLM
 
 from megatron_runtime.megatron_core.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import StatusReply
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 ENGINES = ("engine-0", "engine-1")
-TOKENS = 40
+TOKENS, LONG_ANSWER = 40, 240
 FAULTS = ("none", "engine", "trainer", "coordinator", "staged engine", "staged trainer", "staged coordinator")
 TIE = 1e-4
 """Logits this close may be ordered differently by another implementation."""
@@ -113,10 +114,13 @@ class Pool:
         self.client: InferenceClient = await self.fleet.client()
         assert await self.trainer.start() == 0
 
-    async def ask(self) -> tuple[list[int], dict[str, Any]]:
+    async def ask(
+        self, *, tokens: int = TOKENS, on_tokens: Callable[[int], object] | None = None
+    ) -> tuple[list[int], dict[str, Any]]:
         prompt = self._rng.choices(range(3, LLAMA.vocab_size), k=6)
-        params = SamplingParams(temperature=0.0, num_tokens_to_generate=TOKENS, termination_id=IGNORE_EOS)
-        return prompt, await asyncio.wait_for(self.client.add_request(prompt, params), LONG_SECONDS)
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=tokens, termination_id=IGNORE_EOS)
+        answer = self.client.add_request(prompt, params, on_tokens=on_tokens)
+        return prompt, await asyncio.wait_for(answer, LONG_SECONDS)
 
     async def settle(self) -> StatusReply:
         """Wait until both engines serve the same weights, and return the status."""
@@ -150,11 +154,41 @@ class Pool:
         assert "source" in answer, answer
         assert {(engine.epoch, engine.source) for engine in status.engines} == {(wanted, answer["source"])}
         self.epoch = wanted
-        is_replayed = fault.endswith(("engine", "coordinator"))
         for prompt, reply in await asyncio.gather(*streams):
-            self._check(prompt, reply, epochs=(before, wanted), says_epochs=not is_replayed)
+            self._check(prompt, reply, epochs=(before, wanted))
         for prompt, reply in await asyncio.gather(*(self.ask() for _ in range(4))):
-            self._check(prompt, reply, epochs=(wanted,), says_epochs=True)
+            self._check(prompt, reply, epochs=(wanted,))
+
+    async def update_before_loss(self, lost: str) -> None:
+        """Publish the next epoch while answers have some of their tokens, then kill an engine or the coordinator."""
+        begun = [asyncio.Event() for _ in range(4)]
+        streams = [
+            asyncio.create_task(self.ask(tokens=LONG_ANSWER, on_tokens=lambda _, event=event: event.set()))
+            for event in begun
+        ]
+        await asyncio.gather(*(event.wait() for event in begun))
+        assert (await self.link.control(Header.PAUSE, operation_id=f"pause before losing {lost}", fence=1)).ok
+        before, self.epoch = self.epoch, self.epoch + 1
+        assert "source" in await self.trainer.publish(self.epoch)
+        exits = len(self.fleet.exits)
+        if lost == "engine":
+            await self.fleet.engines["engine-0"].kill()
+        else:
+            await self.coordinator.kill()
+            self.coordinator = await self.fleet.coordinator()
+        await until_status(
+            self.link,
+            lambda status: (
+                status.state == "PAUSED"
+                and [engine.epoch for engine in status.engines if engine.serving] == [self.epoch] * 2
+                and len(self.fleet.exits) == exits + (lost == "engine")
+            ),
+            what="both engines have the new weights",
+        )
+        assert (await self.link.control(Header.UNPAUSE, operation_id=f"go on without {lost}", fence=1)).ok
+        for prompt, reply in await asyncio.gather(*streams):
+            self._check(prompt, reply, epochs=(before, self.epoch))
+            assert [epoch for _, epoch in reply["policy_epoch"]] == [before, self.epoch]
 
     async def _break(self, fault: str) -> None:
         target: Process | Trainer | None = {
@@ -183,15 +217,15 @@ class Pool:
         if frozen is not None:
             frozen.thaw()
 
-    def _check(self, prompt: list[int], reply: dict[str, Any], *, epochs: tuple[int, ...], says_epochs: bool) -> None:
-        """Each token is the one that an epoch samples; if the answer says which epoch, then that one."""
+    def _check(self, prompt: list[int], reply: dict[str, Any], *, epochs: tuple[int, ...]) -> None:
+        """Each token is the one that the epoch samples that the answer names for it."""
         assert reply["status"] == "COMPLETED", reply
         tokens = [*prompt, *reply["generated_tokens"]]
         allowed = {epoch: self.oracle.allows(epoch, tokens, len(prompt)) for epoch in epochs}
-        for index in range(TOKENS):
+        for index in range(len(reply["generated_tokens"])):
             said = [epoch for first, epoch in reply["policy_epoch"] if first < len(prompt) + index][-1]
-            by = [said] if says_epochs else list(epochs)
-            assert any(allowed[epoch][index] for epoch in by), (index, reply["policy_epoch"], allowed)
+            assert said in epochs
+            assert allowed[said][index], (index, reply["policy_epoch"], allowed)
 
 
 @pytest.fixture
@@ -216,6 +250,14 @@ async def test_updates_with_faults_in_every_phase(pool: Pool, seed: int) -> None
 
 @pytest.mark.timeout(600)
 @repeated(soak=5)
+async def test_a_continued_answer_names_the_weights_that_sampled_each_token(pool: Pool, seed: int) -> None:
+    await pool.start()
+    for lost in ("engine", "coordinator"):
+        await pool.update_before_loss(lost)
+
+
+@pytest.mark.timeout(600)
+@repeated(soak=5)
 async def test_an_engine_that_starts_without_its_trainer_serves_nothing_until_it_returns(pool: Pool, seed: int) -> None:
     await pool.start()
     await pool.update("none")
@@ -233,7 +275,7 @@ async def test_an_engine_that_starts_without_its_trainer_serves_nothing_until_it
     assert "source" in await pool.trainer.publish(1)
     await pool.settle()
     prompt, reply = await waiting
-    pool._check(prompt, reply, epochs=(1,), says_epochs=True)
+    pool._check(prompt, reply, epochs=(1,))
     assert len(pool.fleet.exits) == exits + 2
 
 
@@ -246,5 +288,5 @@ async def test_each_rank_of_an_engine_receives_its_part(pool: Pool, seed: int) -
     assert "source" in await pool.trainer.publish(1)
     assert (await pool.link.status()).engines[0].epoch == 1
     for prompt, reply in [*await asyncio.gather(*streams), await pool.ask()]:
-        pool._check(prompt, reply, epochs=(0, 1), says_epochs=True)
+        pool._check(prompt, reply, epochs=(0, 1))
     assert reply["policy_epoch"] == [[0, 1]]

@@ -22,7 +22,7 @@ _CHUNK = 1 << 26
 _PROVIDED = 1 << 22
 _HUGEPAGE, _NOHUGEPAGE, _POPULATE_WRITE, _COLLAPSE = 14, 15, 23, 25
 """Advice of madvise(2)."""
-_MOST_SECONDS = 2e-3
+_MAX_SECONDS = 2e-3
 """CPU time in which _PROVIDED bytes of large pages are populated if they come fast."""
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """System call number of mbind(2) by machine."""
@@ -70,7 +70,7 @@ class WeightMemory:
             begun = time.thread_time()
             if _advise(start, min(_PROVIDED, address + size - start), _POPULATE_WRITE) != 0:
                 break  # Linux before 5.14: pages come as they are touched
-            if time.thread_time() - begun > _MOST_SECONDS:
+            if time.thread_time() - begun > _MAX_SECONDS:
                 self._is_large = False
                 # Until they are joined.
                 _advise(chunk.start, chunk.stop - chunk.start, _NOHUGEPAGE)

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_kubectl.resource_view import is_settled, label, summary
 from megatron_kubectl.samples import (
     INTERVAL_SECONDS,
-    MOST_SAMPLES,
+    MAX_SAMPLES,
     UNREACHABLE,
     WINDOW_SECONDS,
     PodMetrics,
@@ -87,7 +87,7 @@ class ResourceObserver:
         self.namespace, self.name = namespace, name
         self.parts: dict[str, Any] = {}
         self.errors: dict[str, str] = {}
-        self.samples: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self.sampled = 0
         """Samples that were taken in total."""
         self.viewers = 0

@@ -1,7 +1,7 @@
 """Protection against JSON that is nested too deeply for Python's decoder.
 
 A user who may create one resource can nest its podTemplate 10,000 levels deep, and one event of it would end the watch
-of all resources. Valid objects have about 30 levels. Values deeper than `MOST_LEVELS` are replaced by null, and then
+of all resources. Valid objects have about 30 levels. Values deeper than `MAX_LEVELS` are replaced by null, and then
 the validation of specs rejects the resource.
 """
 
@@ -15,7 +15,7 @@ import aiohttp
 
 from megatron_runtime.protocol import strict_json as json
 
-MOST_LEVELS = 100
+MAX_LEVELS = 100
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _TOKEN = re.compile(_STRING.pattern + rb"|[\[\]{}]")
 _PAIR = re.compile(rb"\{\}|\[\]")
@@ -23,17 +23,17 @@ _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def shallow(text: bytes) -> bytes:
-    """Return the JSON text with every array and object beyond `MOST_LEVELS` replaced by null."""
-    if text.count(b"{") + text.count(b"[") <= MOST_LEVELS or not _is_deep(text):
+    """Return the JSON text with every array and object beyond `MAX_LEVELS` replaced by null."""
+    if text.count(b"{") + text.count(b"[") <= MAX_LEVELS or not _is_deep(text):
         return text
     kept, depth, begin = [], 0, 0
     for token in _TOKEN.finditer(text):
         if token.group() in (b"{", b"["):
             depth += 1
-            if depth == MOST_LEVELS + 1:
+            if depth == MAX_LEVELS + 1:
                 kept += [text[begin : token.start()], b"null"]
         elif token.group() in (b"}", b"]"):
-            if depth == MOST_LEVELS + 1:
+            if depth == MAX_LEVELS + 1:
                 begin = token.end()
             depth -= 1
     return b"".join([*kept, text[begin:]])
@@ -42,7 +42,7 @@ def shallow(text: bytes) -> bytes:
 def _is_deep(text: bytes) -> bool:
     """Check the depth without decoding: each round removes the innermost pairs of brackets."""
     brackets = _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_LEVELS):
         if not brackets:
             return False
         brackets = _PAIR.sub(b"", brackets)

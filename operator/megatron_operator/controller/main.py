@@ -74,9 +74,9 @@ class RunOptions:
     resync_seconds: float = 300.0
     """Interval at which each resource's objects are listed again, in case a watch missed something."""
     watch_seconds: float = 40.0
-    """Duration of a watch before it is renewed, which bounds how long a dead watch goes unnoticed."""
+    "Seconds after which a watch is renewed. This bounds the time for which a dead watch goes unnoticed."
     max_concurrent_updates: int = 1
-    """Resources that are updated to the release of this operator at the same time."""
+    "Maximum number of resources that are updated to this operator's release at the same time."
     link: LinkTimings = field(default_factory=LinkTimings)
 
 

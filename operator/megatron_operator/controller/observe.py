@@ -79,7 +79,7 @@ T = TypeVar("T")
 MISSING_SECRET = ("FailedMount", UNCONFIGURED)
 """Reasons of pods whose Secret may be missing."""
 _SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
-MOST_DOWNLOADS = 4
+MAX_DOWNLOADS = 4
 """Limit of the pods that are asked at a time."""
 _PROGRESS_SECONDS = 2.0
 _PROGRESS_MOST_BYTES = 4096
@@ -355,7 +355,7 @@ class Observer:
         pods.sort(key=lambda pod: last is None or pod.name != last.pod)
 
         async def read() -> Download | None:
-            found = await asyncio.gather(*(asyncio.to_thread(read_progress, pod) for pod in pods[:MOST_DOWNLOADS]))
+            found = await asyncio.gather(*(asyncio.to_thread(read_progress, pod) for pod in pods[:MAX_DOWNLOADS]))
             return next((progress for progress in found if progress is not None), None)
 
         return await self._downloads.read("", read, seconds=DOWNLOAD_SECONDS)
@@ -373,7 +373,7 @@ class Observer:
             self._loading_due = now + DOWNLOAD_SECONDS
         elif now >= self._loading_due and (self._reading is None or self._reading.done()):
             self._loading_due = now + DOWNLOAD_SECONDS
-            self._reading = asyncio.create_task(self._read_loading(pods[:MOST_DOWNLOADS]))
+            self._reading = asyncio.create_task(self._read_loading(pods[:MAX_DOWNLOADS]))
         return self._loading
 
     async def _read_loading(self, pods: Sequence[PodView]) -> None:

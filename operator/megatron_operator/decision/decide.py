@@ -38,7 +38,7 @@ Report = TypeVar("Report", OperationReport, CanaryReport)
 OBSERVED_KINDS = ("Deployment", "Pod", "Secret", "Service", "StatefulSet")
 """Without their objects nothing is decided. Those of other kinds are only applied, and left unchanged if unknown."""
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
-MOST_TEXT = 2048
+MAX_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
 
 
@@ -54,7 +54,7 @@ def decide(world: World) -> Decision:
     operation = scene.desired.operation if verdict.operation is Recorded.UNCHANGED else verdict.operation
     actions: list[Action] = upkeep(scene) if verdict.upkeep else []
     changing = next((change for action in actions if (change := _change(action, world))), "")
-    status = printable_data(compose(scene, verdict, operation, changing=changing), limit=MOST_TEXT)
+    status = printable_data(compose(scene, verdict, operation, changing=changing), limit=MAX_TEXT)
     crashes = crash_events(world.resource.status.get("restarts") or (), status["restarts"], scene.world.pods)
     losses = (
         *replacement(scene.world, scene.ctx),

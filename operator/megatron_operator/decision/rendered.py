@@ -14,7 +14,7 @@ from megatron_operator.decision.world import ANY_KEY, ApplyRejection, ChildRef, 
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import other_children, plain_children
 from megatron_operator.render.context import RenderContext, RenderError
-from megatron_operator.render.engine import engine_statefulset
+from megatron_operator.render.engine import engine_statefulset, engines_differ
 from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
@@ -73,16 +73,16 @@ class Rendered:
         return any(differs(offer) for offer in _offers(self.world))
 
     def missing(self, manifest: Manifest) -> Finding | None:
-        """Return the first object, or key of one, that the pods of a manifest need and that does not exist. All engines
-        need the same."""
-        component = manifest["metadata"]["labels"][LABEL_COMPONENT]
-        if component not in self._missing:
-            whole = self.engine_manifest(0) if component == ENGINE else manifest
-            self._missing[component] = None if whole is None else self._first_missing(whole, component)
-        return self._missing[component]
+        """Return the first object, or key of one, that the pods of a manifest need and that does not exist."""
+        component, name = manifest["metadata"]["labels"][LABEL_COMPONENT], manifest["metadata"]["name"]
+        index = int(name.rpartition("-")[2]) if component == ENGINE and engines_differ(self.ctx) else 0
+        if (component, index) not in self._missing:
+            whole = self.engine_manifest(index) if component == ENGINE else manifest
+            self._missing[component, index] = None if whole is None else self._first_missing(whole, component)
+        return self._missing[component, index]
 
     @cached_property
-    def _missing(self) -> dict[str, Finding | None]:
+    def _missing(self) -> dict[tuple[str, int], Finding | None]:
         return {}
 
     def _first_missing(self, manifest: Manifest, component: str) -> Finding | None:
@@ -103,10 +103,12 @@ class Rendered:
 
     @cached_property
     def workloads(self) -> list[Manifest]:
-        """The desired Deployments and the first engine: their pods refer to all objects that the spec names."""
-        engine = self.engine_manifest(0) if self.ctx.spec.replicas else None
+        """The desired Deployments and engines: their pods refer to all objects that the spec names. The first engine is
+        enough if all refer to the same objects."""
+        replicas = self.ctx.spec.replicas
+        engines = range(replicas if engines_differ(self.ctx) else min(1, replicas))
         deployments = [manifest for manifest in self.shared[0] if manifest["kind"] == "Deployment"]
-        return [*deployments, *([engine] if engine is not None else [])]
+        return [*deployments, *filter(None, map(self.engine_manifest, engines))]
 
     @property
     def named_objects(self) -> frozenset[ChildRef]:

@@ -20,7 +20,7 @@ from megatron_runtime.protocol.messages import Error, Final, MalformedMessageErr
 logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """A longer answer is not quoted in full."""
 DEADLINE_SECONDS = 60.0
 ANY_PROMPT = (1, 2, 3, 4)
@@ -100,7 +100,7 @@ def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, said: ob
     tokens = np.frombuffer(answer.tokens, dtype="<i4")
     if not len(tokens):
         return "the completion is empty"
-    if len(tokens) > MOST_TOKENS:
+    if len(tokens) > MAX_TOKENS:
         return f"{len(tokens)} tokens instead of {NEW_TOKENS}"
     found = reply.get("generated_log_probs")
     log_probs = found if isinstance(found, list) else []

@@ -74,9 +74,9 @@ def snapshot_of(
     )
 
 
-def printable(text: str, most: int) -> str:
+def printable(text: str, maximum: int) -> str:
     """Shorten `text` to `most` characters and escape unprintable ones, such as control characters."""
-    return escaped(text[:most])[:most]
+    return escaped(text[:maximum])[:maximum]
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.render.context import Manifest, RenderContext, child, seal
-from megatron_operator.render.engine import KUEUE, engine_revision, engine_statefulset, has_placeholder
+from megatron_operator.render.engine import (
+    KUEUE,
+    engine_revision,
+    engine_statefulset,
+    has_placeholder,
+    volumes_of_one_engine,
+)
 from megatron_operator.render.pod import quantity_bytes
 from megatron_operator.resource.names import CHECK, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_WEIGHTS, PREFLIGHT
 
@@ -36,7 +42,8 @@ def check_pod(ctx: RenderContext) -> Manifest:
     """Return the pod that checks the engines of the spec.
 
     Of an engine's pod it has image, environment, volumes, node selection, security context and init containers. It has
-    neither its GPUs nor its rules about other pods: those engines occupy the nodes that the check needs.
+    neither its GPUs nor its rules about other pods: those engines occupy the nodes that the check needs. Instead of a
+    claim of one engine, which that engine may have mounted on another node, it has an empty volume.
 
     Raises:
         RenderError: the spec cannot be rendered.
@@ -46,8 +53,11 @@ def check_pod(ctx: RenderContext) -> Manifest:
     pod = template["spec"]
     before = [entry for entry in pod.get("initContainers") or () if entry["name"] != PREFLIGHT]
     nodes = (pod.get("affinity") or {}).get("nodeAffinity")
+    of_engine = volumes_of_one_engine(ctx)
+    volumes = [{"name": each["name"], "emptyDir": {}} if each["name"] in of_engine else each for each in pod["volumes"]]
     spec = {
         **{key: value for key, value in pod.items() if key not in _POD_FIELDS_OF_ENGINES},
+        "volumes": volumes,
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "containers": [_container(entry) for entry in pod["containers"] if entry["name"] == ENGINE],

@@ -4,7 +4,8 @@ The pods of an engine are replaced together and only by the operator (OnDelete).
 `replicas` is in the template, so no verb and no scaling ever restarts a pod.
 
 `engine.podTemplate` may contain `$(ENGINE_INDEX)` and `$(ENGINE_NAME)`, so that a scheduler can group the pods of one
-engine. The revision is that of the template with the placeholders, because it is the same for all engines.
+engine, and each engine can have its own claims. The revision is that of the template with the placeholders, because it
+is the same for all engines.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ LABEL_QUEUE = f"{KUEUE}queue-name"
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _EVICTION = {PrefixEviction.LRU: "lru", PrefixEviction.REF_ZERO: "ref_zero"}
 INDEX_PLACEHOLDER, NAME_PLACEHOLDER = "$(ENGINE_INDEX)", "$(ENGINE_NAME)"
+_CLAIM = "persistentVolumeClaim"
 _PER_ENGINE_FIELDS = frozenset(
     {"affinity", "nodeSelector", "resourceClaims", "schedulingGates", "topologySpreadConstraints"}
 )
@@ -337,13 +339,9 @@ def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
     return {**affinity, "podAffinity": {**near, _REQUIRED: rules}}
 
 
-def has_placeholder(text: object) -> bool:
-    return isinstance(text, str) and (INDEX_PLACEHOLDER in text or NAME_PLACEHOLDER in text)
-
-
 def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
-    """Return `engine.podTemplate` with the placeholders of this engine replaced, in labels, annotations and the fields
-    of its placement."""
+    """Return `engine.podTemplate` with the placeholders of this engine replaced, in labels, annotations, claims of
+    volumes and the fields of its placement."""
     overlay = ctx.spec.engine.pod_template
     if overlay is None:
         return None
@@ -354,7 +352,17 @@ def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
         filled["spec"] = {
             key: _filled(value, values) if key in _PER_ENGINE_FIELDS else value for key, value in spec.items()
         }
+        if isinstance(spec.get("volumes"), list):
+            filled["spec"]["volumes"] = [_of_claim(volume, values) for volume in spec["volumes"]]
     return filled
+
+
+def _of_claim(volume: Any, values: dict[str, str]) -> Any:
+    """Replace placeholders in the claim of a volume, and not in its name: the pod policy has checked the mounts of
+    volumes by their names."""
+    if not isinstance(volume, dict) or _CLAIM not in volume:
+        return volume
+    return {**volume, _CLAIM: _filled(volume[_CLAIM], values)}
 
 
 def _filled(value: Any, values: dict[str, str]) -> Any:
@@ -366,3 +374,19 @@ def _filled(value: Any, values: dict[str, str]) -> Any:
         for placeholder, text in values.items():
             value = value.replace(placeholder, text)
     return value
+
+
+def engines_differ(ctx: RenderContext) -> bool:
+    """Return whether the pods of two engines may refer to different objects."""
+    return has_placeholder((ctx.spec.engine.pod_template or {}).get("spec"))
+
+
+def volumes_of_one_engine(ctx: RenderContext) -> set[str]:
+    """Return the volumes of `engine.podTemplate` whose claim has a placeholder."""
+    spec = (ctx.spec.engine.pod_template or {}).get("spec") or {}
+    return {volume["name"] for volume in spec.get("volumes") or () if has_placeholder(volume.get(_CLAIM))}
+
+
+def has_placeholder(value: object) -> bool:
+    """Return whether a text, or an object of texts, contains a placeholder."""
+    return INDEX_PLACEHOLDER in str(value) or NAME_PLACEHOLDER in str(value)

@@ -38,15 +38,15 @@ class AcceleratorClaim(ApiModel):
     name: Label = Field(description="Name of the claim in the pod.", max_length=63)
     resource_claim_template_name: Name | None = Field(
         default=None,
-        description="ResourceClaimTemplate in the resource's namespace. Each pod gets a claim of its own.",
+        description="ResourceClaimTemplate in the namespace of this resource. Each pod gets its own claim.",
     )
     resource_claim_name: Name | None = Field(
         default=None,
-        description="ResourceClaim in the resource's namespace. All pods of all engines share its devices.",
+        description="ResourceClaim in the namespace of this resource. All pods of all engines share its devices.",
     )
     request: Label | None = Field(
         default=None,
-        description="The request of the claim whose devices the engine gets; those of all requests if absent.",
+        description="Request in the claim whose devices the engine uses. Default: all requests of the claim.",
         max_length=63,
     )
 
@@ -62,13 +62,14 @@ class AcceleratorSpec(ApiModel):
 
     resource: ResourceName | None = Field(
         default=None,
-        description="Extended resource of which each pod gets gpusPerPod. Native engines need one of nvidia.com.",
+        description="Extended resource that each pod requests gpusPerPod times, such as nvidia.com/gpu. Native "
+        "engines require a resource of nvidia.com.",
         max_length=317,
     )
     claims: list[AcceleratorClaim] | None = Field(
         default=None,
-        description="ResourceClaims with the devices of each pod, instead of an extended resource. They must have "
-        "gpusPerPod devices in total.",
+        description="ResourceClaims for the devices of each pod, instead of an extended resource. Together they "
+        "must request gpusPerPod devices.",
         min_length=1,
         max_length=MAX_CLAIMS,
         json_schema_extra=list_by("name"),

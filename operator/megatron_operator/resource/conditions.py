@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Documented(StrEnum):
-    """A string enum whose members have one line of documentation."""
+    """A string enum whose members have one line of documentation each."""
 
     doc: str
 
@@ -21,26 +21,26 @@ class Documented(StrEnum):
 class ConditionType(Documented):
     READY = (
         "Ready",
-        "An OpenAI server and at least one engine serve; or the resource is Paused, Suspended or Stopped as requested, "
-        "with a server that is ready. Its reason is the reason of Degraded if the resource waits for nothing else.",
+        "An OpenAI server and at least one engine serve, or the resource is Paused, Suspended or Stopped as "
+        "requested and a server is ready. If Degraded is the only cause, Ready has the same reason.",
     )
     COORDINATOR_READY = "CoordinatorReady", "The coordinator answers the operator on its admin port."
     ENGINES_READY = "EnginesReady", "All spec.replicas engines are registered with the coordinator."
     LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
     PROGRESSING = (
         "Progressing",
-        "The operator or a pod is making progress towards the spec. False: every child matches the spec and is "
-        "rolled out. Unknown: changes wait, for a paused rollout or until the resource runs.",
+        "True while the operator or a pod is making progress towards the spec. False if every child matches the "
+        "spec and is rolled out. Unknown if changes wait for a paused rollout or until the resource runs.",
     )
-    DEGRADED = "Degraded", "An error that waiting alone may not resolve; the message names it."
-    UPDATE_AVAILABLE = "UpdateAvailable", "The operator has another release than the resource."
+    DEGRADED = "Degraded", "The resource has an error that may need your action; the message names it."
+    UPDATE_AVAILABLE = "UpdateAvailable", "The resource can be updated to the operator's release."
     SINGLE_SERVER = (
         "SingleServer",
-        "There is one OpenAI server: while it is lost, no request is answered.",
+        "The resource has only one OpenAI server. If that server fails, requests fail until it is replaced.",
     )
     UNKNOWN_FIELDS = (
         "UnknownFields",
-        "The spec has fields that this version of the operator does not know and ignores; the message names them.",
+        "The spec has fields that this version of the operator does not know. It ignores them; the message names them.",
     )
 
 
@@ -56,53 +56,65 @@ class Reason(Documented):
     SUSPENDING = "Suspending", "SUSPEND is in progress; not every rank has confirmed."
     RESUMING = "Resuming", "RESUME is in progress; not every rank has confirmed."
     STOPPING = "Stopping", "STOP is in progress, or the engine pods are terminating."
-    DRAINING = "Draining", "An engine finishes its requests before it is removed; it gets no new ones."
+    DRAINING = "Draining", "An engine finishes its requests before it is removed; it receives no new requests."
     RELEASING_PODS = "ReleasingPods", "Suspended; the engine pods are being deleted."
     SETTLING = "Settling", "The coordinator or an engine is changing its state; the operator waits for the result."
-    SIGNAL_FAILED = "SignalFailed", "The coordinator answered a signal with an error; it is planned again."
+    SIGNAL_FAILED = "SignalFailed", "The coordinator answered a signal with an error; the operator retries the signal."
     COORDINATOR_STARTING = "CoordinatorStarting", "The coordinator's pod is not ready yet."
     COORDINATOR_UNREACHABLE = "CoordinatorUnreachable", "The coordinator does not answer on its admin port."
-    COORDINATOR_RECOVERING = "CoordinatorRecovering", "The coordinator restarted and collects the state of its engines."
+    COORDINATOR_RECOVERING = (
+        "CoordinatorRecovering",
+        "The coordinator has restarted and is collecting the state of its engines.",
+    )
     SERVER_STARTING = "ServerStarting", "No OpenAI server is ready yet."
-    ENGINES_STARTING = "EnginesStarting", "Engine pods start or load weights."
+    ENGINES_STARTING = "EnginesStarting", "Engine pods are starting or loading weights."
     ENGINE_UNRESPONSIVE = "EngineUnresponsive", "An engine sends no heartbeats; its requests go to other engines."
-    ENGINE_LOST = "EngineLost", "The pods of an engine run and it is not registered with the coordinator."
+    ENGINE_LOST = (
+        "EngineLost",
+        "The pods of an engine are running, but the engine is not registered with the coordinator.",
+    )
     REFRESHING_WEIGHTS = (
         "RefreshingWeights",
-        "Engines load other weights of one model in place, without a restart.",
+        "Engines are loading other weights of the same model without a restart.",
     )
     WRONG_WEIGHTS = (
         "WrongWeights",
-        "Engines serve other weights than those of spec.weights.revision, or different files of them.",
+        "Engines do not serve the weights of spec.weights.revision, or their weight files differ.",
     )
-    SETTING_ADAPTERS = "SettingAdapters", "Engines load and unload LoRA adapters without a restart."
+    SETTING_ADAPTERS = "SettingAdapters", "Engines are loading or unloading LoRA adapters without a restart."
     ADAPTER_FAILED = (
         "AdapterFailed",
-        "An engine cannot load an adapter of spec.model.adapters; the others serve.",
+        "An engine cannot load an adapter of spec.model.adapters; the base model and the other adapters are available.",
     )
-    SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
+    SCALING_DOWN = "ScalingDown", "Surplus engines are drained and removed, highest index first."
     ROLLING_OUT = (
         "RollingOut",
-        "Engines are replaced one after another with the spec's new revision, or pods of a coordinator or of servers.",
+        "The operator is replacing engines, or pods of a coordinator or of servers, with the new revision of the spec.",
     )
     ROLLOUT_STUCK = (
         "RolloutStuck",
-        "New pods of a coordinator or of servers have not become ready before the Deployment's progress deadline.",
+        "New pods of a coordinator or of servers did not become ready before the Deployment's progress deadline.",
     )
-    ROLLOUT_PAUSED = "RolloutPaused", "spec.rollout.paused holds a rollout: engines keep their earlier revision."
+    ROLLOUT_PAUSED = "RolloutPaused", "spec.rollout.paused stops the rollout; engines keep their earlier revision."
     UPDATE_AVAILABLE = "UpdateAvailable", "The resource can be updated to the release of the operator."
     SECURITY_UPDATE_AVAILABLE = (
         "SecurityUpdateAvailable",
-        "As UpdateAvailable, and the release of the resource is older than the oldest secure version.",
+        "An update is available, and the release of the resource is older than the oldest secure version.",
     )
     UP_TO_DATE = "UpToDate", "The resource has the release of the operator."
-    ROTATING_KEYS = "RotatingKeys", "The components switch to new CURVE keys in several stages."
-    CANARY_FAILED = "CanaryFailed", "A replaced engine gives a wrong answer; the rollout stops until the spec changes."
-    REPLACING_MODEL = "ReplacingModel", "The model itself changed: all engines and servers are replaced together."
+    ROTATING_KEYS = "RotatingKeys", "The components are switching to new CURVE keys in several stages."
+    CANARY_FAILED = (
+        "CanaryFailed",
+        "A replaced engine gave a wrong answer to the canary request; the rollout stops until the spec changes.",
+    )
+    REPLACING_MODEL = "ReplacingModel", "The model has changed; the operator replaces all engines and servers together."
     IMAGE_PULL_FAILED = "ImagePullFailed", "An image cannot be pulled."
     UNSCHEDULABLE = "Unschedulable", "No node can run a pod; the message is the scheduler's."
-    CRASH_LOOPING = "CrashLooping", "A container crashes repeatedly; the message has exit code and termination message."
-    OUT_OF_MEMORY = "OutOfMemory", "A container was killed for exceeding its memory limit."
+    CRASH_LOOPING = (
+        "CrashLooping",
+        "A container crashes repeatedly; the message has its exit code and termination message.",
+    )
+    OUT_OF_MEMORY = "OutOfMemory", "A container was killed because it exceeded its memory limit."
     GPU_OUT_OF_MEMORY = "GpuOutOfMemory", "An engine does not fit into the memory of its GPUs."
     NO_GPU = "NoGpu", "An engine sees fewer GPUs than it has ranks."
     GPU_KERNELS_MISSING = (
@@ -115,16 +127,16 @@ class Reason(Documented):
     SHARED_MEMORY_FULL = "SharedMemoryFull", "The shared memory of an engine's pod, /dev/shm, is full."
     WEIGHTS_MISSING = "WeightsMissing", "An engine cannot find or read its weights."
     ACCESS_DENIED = "AccessDenied", "The source of the weights rejects the token, or needs one."
-    RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine do not find each other."
+    RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine cannot reach each other at the start."
     PORT_TAKEN = "PortTaken", "A port of a container is in use."
     DISK_FULL = "DiskFull", "A volume of a pod is full."
     ENGINE_CONFIG_REFUSED = "EngineConfigRefused", "An engine does not support the spec; the message has the cause."
     VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
     VOLUME_FAILED = "VolumeFailed", "A volume of a pod cannot be attached or mounted; the message is the kubelet's."
-    QUOTA_EXCEEDED = "QuotaExceeded", "A ResourceQuota has too little left for a pod; the message names it."
+    QUOTA_EXCEEDED = "QuotaExceeded", "A pod would exceed a ResourceQuota; the message names the quota."
     LIMIT_REQUIRED = (
         "LimitRequired",
-        "A ResourceQuota or LimitRange demands a request or limit that a container does not have.",
+        "A ResourceQuota or LimitRange requires a resource request or limit that a container does not set.",
     )
     LIMIT_RANGE_VIOLATED = (
         "LimitRangeViolated",
@@ -132,60 +144,67 @@ class Reason(Documented):
     )
     CONTAINER_CONFIG_ERROR = (
         "ContainerConfigError",
-        "A Secret, ConfigMap or other object that a pod names is missing or lacks a key. Running pods serve on.",
+        "A Secret, ConfigMap or other object that a pod refers to is missing or lacks a key. Running pods continue "
+        "to serve.",
     )
     RESTART_BUDGET_EXHAUSTED = (
         "RestartBudgetExhausted",
-        "An engine crashed too often and has no pods. It is started again after a backoff if the cause is in the "
-        "infrastructure, otherwise after a change of the spec or a restart command.",
+        "An engine crashed too often and has no pods. The operator starts it again after a backoff if the cause is "
+        "in the infrastructure, otherwise after a change of the spec or a restart command.",
     )
     REQUEST_ENDS_ENGINES = (
         "RequestEndsEngines",
-        "A request crashed the engines that ran it and was answered with engine_failed; the Event names its id.",
+        "A request crashed the engines that ran it and was answered with engine_failed; the Event has its id.",
     )
-    FIELDS_IGNORED = "FieldsIgnored", "A later release knows the fields; everything else in the spec is carried out."
+    FIELDS_IGNORED = (
+        "FieldsIgnored",
+        "The spec has fields of a later release; the operator carries out everything else.",
+    )
     INVALID_SPEC = "InvalidSpec", "This version of the operator does not accept the value of a field."
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server rejects the result."
     NOT_ALLOWED = (
         "NotAllowed",
-        "The operator's pod policy does not allow a field of the spec, which the message names. Running pods serve on.",
+        "The operator's pod policy does not allow a field of the spec; the message names the field. Running pods "
+        "continue to serve.",
     )
     UNSUPPORTED_BY_BACKEND = (
         "UnsupportedByBackend",
-        "The backend of the engines cannot run the spec; the message names the field. Running pods serve on.",
+        "The backend of the engines does not support a field of the spec; the message names the field. Running pods "
+        "continue to serve.",
     )
-    CHILD_REFUSED = "ChildRefused", "The API server rejects a child for another reason, such as a quota."
+    CHILD_REFUSED = "ChildRefused", "The API server rejects a child object for another reason, such as a quota."
     GATEWAY_API_MISSING = (
         "GatewayApiMissing",
-        "spec.server.httpRoute is set and the cluster has no HTTPRoute kind. Everything else goes on.",
+        "spec.server.httpRoute is set, but the cluster has no HTTPRoute kind. Everything else continues.",
     )
     INFERENCE_EXTENSION_MISSING = (
         "InferenceExtensionMissing",
-        "spec.server.inferencePool is set and the cluster has no InferencePool kind. Everything but an HTTPRoute to "
-        "the pool goes on.",
+        "spec.server.inferencePool is set, but the cluster has no InferencePool kind. Everything except the "
+        "HTTPRoute to the pool continues.",
     )
-    CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and has another owner."
+    CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child object exists and has another owner."
     CHILD_CONTESTED = (
         "ChildContested",
-        "Another program changes a child as often as the operator applies it; the message names its field manager.",
+        "Another program reverts the operator's changes to a child object; the message names its field manager.",
     )
     WATCH_DENIED = (
         "WatchDenied",
-        "The operator may not read a kind of objects in the namespace, which the message names; what needs it is kept.",
+        "The operator has no permission to read a kind of object in the namespace; the message names the kind. "
+        "Objects that depend on it are not changed.",
     )
     OPERATOR_ISOLATED = (
         "OperatorIsolated",
-        "The operator has lost many coordinators at once and suspects its own network; it replaces none of them.",
+        "The operator lost many coordinators at the same time and suspects its own network; it does not replace them.",
     )
     DEADLINE_EXCEEDED = (
         "DeadlineExceeded",
-        "The operator has waited for the same thing for too long; status.plan names it.",
+        "A step has exceeded its deadline; status.plan names what the operator is waiting for.",
     )
     ONE_SERVER = "OneServer", "The servers have one replica."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."
     AVAILABLE = "Available", "The component of the condition works."
-    SETTLED = "Settled", "The spec is reached."
+    SETTLED = "Settled", "The resource matches its spec."
     ALL_WELL = "AllWell", "Nothing is wrong."
 
 

@@ -1,4 +1,4 @@
-"""What an installation of the operator allows the authors of resources: a profile, and what it adds to it."""
+"""What the operator allows the authors of resources: a profile, and extensions of it."""
 
 from __future__ import annotations
 
@@ -13,71 +13,82 @@ _HOSTNAME = re.compile(r"\*|(\*\.)?[a-z0-9{]([a-z0-9{}.-]*[a-z0-9}])?")
 
 
 class Switch(Enum):
-    """Helm chart values: the profile, and one for each further class of fields."""
+    """Chart values of the pod policy: the profile, and one value per class of fields."""
 
     PROFILE = (
         *("profile", "podPolicy.profile", "--pod-policy-profile", None),
-        "restricted: allow lists limit podTemplates; the options below extend them. trusted: a user who may create a "
-        "resource is treated as one who may create pods in its namespace.",
+        "What podTemplates may contain. restricted accepts fields on allow lists, which the options below extend. "
+        "trusted accepts every field: choose it only if all users who can create a resource may also create pods in "
+        "its namespace.",
     )
     HOST_PATHS = (
         *("host_paths", "podPolicy.hostPaths", "--allow-host-path", "PREFIX"),
-        "podTemplates may mount host paths below PREFIX, read-only.",
+        "Allow podTemplates to mount host paths below PREFIX read-only.",
     )
     MODEL_CACHE_PATHS = (
         *("model_cache_paths", "podPolicy.modelCachePaths", "--allow-model-cache-path", "PREFIX"),
-        "spec.model.cache.hostPath may be PREFIX or below it.",
+        "Allow PREFIX and paths below it for spec.model.cache.hostPath.",
     )
     CAPABILITIES = (
         *("capabilities", "podPolicy.capabilities", "--allow-capability", "NAME"),
-        "podTemplates may add this Linux capability, such as IPC_LOCK.",
+        "Allow podTemplates to add this Linux capability, such as IPC_LOCK.",
     )
     HOST_NETWORK = (
         *("host_network", "podPolicy.hostNetwork", "--allow-host-network", None),
-        "podTemplates may set hostNetwork.",
+        "Allow podTemplates to set hostNetwork. NetworkPolicies do not apply to such pods.",
     )
     SIDECARS = (
         *("sidecars", "podPolicy.sidecars", "--allow-sidecars", None),
-        "podTemplates may add containers and init containers.",
+        "Allow podTemplates to add containers and init containers.",
     )
     SERVICE_ACCOUNTS = (
         *("service_accounts", "podPolicy.serviceAccounts", "--allow-service-account", "NAME"),
-        "podTemplates may name this service account.",
+        "Allow podTemplates to use this service account.",
     )
     IMAGES = (
         *("image_repositories", "podPolicy.imageRepositories", "--allow-image-repository", "REPOSITORY"),
-        "Images of this repository are allowed, besides those of the runtime images; all below it if it ends in /.",
+        "Allow images of this repository in addition to the runtime images. A value that ends in / allows every "
+        "repository below it.",
     )
     ENVIRONMENT = (
         *("environment", "podPolicy.environment", "--allow-environment", "NAME"),
-        "podTemplates may set this variable, which is rejected by default; a prefix if it ends in *.",
+        "Allow podTemplates to set this environment variable. A value that ends in * allows every name with that "
+        "prefix.",
     )
     SECRET_ENVIRONMENT = (
         *("secret_environment", "podPolicy.secretEnvironment", "--allow-secret-environment", "NAME"),
-        "podTemplates may set this variable to a value of a Secret that the spec names; a prefix if it ends in *.",
+        "Allow podTemplates to set this environment variable from a Secret. A value that ends in * allows every "
+        "name with that prefix.",
     )
     METADATA = (
         *("metadata", "podPolicy.metadata", "--allow-metadata", "KEY"),
-        "Pods, Services and Ingresses may have this label or annotation, which is rejected by default; a prefix if it "
-        "ends in /.",
+        "Allow this label or annotation on Pods, Services and Ingresses. A value that ends in / allows every key "
+        "with that prefix.",
     )
     HOSTNAMES = (
         *("hostnames", "podPolicy.hostnames", "--allow-hostname", "HOST"),
-        "Ingresses and HTTPRoutes may have this host name; *.SUFFIX: every name below it; *: every name. {namespace} "
-        "and {name} are those of the resource.",
+        "Allow this host name in Ingresses and HTTPRoutes. *.SUFFIX allows every name below SUFFIX, and * every "
+        "name. {namespace} and {name} stand for the namespace and name of the resource.",
     )
     TLS_SECRETS = (
         *("tls_secrets", "podPolicy.tlsSecrets", "--allow-tls-secret", "NAME"),
-        "Ingresses may name this TLS Secret; a prefix if it ends in *. {namespace} and {name} are those of the "
-        "resource.",
+        "Allow Ingresses to use this TLS Secret. A value that ends in * allows every name with that prefix. "
+        "{namespace} and {name} stand for the namespace and name of the resource.",
     )
     VLLM_CODE = (
         *("vllm_code", "vllm.allowCode", "--allow-vllm-code", None),
-        "Resources may set arguments of vLLM that can load code.",
+        "Allow resources to set vLLM arguments that can load code, such as trust_remote_code.",
     )
 
     def __init__(self, field: str, chart_value: str, option: str, argument: str | None, text: str) -> None:
-        """field: of PodPolicy. option: of the command line, argument: its value; None: it has none. text: its help."""
+        """Describe one switch.
+
+        field:       name in PodPolicy.
+        chart_value: name in values.yaml.
+        option:      name on the command line.
+        argument:    placeholder of the option's value; None for a flag.
+        text:        help text of the option.
+        """
         self.field = field
         self.chart_value = chart_value
         self.option = option
@@ -93,13 +104,13 @@ class Switch(Enum):
         return f"an administrator can allow it with {value} in the operator's chart ({flag})"
 
     def bad(self, value: str, remedy: str) -> ValueError:
-        """Return the error of a value that the switch cannot have."""
+        """Return the error for a value that the switch does not accept."""
         return ValueError(f"{self.chart_value} ({self.option}): is {value!r}; give {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The profile, and the further classes that are allowed, as `Switch` describes them; by default none."""
+    """The profile and what it allows in addition; see `Switch`."""
 
     profile: str = RESTRICTED
     host_paths: tuple[str, ...] = ()
@@ -148,11 +159,11 @@ def repository_of(image: str) -> str:
 
 def in_repositories(image: str, repositories: tuple[str, ...]) -> bool:
     """Return whether an image is of one of the repositories. An entry that ends in `/` matches all below it."""
-    found = repository_of(image)
+    repository = repository_of(image)
     for entry in repositories:
         if entry.endswith("/"):
-            if found.startswith(repository_of(f"{entry}x/x").removesuffix("x/x")):
+            if repository.startswith(repository_of(f"{entry}x/x").removesuffix("x/x")):
                 return True
-        elif found == repository_of(entry):
+        elif repository == repository_of(entry):
             return True
     return False

@@ -1,4 +1,4 @@
-"""What a user does about each reason of the status. One table, for `explain` and for the troubleshooting guide."""
+"""What a user can do about each reason. `explain` and the troubleshooting guide use this table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Symptom(StrEnum):
     """Sections of the troubleshooting guide."""
 
     POD_DOES_NOT_START = "A pod does not start"
-    CONTAINER_ENDS = "A container ends or restarts"
+    CONTAINER_ENDS = "A container exits or restarts"
     COORDINATOR = "The coordinator does not answer"
     SPEC_REJECTED = "The spec or one of its objects is rejected"
-    CHANGE_STOPPED = "A change or a verb stopped"
+    CHANGE_STOPPED = "A change or a verb does not complete"
     REQUEST_FAILED = "A request failed"
-    IN_PROGRESS = "The operator is at work"
+    IN_PROGRESS = "A change is in progress"
     SETTLED = "Nothing is wrong"
 
 
@@ -29,7 +29,7 @@ class Remedy:
     action: str
 
 
-_WAIT = "Wait. status.plan.waitingOn says what the operator waits for."
+_WAIT = "Wait. status.plan.waitingOn names what the operator is waiting for."
 _NONE = "Nothing to do."
 
 _ACTIONS: dict[Symptom, dict[Reason, str]] = {
@@ -38,8 +38,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "or vllm.image of the chart), or add imagePullSecrets in podTemplate. Check that the nodes reach the registry.",
         Reason.UNSCHEDULABLE: "Read the scheduler's message: it names the resource, taint or selector. Change "
         "podTemplate, or add nodes.",
-        Reason.VOLUME_MISSING: "Create the PersistentVolumeClaim that the spec names, in the namespace of the "
-        "resource, and see that it is bound and reachable from the node.",
+        Reason.VOLUME_MISSING: "Create the PersistentVolumeClaim that the spec names in the namespace of the "
+        "resource. Check that it is bound and that the node can reach it.",
         Reason.VOLUME_FAILED: "Read the kubelet's message: it names the volume. Check the storage class, its driver "
         "on the node, and that no pod on another node has the volume attached.",
         Reason.QUOTA_EXCEEDED: "Raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate.",
@@ -56,22 +56,22 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "last output. `kubectl logs POD --previous` has the whole log.",
         Reason.OUT_OF_MEMORY: "Raise resources.limits.memory in the podTemplate of the component that the message "
         "names. For an engine, lowering spec.engine.batching.kvCacheMemory helps too.",
-        Reason.ROLLOUT_STUCK: "Read the new pods with `kubectl describe pod` and `kubectl logs`. Correct the spec, or "
-        "revert it: earlier pods serve on.",
+        Reason.ROLLOUT_STUCK: "Inspect the new pods with `kubectl describe pod` and `kubectl logs`. Correct the "
+        "spec or revert it. Earlier pods continue to serve.",
         Reason.GPU_OUT_OF_MEMORY: "Lower spec.engine.batching.kvCacheMemory or spec.model.maxSequenceLength, choose a "
         "smaller dtype, or raise spec.parallelism.tensor.",
         Reason.NO_GPU: "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node "
         "offers them.",
         Reason.GPU_KERNELS_MISSING: "Use a runtime image with triton, a C compiler and the headers of Python: "
         "spec.engine.image, or runtime.image of the chart.",
-        Reason.GPU_DRIVER: "Update the NVIDIA driver of the node to 580 or newer, which images for CUDA 13 need. After "
-        "an update of the driver restart the node.",
+        Reason.GPU_DRIVER: "Update the NVIDIA driver of the node to 580 or newer, which images for CUDA 13 require. "
+        "Restart the node after the update.",
         Reason.GPU_FAILED: "Drain the node, and reset or replace the GPU. The operator re-creates the engine on "
         "another device. If the message names a kernel, such as an illegal memory access, report it.",
         Reason.GPU_COMMUNICATION: "Start nvidia-fabricmanager on nodes with NVSwitch. Set NCCL_DEBUG=INFO in "
         "podTemplate, and read the log of the rank that failed first.",
-        Reason.SHARED_MEMORY_FULL: "Raise resources.limits.memory of the engine in podTemplate: /dev/shm is a part of "
-        "it.",
+        Reason.SHARED_MEMORY_FULL: "Raise resources.limits.memory of the engine in podTemplate: /dev/shm counts "
+        "towards this limit.",
         Reason.WEIGHTS_MISSING: "Correct spec.model.source or spec.weights.revision. For a volume, check that the "
         "path exists in it.",
         Reason.ACCESS_DENIED: "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the "
@@ -79,8 +79,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.RENDEZVOUS_FAILED: "Check that all pods of the engine are scheduled, and that NetworkPolicies let them "
         "reach each other. The preflight names the pair of pods that cannot connect.",
         Reason.PORT_TAKEN: "Do not use hostNetwork in podTemplate, or free the port on the node.",
-        Reason.DISK_FULL: "Give the cache volume more room in podTemplate, give the node more ephemeral storage, or "
-        "serve the model from a PersistentVolumeClaim.",
+        Reason.DISK_FULL: "Enlarge the cache volume in podTemplate, give the node more ephemeral storage, or serve "
+        "the model from a PersistentVolumeClaim.",
         Reason.ENGINE_CONFIG_REFUSED: "Correct the field that the message names.",
         Reason.RESTART_BUDGET_EXHAUSTED: "Remove the cause that the diagnosis in status.engines names. A change of "
         "the model, the weights or the engines in the spec starts the engine again, and so does `kubectl megatron "
@@ -94,50 +94,52 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.COORDINATOR_UNREACHABLE: "Check that NetworkPolicies let the operator reach port 5557 of the "
         "coordinator's pod. If the Secret NAME-keys was restored from a backup, delete the coordinator's pod, so that "
         "it starts with the present keys.",
-        Reason.COORDINATOR_STARTING: "Wait. If it lasts, look at the coordinator's pod with `kubectl describe pod`.",
-        Reason.COORDINATOR_RECOVERING: "Wait. The coordinator learns state, epoch and fence from the engines, and "
+        Reason.COORDINATOR_STARTING: "Wait. If it takes more than a minute, inspect the coordinator's pod with "
+        "`kubectl describe pod`.",
+        Reason.COORDINATOR_RECOVERING: "Wait. The coordinator collects state, epoch and fence from the engines, and "
         "then continues.",
-        Reason.OPERATOR_ISOLATED: "Check the network of the operator's pod, its node, and the NetworkPolicies between "
-        "its namespace and the resources. Delete a coordinator's pod if it is really lost.",
-        Reason.STALE_FENCE: "Delete the coordinator's pod. If the fence comes back, an engine reports it: delete the "
-        "engine pods too. Check who has the keys of the resource, and which image the coordinator runs.",
+        Reason.OPERATOR_ISOLATED: "Check the network of the operator's pod, its node, and the NetworkPolicies "
+        "between its namespace and the resources. If a coordinator has really failed, delete its pod.",
+        Reason.STALE_FENCE: "Delete the coordinator's pod. If the fence recurs, an engine reports it: delete the "
+        "engine pods too. Check who has access to the keys of the resource, and which image the coordinator runs.",
     },
     Symptom.SPEC_REJECTED: {
-        Reason.INVALID_SPEC: "Correct the field that the message names, or upgrade the operator to the version that "
-        "accepts its value. What runs is not touched.",
+        Reason.INVALID_SPEC: "Correct the field that the message names, or upgrade the operator to a version that "
+        "accepts its value. Running components are not changed.",
         Reason.FIELDS_IGNORED: "Upgrade the operator to the release that knows the fields, or remove them. After a "
         "rollback of the operator there is nothing to do: everything else in the spec is carried out.",
         Reason.WATCH_DENIED: "Restore the operator's Role and RoleBinding in the namespace, for example by `helm "
         "upgrade`. The message has the API server's answer. The operator continues within seconds.",
         Reason.CHILD_CONTESTED: "Configure the program with the field manager that the message names so that it leaves "
         "the object alone. Until then the operator applies the object once per minute.",
-        Reason.INVALID_POD_TEMPLATE: "Correct the podTemplate according to the message. What runs keeps serving, and "
-        "verbs still work.",
+        Reason.INVALID_POD_TEMPLATE: "Correct the podTemplate according to the message. Running pods continue to "
+        "serve, and verbs still work.",
         Reason.NOT_ALLOWED: "Remove the field, or have an administrator set the chart value that the message names.",
         Reason.UNSUPPORTED_BY_BACKEND: "Correct or remove the field that the message names, or set "
         "spec.engine.backend to the other backend.",
-        Reason.CHILD_REFUSED: "Read the API server's message, for example of a quota, an admission webhook or a "
-        "missing permission of the operator. The operator tries again by itself.",
-        Reason.GATEWAY_API_MISSING: "Install the CRDs of the Gateway API (`gateway.networking.k8s.io/v1`), or remove "
-        "spec.server.httpRoute. The operator tries again every 15 s.",
+        Reason.CHILD_REFUSED: "Read the API server's message: it names a quota, an admission webhook or a missing "
+        "permission of the operator. The operator retries automatically.",
+        Reason.GATEWAY_API_MISSING: "Install the CRDs of the Gateway API (`gateway.networking.k8s.io/v1`), or "
+        "remove spec.server.httpRoute. The operator retries every 15 s.",
         Reason.INFERENCE_EXTENSION_MISSING: "Install the CRDs of the Gateway API Inference Extension "
-        "(`inference.networking.k8s.io/v1`), or remove spec.server.inferencePool. The operator tries again every 15 s.",
+        "(`inference.networking.k8s.io/v1`), or remove spec.server.inferencePool. The operator retries every 15 s.",
         Reason.CHILD_NOT_OWNED: "Delete the object that the message names, or give the resource another name. The "
-        "operator never touches an object that it does not own. Keys that the operator of another cluster made, in a "
-        "backup, are adopted by the command in the message.",
+        "operator never changes an object that it does not own. If the object is a Secret with keys from a backup "
+        "of another cluster, run the command in the message to adopt it.",
     },
     Symptom.CHANGE_STOPPED: {
-        Reason.DEADLINE_EXCEEDED: "Read status.plan.waitingOn: it names what does not arrive. Check that pod or "
-        "object, its node and its controller. The operator continues by itself when it arrives.",
-        Reason.WRONG_WEIGHTS: "Wait: the operator lets every engine load the weights again. If "
-        "status.weights.differentDigests remains, the files differ between nodes or were changed in place: make them "
-        "equal, and use another spec.weights.revision.",
-        Reason.SIGNAL_FAILED: "Read the coordinator's message in status.lifecycle.message. The operator repeats the "
-        "signal after 5 s. Setting another desiredState is safe at any moment.",
+        Reason.DEADLINE_EXCEEDED: "Read status.plan.waitingOn, which names the pod or object. Check it, its node "
+        "and its controller. The operator continues automatically when the wait ends.",
+        Reason.WRONG_WEIGHTS: "Wait: every engine reloads the weights. If status.weights.differentDigests remains, "
+        "the files differ between nodes or were changed in place: make them equal, and use another "
+        "spec.weights.revision.",
+        Reason.SIGNAL_FAILED: "Read the coordinator's message in status.lifecycle.message. The operator retries the "
+        "signal after 5 s. You can set another desiredState at any time.",
         Reason.CANARY_FAILED: "Apply the previous spec, or correct the change. The other engines still run the "
         "previous revision.",
-        Reason.ADAPTER_FAILED: "Correct the source of the adapter that the message names, or remove the adapter. The "
-        "base model and the adapters that were loaded before still serve. The operator tries again every 30 s.",
+        Reason.ADAPTER_FAILED: "Correct the source of the adapter that the message names, or remove the adapter. "
+        "The base model and the adapters that are already loaded continue to serve. The operator retries every 30 "
+        "s.",
     },
     Symptom.REQUEST_FAILED: {
         Reason.REQUEST_ENDS_ENGINES: "Find the request by its id in the client's error message and in the logs of "
@@ -153,7 +155,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.DRAINING: "Wait, at most spec.lifecycle.drainSeconds.",
         Reason.RELEASING_PODS: _WAIT,
         Reason.SETTLING: _WAIT,
-        Reason.SERVER_STARTING: "Wait. If it lasts, look at the server's pods with `kubectl describe pod`.",
+        Reason.SERVER_STARTING: "Wait. If it takes more than a minute, inspect the servers' pods with `kubectl "
+        "describe pod`.",
         Reason.ENGINES_STARTING: "Wait, at most spec.engine.startupSeconds. `kubectl megatron explain NAME` shows "
         "each pod that is not ready.",
         Reason.REFRESHING_WEIGHTS: "Wait for the slowest engine to load. The update fails after "
@@ -161,10 +164,10 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.SETTING_ADAPTERS: "Wait for the slowest engine to load the adapters. The signal fails after "
         "spec.engine.startupSeconds.",
         Reason.SCALING_DOWN: _WAIT,
-        Reason.ROLLING_OUT: "Wait. A pod checks the new revision before engines are drained. status.updatedReplicas "
-        "counts the engines that have passed their canary.",
-        Reason.ROTATING_KEYS: "Wait; everything serves. After 15 minutes, look at the kubelet of the pod that "
-        "status.plan.waitingOn names.",
+        Reason.ROLLING_OUT: "Wait. A pod validates the new revision before the operator drains engines. "
+        "status.updatedReplicas counts the engines that have passed their canary.",
+        Reason.ROTATING_KEYS: "Wait; all components continue to serve. If it takes more than 15 minutes, check the "
+        "kubelet of the pod that status.plan.waitingOn names.",
         Reason.REPLACING_MODEL: _WAIT,
         Reason.DELETING: _NONE,
     },
@@ -184,7 +187,7 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.ALL_WELL: _NONE,
     },
 }
-"""What a user does, by the section of the guide and the reason. Every reason has an entry; a test checks it."""
+"""Actions by section of the guide and by reason. A test checks that every reason has an entry."""
 
 REMEDIES: dict[Reason, Remedy] = {
     reason: Remedy(symptom, action) for symptom, actions in _ACTIONS.items() for reason, action in actions.items()

@@ -70,25 +70,30 @@ class ServiceSpec(ApiModel):
     type: ServiceType = Field(default=ServiceType.CLUSTER_IP, description="Type of the Service.")
     annotations: Annotations | None = Field(default=None, description="Annotations of the Service.")
     load_balancer_class: Name | None = Field(
-        default=None, description="Implementation of the load balancer; that of the cluster if absent."
+        default=None, description="Load balancer implementation of the Service. Default: the cluster's implementation."
     )
 
 
 class IngressSpec(ApiModel):
-    class_name: Name | None = Field(default=None, description="IngressClass; that of the cluster if absent.")
+    class_name: Name | None = Field(
+        default=None, description="IngressClass of the Ingress. Default: the cluster's default class."
+    )
     hosts: list[HostName] | None = Field(
-        default=None, min_length=1, max_length=16, description="Host names; every host if absent."
+        default=None, min_length=1, max_length=16, description="Host names of the Ingress. Default: every host name."
     )
     tls_secret_name: Name | None = Field(
-        default=None, description="Secret with the certificate that the ingress controller serves; HTTP if absent."
+        default=None,
+        description="Secret with the certificate for HTTPS at the ingress controller. Default: plain HTTP.",
     )
     annotations: Annotations | None = Field(default=None, description="Annotations of the Ingress.")
 
 
 class ParentRef(ApiModel):
     name: Name = Field(description="Name of a Gateway.")
-    namespace: Name | None = Field(default=None, description="Its namespace; that of the resource if absent.")
-    section_name: Name | None = Field(default=None, description="Listener of the Gateway; all listeners if absent.")
+    namespace: Name | None = Field(
+        default=None, description="Namespace of the Gateway. Default: the namespace of this resource."
+    )
+    section_name: Name | None = Field(default=None, description="Listener of the Gateway. Default: all listeners.")
 
 
 class HttpRouteSpec(ApiModel):
@@ -96,17 +101,20 @@ class HttpRouteSpec(ApiModel):
         min_length=1, max_length=16, description="Gateways that the route attaches to."
     )
     hostnames: list[HostName] | None = Field(
-        default=None, min_length=1, max_length=16, description="Host names; those of the Gateway's listeners if absent."
+        default=None,
+        min_length=1,
+        max_length=16,
+        description="Host names of the route. Default: the host names of the Gateway's listeners.",
     )
     path_prefix: PathPrefix | None = Field(
         default=None,
-        description="Path before /v1, which the Gateway removes. It tells the resources of one host name apart.",
+        description="Path before /v1, which the Gateway removes. Set it if several resources share one host name.",
         max_length=256,
     )
     model_header: HeaderName | None = Field(
         default=None,
-        description="Header whose value must be the name of the model or of one of its adapters, so that several "
-        "resources share one URL.",
+        description="Header by which the Gateway selects this resource: its value must be the name of the model or "
+        "of an adapter. Set it if several resources share one URL.",
         max_length=64,
     )
 
@@ -117,17 +125,19 @@ class FailureMode(StrEnum):
 
 
 class EndpointPickerRef(ApiModel):
-    name: Name = Field(description="Name of the picker's Service, in the namespace of the resource.")
-    port: int = Field(default=9002, ge=1, le=65535, description="Port of the Service.")
+    name: Name = Field(description="Name of the picker's Service in the namespace of this resource.")
+    port: int = Field(default=9002, ge=1, le=65535, description="Port of the picker's Service.")
     failure_mode: FailureMode = Field(
         default=FailureMode.CLOSE,
-        description="What the Gateway does without an answer of the picker: FailClose drops the request, FailOpen "
+        description="Behaviour of the Gateway if the picker does not answer. FailClose drops the request; FailOpen "
         "sends it to any server.",
     )
 
 
 class InferencePoolSpec(ApiModel):
-    endpoint_picker_ref: EndpointPickerRef = Field(description="The endpoint picker, which you run.")
+    endpoint_picker_ref: EndpointPickerRef = Field(
+        description="Endpoint picker of the pool. The operator does not deploy it."
+    )
 
 
 ParserName = Annotated[
@@ -144,8 +154,8 @@ class GenerationConfig(StrEnum):
 
 class TlsSpec(ApiModel):
     secret_name: Name = Field(
-        description="Secret of type kubernetes.io/tls in the resource's namespace. A renewed certificate is loaded "
-        "without a restart."
+        description="Secret of type kubernetes.io/tls in the namespace of this resource. The servers load a renewed "
+        "certificate without a restart."
     )
 
 
@@ -154,87 +164,91 @@ class ServerSpec(ApiModel):
         default=None,
         ge=1,
         le=100,
-        description="Number of OpenAI servers. If absent, 1 is created, and the operator does not change the number "
-        "afterwards, so that an autoscaler may set that of the Deployment.",
+        description="Number of OpenAI servers. If it is not set, the operator creates one and does not change the "
+        "number afterwards, so that an autoscaler can scale the Deployment.",
     )
     tls: TlsSpec | None = Field(
-        default=None, description="Serve HTTPS on port 443 of the Service; plain HTTP on port 80 if absent."
+        default=None, description="Serve HTTPS on port 443 of the Service. Default: plain HTTP on port 80."
     )
-    service: ServiceSpec = section(ServiceSpec, "The Service NAME, the address of the servers.")
+    service: ServiceSpec = section(ServiceSpec, "Service NAME, through which clients reach the servers.")
     ingress: IngressSpec | None = Field(
-        default=None, description="An Ingress to the servers; the operator creates none if absent."
+        default=None, description="Ingress that the operator creates for the servers. Default: none."
     )
     http_route: HttpRouteSpec | None = Field(
-        default=None, description="An HTTPRoute of the Gateway API to the servers; the operator creates none if absent."
+        default=None,
+        description="HTTPRoute of the Gateway API that the operator creates for the servers. Default: none.",
     )
     inference_pool: InferencePoolSpec | None = Field(
         default=None,
-        description="An InferencePool of the Gateway API Inference Extension with the servers, to which the HTTPRoute "
-        "then refers instead of the Service. The operator creates none if absent.",
+        description="InferencePool of the Gateway API Inference Extension that the operator creates with the "
+        "servers. The HTTPRoute then refers to it instead of the Service. Default: none.",
     )
     api_keys_secret_ref: SecretKeyRef | None = Field(
         default=None,
-        description="File of accepted API keys, one per line or YAML with names, limits and models. If set, every "
-        "request needs one.",
+        description="Secret with the accepted API keys: one per line, or YAML with names, limits and models. If it "
+        "is set, every request needs a key.",
     )
     share_prefix_cache: bool = Field(
         default=False,
-        description="API keys share cached prefixes. Response times and cached_tokens then reveal to the holder of one "
-        "key which prompts others have sent.",
+        description="Share cached prefixes among all API keys. Response times and cached_tokens then reveal to one "
+        "key which prompts other keys have sent.",
     )
     allow_priority: bool = Field(
-        default=False, description="Requests may set a priority; otherwise one other than 0 is answered with 400."
+        default=False,
+        description="Allow requests to set a priority. Otherwise the server rejects a priority other than 0 with 400.",
     )
     reserve_tokens: int | None = Field(
         default=None,
         ge=1,
         le=2**31 - 1,
-        description="Generated tokens that a request of an API key with a limit of tokens reserves for each choice, at "
-        "most; 1024 if absent. Tokens beyond that are charged as they are generated.",
+        description="Maximum number of generated tokens per choice that the server reserves when a request with a "
+        "token-limited API key starts. Default: 1024. Further tokens are charged as they are generated.",
     )
     tool_call_parser: ParserName | None = Field(
         default=None,
-        description="Parser of tool calls in completions; auto chooses by the chat template, none offers no tools. "
-        f"Others: {', '.join(TOOL_CALL_PARSERS[2:])}; with spec.engine.backend VLLM also the name of a tool parser of "
-        "the installed vLLM.",
+        description="Format of the model's tool calls. auto detects it from the chat template; none disables tools. "
+        f"Other values: {', '.join(TOOL_CALL_PARSERS[2:])}; with spec.engine.backend VLLM also the name of a "
+        "tool parser of the installed vLLM. Default: auto.",
     )
     reasoning_parser: ParserName | None = Field(
         default=None,
-        description="How the model marks its reasoning, which is returned as reasoning_content; auto chooses by the "
-        f"chat template, none leaves it in the text. Others: {', '.join(REASONING_PARSERS[2:])}; with "
-        "spec.engine.backend VLLM also the name of a reasoning parser of the installed vLLM.",
+        description="Format in which the model marks its reasoning, which the server returns as reasoning_content. "
+        "auto detects it from the chat template; none leaves reasoning in the text. Other values: "
+        f"{', '.join(REASONING_PARSERS[2:])}; with spec.engine.backend VLLM also the name of a reasoning parser of the "
+        "installed vLLM. Default: auto.",
     )
     generation_config: GenerationConfig | None = Field(
         default=None,
-        description="Defaults of sampling: those of the model's generation_config.json (auto, also if absent), or "
-        "neutral ones (none).",
+        description="Source of the default sampling parameters. auto uses the model's generation_config.json; none "
+        "uses neutral values such as temperature 1. Default: auto.",
     )
     model_aliases: list[ModelAlias] | None = Field(
         default=None,
         min_length=1,
         max_length=16,
-        description="Further names under which requests may ask for the model, for programs that send a fixed one.",
+        description="Additional names of the model in requests, for programs that send a fixed name.",
     )
     any_model_name: bool | None = Field(
         default=None,
-        description="Requests with the name of no model or adapter of the resource are answered by the model, as "
-        "Megatron-Core's server does; with 404 if absent.",
+        description="Answer requests that name an unknown model with this model, as Megatron-Core's server does. "
+        "Otherwise the server rejects them with 404.",
     )
     allowed_origins: list[Origin] | None = Field(
         default=None,
         min_length=1,
         max_length=16,
-        description="Origins of web pages that may use the servers (CORS); none if absent.",
+        description="Origins of web pages that may use the servers (CORS). Default: none.",
     )
     allowed_media_hosts: list[MediaHost] | None = Field(
         default=None,
         min_length=1,
         max_length=64,
-        description="Hosts from which servers of spec.engine.backend VLLM fetch images, audio and video of requests; "
-        "data URLs only if absent. A name leads to public addresses only; an address may be private.",
+        description="Hosts from which the servers fetch images, audio and video that requests refer to. Default: "
+        "data URLs only. A host name must resolve to public addresses; an IP address may be private. vLLM engines "
+        "only.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Merged into the rendered pod, containers by name (the container is server), as far as the "
-        "operator's pod policy allows.",
+        description="Pod fields that the operator merges into the rendered pod. The container is called server. The "
+        "operator rejects fields that its pod policy does not allow.",
     )

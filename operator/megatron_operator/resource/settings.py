@@ -54,7 +54,7 @@ class Settings:
     quoted_repositories: tuple[str, ...] = ()
     """Repositories, besides those of `runtime_images`, whose termination messages and errors the status quotes."""
     egress_policies: bool = True
-    """NetworkPolicies limit what the pods of a resource may connect to."""
+    "Create NetworkPolicies that limit the outgoing connections of the pods of a resource."
     monitoring_peers: tuple[Mapping[str, Any], ...] = (MONITORING_NAMESPACE,)
     """Peers, as in a NetworkPolicy, that may read probes and metrics besides the operator's namespace."""
     api_server_ranges: tuple[str, ...] = ()

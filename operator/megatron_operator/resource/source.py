@@ -29,8 +29,8 @@ class Dtype(StrEnum):
 
 
 class SecretKeyRef(ApiModel):
-    name: Name = Field(description="Name of a Secret in the resource's namespace.")
-    key: Name = Field(description="Key within that Secret.")
+    name: Name = Field(description="Name of a Secret in the namespace of this resource.")
+    key: Name = Field(description="Key in that Secret.")
 
 
 _PATH_PART = r"([^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.\.[^/\x00-\x1f\x7f]+)"
@@ -78,7 +78,7 @@ class HuggingFaceSource(ApiModel):
     )
     revision: Commit | None = Field(
         default=None,
-        description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
+        description="Commit to load. Use a commit hash: a branch can change between the starts of two engines.",
         min_length=1,
         max_length=200,
     )
@@ -88,10 +88,12 @@ class HuggingFaceSource(ApiModel):
 
 
 class ClaimSource(ApiModel):
-    claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
+    claim_name: Name = Field(
+        description="PersistentVolumeClaim in the namespace of this resource. It is mounted read-only."
+    )
     path: VolumePath = Field(
         default="/",
-        description="Absolute path of the model inside the volume, without . and .. parts; {revision} is replaced by "
+        description="Absolute path of the model in the volume, without . and .. parts. {revision} is replaced by "
         "spec.weights.revision.",
         max_length=1024,
     )
@@ -99,13 +101,13 @@ class ClaimSource(ApiModel):
 
 class ImageSource(ApiModel):
     reference: str = Field(
-        description="OCI image or artifact that holds the weights; mounted as an image volume (experimental).",
+        description="Reference of the OCI image or artifact with the weights.",
         min_length=1,
         max_length=512,
     )
     path: VolumePath = Field(
         default="/",
-        description="Absolute path of the model inside the image, without . and .. parts; {revision} is replaced by "
+        description="Absolute path of the model in the image, without . and .. parts. {revision} is replaced by "
         "spec.weights.revision.",
         max_length=1024,
     )
@@ -123,19 +125,19 @@ ObjectUrl = Annotated[
 
 
 class SecretRef(ApiModel):
-    name: Name = Field(description="Name of a Secret in the resource's namespace.")
+    name: Name = Field(description="Name of a Secret in the namespace of this resource.")
 
 
 class ObjectStoreSource(ApiModel):
     url: ObjectUrl = Field(
-        description="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH; {revision} is "
-        "replaced by spec.weights.revision.",
+        description="URL of the model: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
+        "https://HOST/PATH. {revision} is replaced by spec.weights.revision.",
         max_length=1024,
     )
     credentials_secret_ref: SecretRef | None = Field(
         default=None,
-        description="Secret whose keys are the names of variables such as AWS_ACCESS_KEY_ID. Without it, the workload "
-        "identity of the ServiceAccount is used.",
+        description="Secret whose keys are names of environment variables, such as AWS_ACCESS_KEY_ID. Default: the "
+        "workload identity of the ServiceAccount.",
     )
 
 
@@ -159,15 +161,17 @@ class ModelSource(ApiModel):
 
     builtin: BuiltinName | None = Field(
         default=None,
-        description="A model that ships with the runtime image, such as smollm2-135m; for demos and tests.",
+        description="Model that is part of the runtime image, such as smollm2-135m, for demos and tests.",
         max_length=63,
     )
     hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
     object_store: ObjectStoreSource | None = Field(
-        default=None, description="A model in S3, Google Cloud Storage, Azure Blob Storage or on an HTTPS server."
+        default=None, description="Model in S3, Google Cloud Storage, Azure Blob Storage or on an HTTPS server."
     )
-    persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
-    image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
+    persistent_volume_claim: ClaimSource | None = Field(default=None, description="Directory or file on a volume.")
+    image: ImageSource | None = Field(
+        default=None, description="OCI image or artifact, mounted as an image volume (experimental)."
+    )
 
     @property
     def path(self) -> str | None:
@@ -210,11 +214,11 @@ class CacheSpec(ApiModel):
     )
 
     persistent_volume_claim: Name | None = Field(
-        default=None, description="PersistentVolumeClaim in the resource's namespace, which all engines mount."
+        default=None, description="PersistentVolumeClaim in the namespace of this resource, which all engines mount."
     )
     host_path: CachePath | None = Field(
         default=None,
-        description="Directory of each node, writable for user 65532. The chart value podPolicy.modelCachePaths must "
+        description="Directory on each node, writable by user 65532. The chart value podPolicy.modelCachePaths must "
         "allow it.",
         max_length=1024,
     )
@@ -231,12 +235,13 @@ AdapterPath = Annotated[
 
 class AdapterRepository(ApiModel):
     repo: Repository = Field(
-        description="Repository on the Hugging Face hub, as org/name. The token of the model's source is used.",
+        description="Repository on the Hugging Face hub, as org/name. The operator uses the access token of the "
+        "model's source.",
         max_length=200,
     )
     revision: Commit | None = Field(
         default=None,
-        description="Commit to load. Pin a commit: a branch may change between the starts of two engines.",
+        description="Commit to load. Use a commit hash: a branch can change between the starts of two engines.",
         max_length=200,
     )
 
@@ -261,7 +266,7 @@ class AdapterSource(ApiModel):
 
 class AdapterSpec(ApiModel):
     name: ModelName = Field(
-        description="Name in /v1/models, and of the model in requests.",
+        description="Name of the adapter in /v1/models and in requests.",
         min_length=1,
         max_length=MAX_ADAPTER_NAME_CHARACTERS,
     )
@@ -292,32 +297,33 @@ class ModelSpec(ApiModel):
 
     name: ModelName | None = Field(
         default=None,
-        description="Name in /v1/models; metadata.name if absent.",
+        description="Name of the model in /v1/models and in requests. Default: metadata.name.",
         min_length=1,
         max_length=256,
     )
     source: ModelSource = Field(description="Source of the weights: exactly one of the fields below.")
     cache: CacheSpec | None = Field(
         default=None,
-        description="A volume that keeps the downloaded model. The first pod that needs it downloads it, others wait, "
-        "and engines mount it read-only.",
+        description="Volume that keeps the downloaded model. The first pod downloads the model, the others wait for "
+        "it, and engines mount the volume read-only.",
     )
-    format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto detects it from the files.")
+    format: Format = Field(default=Format.AUTO, description="Format of the weights. Auto detects it from the files.")
     dtype: Dtype = Field(
         default=Dtype.AUTO,
-        description="Data type of the computation; Auto chooses by model and device.",
+        description="Data type of the weights and the computation. Auto chooses by model and device. Int8 and Int4 "
+        "need less memory and are faster on CPUs, at some loss of accuracy.",
     )
     max_sequence_length: int | None = Field(
         default=None,
-        description="Limit of prompt plus completion, in tokens. If absent, 4096 on CPUs; on GPUs the limit of the "
-        "model, or less if the KV cache has less room.",
+        description="Maximum number of tokens of a request, prompt plus answer. Default: 4096 on CPUs; on GPUs, the "
+        "limit of the model, or less if the KV cache is too small for it.",
         ge=1,
         le=16_777_216,
     )
     adapters: list[AdapterSpec] | None = Field(
         default=None,
-        description="LoRA adapters of the model. Each is served as a model of its own. They are loaded and unloaded "
-        "without a restart of an engine.",
+        description="LoRA adapters of the model. Clients use each adapter as a model with its own name. Engines "
+        "load and unload adapters without a restart.",
         max_length=MAX_ADAPTERS,
         json_schema_extra=list_by("name"),
     )
@@ -334,8 +340,8 @@ class ModelSpec(ApiModel):
 
 class WeightsSpec(ApiModel):
     revision: WeightsRevision = Field(
-        description="Replaces {revision} in the path or URL of the model's source. A change updates the weights in "
-        "place.",
+        description="Text that replaces {revision} in the path or URL of the model's source. Change it to update "
+        "the weights without a restart.",
         min_length=1,
         max_length=63,
     )

@@ -48,7 +48,7 @@ class Backend(StrEnum):
 
 CPU_SEQUENCE_LENGTH = 4096
 CPU_CACHE_MEMORY = "2Gi"
-"""Figures of engines on CPUs for fields that are absent."""
+"""Defaults of engines on CPUs."""
 CacheMemory = Annotated[
     str,
     Matches(
@@ -99,8 +99,8 @@ class Parallelism(ApiModel):
         SpecRule(
             "!has(self.data) || self.data == 1 || self.expert == 1 || self.expert == self.tensor * self.data",
             lambda sizes: not sizes.is_data_parallel or sizes.expert in (1, sizes.tensor * sizes.data),
-            "spec.parallelism.expert: with spec.parallelism.data above 1, the experts are shared by no ranks or by all "
-            "of a pipeline stage; set it to 1 or to tensor x data",
+            "spec.parallelism.expert: with spec.parallelism.data above 1, either no ranks or all ranks of a pipeline "
+            "stage share the experts; set it to 1 or to tensor x data",
             value=lambda sizes: sizes.expert,
         ),
     )
@@ -109,21 +109,30 @@ class Parallelism(ApiModel):
         default=1,
         ge=1,
         le=128,
-        description="Tensor-parallel ranks, which share every layer. The model's attention heads must be a multiple.",
+        description="Number of ranks that split every layer (tensor parallelism). The number of attention heads "
+        "must be a multiple of it. Raise it if the model does not fit on one device.",
     )
     pipeline: int = Field(
-        default=1, ge=1, le=128, description="Pipeline stages; at most as many as the model has layers."
+        default=1,
+        ge=1,
+        le=128,
+        description="Number of pipeline stages, each with a share of the layers. It cannot exceed the number of "
+        "layers.",
     )
     expert: int = Field(
-        default=1, ge=1, le=256, description="Expert-parallel ranks. The model's experts must be a multiple."
+        default=1,
+        ge=1,
+        le=256,
+        description="Number of ranks that divide the experts of each layer among them (expert parallelism). The "
+        "number of experts must be a multiple of it.",
     )
     data: int | None = Field(
         default=None,
         ge=1,
         le=256,
-        description="Copies of the layers without experts in one engine, which must fit one pod. Above 1, an engine "
-        "has tensor x pipeline x data ranks, and expert is 1 or tensor x data. vLLM engines only; for other models "
-        "raise spec.replicas.",
+        description="Number of copies of the dense layers in one engine, for mixture-of-experts models. The engine "
+        "must fit in one pod. Above 1, an engine has tensor x pipeline x data ranks, and expert must be 1 or "
+        "tensor x data. vLLM engines only. For other models raise spec.replicas instead.",
     )
 
     @property
@@ -143,7 +152,7 @@ class Batching(ApiModel):
             lambda batching: (
                 None in (batching.max_tokens, batching.max_requests) or batching.max_tokens >= batching.max_requests
             ),
-            "spec.engine.batching.maxTokens: every running request needs a token of each step; set at least "
+            "spec.engine.batching.maxTokens: every running request takes one token of each step; set it to at least "
             "spec.engine.batching.maxRequests",
             value=lambda batching: f"{batching.max_tokens}, less than {batching.max_requests}",
         ),
@@ -159,30 +168,40 @@ class Batching(ApiModel):
         default=None,
         ge=1,
         le=65536,
-        description="Limit of requests in one batch. If absent, 64; vLLM chooses on GPUs.",
+        description="Maximum number of requests that an engine processes at the same time. Default: 64; on GPUs "
+        "vLLM chooses. Raise it for throughput if the KV cache has space.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
         le=16_777_216,
-        description="Limit of tokens in one step, never fewer than the limit of requests. If absent, 2048; vLLM "
-        "chooses on GPUs.",
+        description="Maximum number of tokens per step, prompt and decode, at least maxRequests. Default: 2048; on "
+        "GPUs vLLM chooses. Raise it for throughput, lower it for latency.",
     )
-    block_size_tokens: int = Field(default=256, ge=1, le=65536, description="Tokens per block of the prefix cache.")
+    block_size_tokens: int = Field(
+        default=256,
+        ge=1,
+        le=65536,
+        description="Number of tokens per block of the prefix cache. Lower it to share shorter prefixes.",
+    )
     kv_cache_memory: CacheMemory | None = Field(
         default=None,
-        description="KV cache memory of each rank, as a Kubernetes quantity. If absent, 2Gi on CPUs; on GPUs what is "
-        "free after the load.",
+        description="Memory for the KV cache of each rank, as a Kubernetes quantity. Default: 2Gi on CPUs; on GPUs, "
+        "the memory that is free after the weights are loaded. Raise it if requests wait for KV blocks.",
         max_length=20,
     )
-    prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
-    chunked_prefill: bool = Field(default=True, description="Split long prompts over several steps.")
+    prefix_caching: bool = Field(
+        default=True, description="Reuse the KV blocks of earlier requests whose prompts begin with the same tokens."
+    )
+    chunked_prefill: bool = Field(
+        default=True, description="Split long prompts over several steps, so that other requests continue meanwhile."
+    )
     max_prefill_tokens: int | None = Field(
         default=None,
         ge=1,
         le=16_777_216,
-        description="Limit of prompt tokens in a step that also generates. Lower it for shorter gaps between tokens, "
-        "at the cost of the time to the first token. If absent, maxTokens. Native engines only.",
+        description="Maximum number of prompt tokens in a step that also decodes. Lower it for shorter gaps between "
+        "tokens, at the cost of the time to the first token. Default: maxTokens. Native engines only.",
     )
 
 
@@ -194,53 +213,55 @@ class SleepLevel(StrEnum):
 class VllmSpec(ApiModel):
     image: str | None = Field(
         default=None,
-        description="Image of the engines, the runtime with vLLM; the operator's vLLM image if absent. Other "
-        "repositories need podPolicy.imageRepositories in the operator's chart.",
+        description="Image of the engines: the runtime with vLLM. Default: the operator's vLLM image. Other "
+        "repositories must be allowed by podPolicy.imageRepositories in the operator's chart.",
         max_length=512,
     )
     args: VllmArgs = Field(
         default_factory=dict,
-        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects "
-        "arguments that another field sets, that open a port or a file and, without vllm.allowCode in its chart, that "
-        "are unknown or can load code.",
+        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects arguments "
+        "that another field sets and arguments that open a port or a file. It rejects arguments that are unknown "
+        "or can load code unless its chart sets vllm.allowCode.",
     )
     allow_pickle_between_pods: bool = Field(
         default=False,
-        description="Accept that the pods of an engine exchange Python pickles without authentication. An engine over "
-        "several pods needs it: a process that can connect to one of its pods can run code there. NetworkPolicies "
-        "limit these connections to the pods of the same engine.",
+        description="Accept that the pods of an engine exchange Python pickles without authentication, as vLLM does "
+        "in engines of several pods. Any process that can connect to such a pod can run code in it; "
+        "NetworkPolicies limit these connections to the pods of the same engine. Set it only if the cluster "
+        "enforces NetworkPolicies.",
     )
     sleep_level: SleepLevel | None = Field(
         default=None,
-        description="What a suspend with Offload does on GPUs. HostMemory moves the weights to the memory of the host; "
-        "Discard drops them, and a resume reads their files again. Absent: Discard, or HostMemory with speculation by "
-        "MTP, Eagle, Eagle3 or DraftModel, whose weights vLLM cannot reload.",
+        description="Effect of a suspend with level Offload on the weights in GPU memory. HostMemory moves them to "
+        "host memory, for a faster resume; Discard drops them, and a resume reads their files again. Default: "
+        "Discard, or HostMemory for speculative decoding with MTP, Eagle, Eagle3 or DraftModel, whose weights "
+        "vLLM cannot reload.",
     )
 
 
 class NativeSpec(ApiModel):
     kv_cache_mode: KvCacheMode = Field(
         default=KvCacheMode.RECOMPUTE,
-        description="What a suspend does with the KV cache: compute it again after the resume, keep it where it is, or "
-        "move it to the memory of the host.",
+        description="Effect of a suspend on the KV cache. Recompute drops it, and a resume computes it again; "
+        "Persist keeps it in place; Offload moves it to host memory.",
     )
     prefix_eviction: PrefixEviction = Field(
         default=PrefixEviction.LRU,
-        description="LRU keeps unused blocks of the prefix cache until their memory is needed; RefZero evicts them at "
-        "once.",
+        description="When unused blocks leave the prefix cache. LRU evicts them when their memory is needed; "
+        "RefZero evicts them immediately.",
     )
     step_timeout_seconds: int = Field(
         default=60,
         ge=1,
         le=86400,
-        description="An engine of several ranks ends if no rank makes progress in a step for so long.",
+        description="Seconds without progress of any rank in a step after which an engine of several ranks exits "
+        "and is restarted. Raise it if steps are slow.",
     )
 
 
 class KvOffloadSpec(ApiModel):
     cpu_memory: CacheMemory = Field(
-        description="Memory of the host for evicted KV blocks, of all ranks of an engine together, as a Kubernetes "
-        "quantity.",
+        description="Host memory for evicted KV blocks of all ranks of an engine together, as a Kubernetes quantity.",
         max_length=20,
     )
 
@@ -275,19 +296,20 @@ class SpeculativeSpec(ApiModel):
                     in (SpeculativeMethod.EAGLE, SpeculativeMethod.EAGLE3, SpeculativeMethod.DRAFT_MODEL)
                 )
             ),
-            "spec.engine.speculative.model: Eagle, Eagle3 and DraftModel need a draft model, and other methods have "
-            "none; set or remove it",
+            "spec.engine.speculative.model: Eagle, Eagle3 and DraftModel need a draft model, and other methods "
+            "have none; set or remove it",
         ),
     )
 
     method: SpeculativeMethod = Field(
-        description="Source of the draft tokens: NGram and Suffix take them from the request, MTP from layers of the "
-        "model, the others from a draft model."
+        description="Source of the draft tokens. NGram and Suffix take them from the tokens of the request, MTP "
+        "from layers of the model, and the other methods from a draft model."
     )
-    tokens: int = Field(ge=1, le=64, description="Draft tokens of each step.")
+    tokens: int = Field(ge=1, le=64, description="Number of draft tokens per step.")
     model: DraftModel | None = Field(
         default=None,
-        description="Draft model: hf:ORG/NAME[@REVISION], the URL of an object store, or a path in the engine's pod.",
+        description="Draft model: hf:ORG/NAME[@REVISION], the URL of an object store, or a path in the engine's "
+        "pod. Required by Eagle, Eagle3 and DraftModel.",
         max_length=256,
     )
 
@@ -303,8 +325,9 @@ TopologyKey = Annotated[
 
 class TopologySpec(ApiModel):
     pack_by: TopologyKey = Field(
-        description="Label of nodes whose value all nodes of one engine share, such as that of a rack or an NVLink "
-        "domain. Pods that no such domain has room for stay pending.",
+        description="Node label by which the pods of one engine are placed together, such as the label of a rack or "
+        "an NVLink domain. All nodes of an engine have the same value of the label. If no such group of nodes has "
+        "enough capacity, the pods stay pending.",
         max_length=317,
     )
 
@@ -347,8 +370,8 @@ class EngineSpec(ApiModel):
         SpecRule(
             "!has(self.accelerator) || self.gpusPerPod > 0",
             lambda engine: engine.accelerator is None or engine.gpus_per_pod > 0,
-            "spec.engine.accelerator: spec.engine.gpusPerPod is 0, so engines run on CPUs; set it to the devices of a "
-            "pod, or remove spec.engine.accelerator",
+            "spec.engine.accelerator: spec.engine.gpusPerPod is 0, so engines run on CPUs; set it to the number of "
+            "devices per pod, or remove spec.engine.accelerator",
         ),
         SpecRule(
             "!has(self.accelerator) || !has(self.accelerator.resource) || "
@@ -362,55 +385,69 @@ class EngineSpec(ApiModel):
 
     backend: Backend = Field(
         default=Backend.NATIVE,
-        description="Native is the engine of this project; VLLM runs vLLM behind the same verbs.",
+        description="Engine implementation. Native is the engine of this project; VLLM runs vLLM with the same verbs.",
     )
     native: NativeSpec | None = Field(default=None, description="Settings of native engines.")
     vllm: VllmSpec | None = Field(default=None, description="Settings of vLLM engines.")
     kv_offload: KvOffloadSpec | None = Field(
-        default=None, description="Keep evicted KV blocks in the memory of the host. vLLM engines only."
+        default=None,
+        description="Keep evicted KV blocks in host memory, so that returning prompts need no prefill. vLLM engines "
+        "only.",
     )
     quantization: Quantization | None = Field(
         default=None,
-        description="Quantization of the weights, as vLLM names it, such as fp8; a model that is quantized already "
-        "needs none. vLLM engines only.",
+        description="Quantization method that vLLM applies to the weights, such as fp8. Leave it unset for models "
+        "that are already quantized. vLLM engines only.",
         max_length=63,
     )
     speculative: SpeculativeSpec | None = Field(
-        default=None, description="Guess tokens that the model then checks. vLLM engines only."
+        default=None,
+        description="Speculative decoding: draft tokens that the model then verifies. It lowers latency if the load "
+        "is light. vLLM engines only.",
     )
     image: str | None = Field(
         default=None,
-        description="Image of native engines; the operator's runtime image if absent. Other repositories than that of "
-        "the runtime image need podPolicy.imageRepositories in the operator's chart.",
+        description="Image of native engines. Default: the operator's runtime image. Other repositories must be "
+        "allowed by podPolicy.imageRepositories in the operator's chart.",
         max_length=512,
     )
     gpus_per_pod: int = Field(
-        default=0, ge=0, le=64, description="GPUs of each pod, with one rank on each; 0 means engines on CPUs."
+        default=0,
+        ge=0,
+        le=64,
+        description="Number of GPUs per pod, with one rank on each GPU. 0 runs the engines on CPUs.",
     )
     accelerator: AcceleratorSpec | None = Field(
-        default=None, description=f"The device that gpusPerPod counts. If absent, {DEFAULT_RESOURCE}."
+        default=None, description=f"Device that gpusPerPod counts. Default: {DEFAULT_RESOURCE}."
     )
-    ranks_per_pod: int = Field(default=1, ge=1, le=64, description="Ranks in each pod of an engine on CPUs.")
+    ranks_per_pod: int = Field(default=1, ge=1, le=64, description="Number of ranks per pod for engines on CPUs.")
     batching: Batching = section(Batching, "Continuous batching and the KV cache.")
     startup_seconds: int = Field(
-        default=1800, ge=10, le=86400, description="Time for loading after which a pod is restarted."
+        default=1800,
+        ge=10,
+        le=86400,
+        description="Seconds that a pod may take to load the model. After that the kubelet restarts it. Raise it "
+        "for large models on slow storage.",
     )
     topology: TopologySpec | None = Field(default=None, description="Placement of the pods of one engine.")
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Merged into the rendered pod, containers by name (the container is engine): resources, "
-        "tolerations, affinity, volumes, … In labels, annotations and fields of the placement, $(ENGINE_INDEX) and "
-        "$(ENGINE_NAME) are those of the engine. The operator rejects fields that its pod policy does not allow.",
+        description="Pod fields such as resources, tolerations, affinity and volumes that the operator merges into "
+        "the rendered pod. The container is called engine. In labels, annotations, claims of volumes and placement "
+        "fields, $(ENGINE_INDEX) and $(ENGINE_NAME) are replaced by the index and name of the engine. The operator "
+        "rejects fields that its pod policy does not allow.",
     )
 
 
 class Routing(ApiModel):
     policy: RoutingPolicy | None = Field(
-        default=None, description="Policy that chooses an engine. If absent, LeastCost."
+        default=None,
+        description="Policy that chooses the engine of a request. Default: LeastCost, which suits most loads.",
     )
     alpha: Alpha = Field(
         default="0.5",
-        description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string.",
+        description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string, for "
+        "FirstPrefixBlock and LongestPrefix. Lower it if load is uneven.",
         max_length=20,
     )
 
@@ -421,51 +458,64 @@ class CoordinatorSpec(ApiModel):
         default=1,
         ge=1,
         le=2,
-        description="2 adds a standby on another node, which takes over within seconds when the active coordinator is "
-        "lost or stopped.",
+        description="Number of coordinators. 2 adds a standby on another node, which takes over within seconds if "
+        "the active coordinator fails.",
     )
     priority_class_name: Name | None = Field(
         default=None,
-        description="PriorityClass of the coordinator's pod, so that the scheduler makes room for it on a full node. "
-        "Names that begin with system- are not allowed.",
+        description="PriorityClass of the coordinator's pod. With a high priority, the scheduler preempts other "
+        "pods for it on a full node. Names that begin with system- are not allowed.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Merged into the rendered pod, containers by name (the container is coordinator), as far as the "
-        "operator's pod policy allows.",
+        description="Pod fields that the operator merges into the rendered pod. The container is called "
+        "coordinator. The operator rejects fields that its pod policy does not allow.",
     )
 
 
 class PauseSpec(ApiModel):
     mode: PauseMode = Field(
-        default=PauseMode.HOLD, description="Hold queues requests that arrive while paused; Reject answers 503."
+        default=PauseMode.HOLD,
+        description="Handling of requests that arrive while paused or suspended. Hold queues them; Reject answers 503.",
     )
     max_queued: int = Field(
-        default=10000, ge=1, le=10_000_000, description="Limit of held requests; further ones are answered with 429."
+        default=10000,
+        ge=1,
+        le=10_000_000,
+        description="Maximum number of requests that wait for an engine. The coordinator rejects further requests "
+        "with 429.",
     )
     max_wait_seconds: int = Field(
-        default=300, ge=1, le=86400, description="Time for which a request without an engine is held."
+        default=300,
+        ge=1,
+        le=86400,
+        description="Seconds that a request waits for an engine. After that, the coordinator rejects it with 504.",
     )
 
 
 class SuspendSpec(ApiModel):
     level: SuspendLevel = Field(
         default=SuspendLevel.OFFLOAD,
-        description="Offload releases memory and keeps the pods; ReleasePods also scales the engines to zero pods.",
+        description="What a suspend releases. Offload releases memory and keeps the pods, for a fast resume; "
+        "ReleasePods also scales the engines to zero pods.",
     )
     escalate_after_seconds: int | None = Field(
-        default=None, ge=0, le=31_536_000, description="Time after which a suspension with Offload becomes ReleasePods."
+        default=None,
+        ge=0,
+        le=31_536_000,
+        description="Seconds after which a suspended resource with level Offload also releases its pods. Default: "
+        "it keeps them.",
     )
     wake_on_request: bool = Field(
         default=False,
-        description="A request that arrives while suspended makes the resource run again, until it is idle or "
-        "desiredState changes.",
+        description="Resume a suspended resource when a request arrives. It runs until it has been idle for "
+        "idleSeconds or desiredState changes.",
     )
     idle_seconds: int = Field(
         default=600,
         ge=10,
         le=31_536_000,
-        description="Idle time after which a resource that a request woke is suspended again.",
+        description="Seconds without a request after which a resource that a request has woken is suspended again.",
     )
 
 
@@ -474,27 +524,37 @@ class RestartBudget(ApiModel):
         default=5,
         ge=0,
         le=1000,
-        description="Restarts of one engine, with all its pods, that are tolerated in short succession.",
+        description="Number of restarts of one engine, with all its pods, that the operator tolerates in short "
+        "succession.",
     )
     window_seconds: int = Field(
-        default=600, ge=1, le=86400, description="Time in which as many restarts are forgiven, one after another."
+        default=600,
+        ge=1,
+        le=86400,
+        description="Seconds after which the budget of an engine without further crashes is complete again. "
+        "Restarts are forgiven one at a time, at equal intervals.",
     )
 
 
 class LifecycleSpec(ApiModel):
     pause: PauseSpec = section(PauseSpec, "Handling of requests that arrive while paused or suspended.")
-    suspend: SuspendSpec = section(SuspendSpec, "What a suspended resource releases.")
+    suspend: SuspendSpec = section(SuspendSpec, "Behaviour of a suspended resource.")
     drain_seconds: int = Field(
-        default=60, ge=0, le=86400, description="Time for requests to finish before an engine or server is removed."
+        default=60,
+        ge=0,
+        le=86400,
+        description="Seconds that open requests get to finish before an engine or server is removed. Raise it if "
+        "answers are long.",
     )
     lost_node_seconds: int = Field(
         default=60,
         ge=0,
         le=86400,
-        description="Time after which a terminating pod of an engine is deleted by force: since the end of its grace "
-        "period, and since its node is not ready. Pods on a node that is ready are never deleted by force.",
+        description="Seconds after which the operator force-deletes a terminating engine pod on a node that is not "
+        "ready. The time counts from the end of the pod's grace period and from the moment the node became not "
+        "ready. Pods on a ready node are never force-deleted.",
     )
-    restart_budget: RestartBudget = section(RestartBudget, "When the operator stops restarting a crashing engine.")
+    restart_budget: RestartBudget = section(RestartBudget, "Limit on the restarts of a crashing engine.")
 
 
 class KeysSpec(ApiModel):
@@ -502,11 +562,14 @@ class KeysSpec(ApiModel):
         default=1,
         ge=1,
         le=1_000_000_000,
-        description="Raise it to rotate all CURVE keys without interrupting requests. Absolute: a generation that "
-        "status.keys has reached is not created again.",
+        description="Generation of the CURVE keys. Raise it above status.keys.generation to rotate all keys without "
+        "interrupting requests.",
     )
     rotate_after_days: int | None = Field(
-        default=None, ge=1, le=36500, description="Age at which keys are rotated automatically; never if absent."
+        default=None,
+        ge=1,
+        le=36500,
+        description="Age in days at which keys are rotated automatically. Default: keys are not rotated by age.",
     )
 
 
@@ -515,7 +578,7 @@ class RolloutSpec(ApiModel):
         SpecRule(
             "!has(self.maxUnavailable) || self.maxUnavailable > 0 || self.maxSurge > 0",
             lambda rollout: rollout.max_unavailable != 0 or rollout.max_surge > 0,
-            "spec.rollout.maxUnavailable: is 0 and spec.rollout.maxSurge is 0, so no engine may be replaced; raise one "
+            "spec.rollout.maxUnavailable: is 0 and spec.rollout.maxSurge is 0, so no engine can be replaced; raise one "
             "of them",
         ),
     )
@@ -524,22 +587,25 @@ class RolloutSpec(ApiModel):
         default=None,
         ge=0,
         le=1024,
-        description="Engines that may be unavailable during a rollout. If absent, 1, or 0 if maxSurge is set.",
+        description="Maximum number of engines that are unavailable during a rollout. Default: 1, or 0 if maxSurge "
+        "is set. Raise it for faster rollouts, at the cost of capacity.",
     )
     max_surge: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description="Engines of the new revision that a rollout adds beyond replicas, and removes at its end. Each "
-        "needs the GPUs and the memory of an engine.",
+        description="Maximum number of additional engines during a rollout. They have the new revision and are "
+        "removed at the end. Each needs the GPUs and memory of an engine.",
     )
     paused: bool = Field(
         default=False,
-        description="Replace no engine and begin no update. Engines keep their revision, also when they restart.",
+        description="Pause rollouts: the operator replaces no engine and begins no update. Engines keep their "
+        "revision when they restart.",
     )
     auto_update: bool = Field(
         default=False,
-        description="Update to the release of a new operator without kubectl megatron update.",
+        description="Update the resource automatically when the operator is upgraded. Otherwise it keeps its "
+        "release until you run kubectl megatron update.",
     )
 
     @property
@@ -565,7 +631,7 @@ def _parser_rule(field: str, names: tuple[str, ...]) -> SpecRule:
     return SpecRule(
         f"self.engine.backend == 'VLLM' || !has(self.{path}) || self.{path} in [{', '.join(map(repr, names))}]",
         lambda spec: spec.engine.backend is Backend.VLLM or getattr(spec.server, field) in (None, *names),
-        f"spec.{path}: must be one of {', '.join(names)}; other names are of vLLM, and need spec.engine.backend VLLM",
+        f"spec.{path}: must be one of {', '.join(names)}; names of vLLM parsers need spec.engine.backend VLLM",
         value=lambda spec: getattr(spec.server, field),
     )
 
@@ -622,7 +688,7 @@ class MegatronInferenceSpec(ApiModel):
             f"{_RANKS} <= {MAX_RANKS}",
             lambda spec: spec.parallelism.ranks <= MAX_RANKS,
             f"spec.parallelism: tensor x pipeline x expert (with data above 1: x data) must be at most {MAX_RANKS}, "
-            "the ranks of one engine; lower one of them, and raise spec.replicas for more throughput",
+            "the maximum number of ranks of one engine; lower one of them, and raise spec.replicas for more throughput",
             value=lambda spec: spec.parallelism.ranks,
         ),
         SpecRule(
@@ -631,7 +697,7 @@ class MegatronInferenceSpec(ApiModel):
                 not spec.parallelism.is_data_parallel
                 or (spec.engine.backend is Backend.VLLM and spec.pods_per_engine == 1)
             ),
-            "spec.parallelism.data: above 1 it needs spec.engine.backend VLLM, and an engine that fits one pod; set "
+            "spec.parallelism.data: above 1 requires spec.engine.backend VLLM and an engine that fits in one pod; set "
             "spec.engine.gpusPerPod (ranksPerPod) to tensor x pipeline x data, or remove it and raise spec.replicas",
             value=lambda spec: spec.parallelism.data,
         ),
@@ -654,8 +720,8 @@ class MegatronInferenceSpec(ApiModel):
             "self.engine.backend != 'VLLM' || !(self.model.dtype in "
             f"[{', '.join(repr(dtype.value) for dtype in _NOT_VLLM_DTYPES)}])",
             lambda spec: spec.engine.backend is not Backend.VLLM or spec.model.dtype not in _NOT_VLLM_DTYPES,
-            "spec.model.dtype: vLLM quantizes by its argument quantization; use Auto, BFloat16, Float16 or Float32 and "
-            "set spec.engine.vllm.args.quantization, or set spec.engine.backend to Native",
+            "spec.model.dtype: vLLM quantizes with its argument quantization; use Auto, BFloat16, Float16 or Float32 "
+            "and set spec.engine.vllm.args.quantization, or set spec.engine.backend to Native",
             value=lambda spec: spec.model.dtype.value,
         ),
         SpecRule(
@@ -669,25 +735,29 @@ class MegatronInferenceSpec(ApiModel):
             "spec.engine.vllm.allowPickleBetweenPods: vLLM engines over several pods exchange Python pickles without "
             "authentication, so a process that can connect to one of their pods can run code there; set it to true if "
             "the cluster enforces NetworkPolicies, or raise spec.engine.gpusPerPod (ranksPerPod) so that an engine "
-            "fits one pod",
+            "fits in one pod",
         ),
     )
 
     desired_state: DesiredState = Field(
         default=DesiredState.RUNNING,
-        description="Running serves; Paused pauses generation; Suspended also releases memory; Stopped "
-        "drains and removes the engines.",
+        description="State that the operator brings the resource to. Running serves requests. Paused stops "
+        "generation and keeps all memory. Suspended also releases memory. Stopped finishes open requests and "
+        "removes the engines.",
     )
     replicas: int = Field(
         default=1,
         ge=0,
         le=1024,
-        description="Data-parallel engines; kubectl scale and autoscalers change it. 0 removes all engine pods.",
+        description="Number of data-parallel engines, each with a copy of the weights. `kubectl scale` and "
+        "autoscalers change it. 0 removes all engine pods.",
     )
     model: ModelSpec = Field(description="The model.")
     weights: WeightsSpec | None = Field(default=None, description="The revision of the weights.")
-    parallelism: Parallelism = section(Parallelism, "Parallelism of one engine; the product is its number of ranks.")
-    engine: EngineSpec = section(EngineSpec, "The engines.")
+    parallelism: Parallelism = section(
+        Parallelism, "Parallelism of one engine. The product of the sizes is its number of ranks."
+    )
+    engine: EngineSpec = section(EngineSpec, "State of each engine.")
     coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
     server: ServerSpec = section(ServerSpec, "The OpenAI servers.")
     lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
@@ -742,7 +812,7 @@ ADAPTER_NAME_RULE = SpecRule(
     "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
     "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
     lambda named: named[1].model.name or named[0] not in [adapter.name for adapter in named[1].model.adapters or ()],
-    "spec.model.adapters: an adapter has the name of the resource, which is that of the model; give it another one",
+    "spec.model.adapters: an adapter has the same name as the resource, which is also the name of the model; rename it",
     value=lambda named: repr(named[0]),
 )
 """A rule about the name of a resource and its spec, as a pair."""

@@ -26,275 +26,309 @@ class Condition(ApiModel):
         "UpdateAvailable, SingleServer, UnknownFields."
     )
     status: str = Field(description="True, False or Unknown.")
-    reason: str = Field(description="Reason in CamelCase, for programs.")
-    message: str = Field(description="Message of one sentence.")
+    reason: str = Field(description="Machine-readable reason in CamelCase.")
+    message: str = Field(description="Explanation in one sentence.")
     observed_generation: int = Field(
-        description="Generation of the spec that the condition is about. That of Ready is the last one that was "
-        "carried out, so that kubectl wait waits for a change."
+        description="metadata.generation that the condition refers to. For Ready, it is the last generation that "
+        "the operator has carried out, so that kubectl wait waits for a change to complete."
     )
     last_transition_time: Time = Field(description="Time of the last change of the status.")
 
 
 class LifecycleStatus(ApiModel):
-    desired: DesiredState = Field(description="The desired state, as last seen.")
-    observed: ResourceState = Field(description="The last observed state.")
-    requested_at: Time | None = Field(default=None, description="Time when this desired state was first seen.")
-    operation_id: str | None = Field(default=None, description="Id of the last operation; the same on every resend.")
-    signal: SignalKind | None = Field(default=None, description="Signal of that operation.")
-    engine: str | None = Field(default=None, description="The only engine that it is for; all if absent.")
+    desired: DesiredState = Field(description="Value of spec.desiredState that the operator last processed.")
+    observed: ResourceState = Field(description="State that the operator last observed.")
+    requested_at: Time | None = Field(default=None, description="Time when the operator first saw this desired state.")
+    operation_id: str | None = Field(
+        default=None, description="Id of the current or last operation. Every retry has the same id."
+    )
+    signal: SignalKind | None = Field(default=None, description="Signal of the operation.")
+    engine: str | None = Field(
+        default=None, description="Engine that receives the signal; absent if all engines receive it."
+    )
     goal: DesiredState | None = Field(default=None, description="The desired state of the operation.")
     fence: int | None = Field(
-        default=None, description="Fence of its signal: the term of the leader that sent it last, plus fenceOffset."
+        default=None, description="Fence of the signal: the term of the leader that last sent it, plus fenceOffset."
     )
     fence_offset: int | None = Field(
         default=None,
-        description="Added to the leader's term if the coordinator has received fences of an earlier Lease.",
+        description="Number that is added to the leader's term if the coordinator has seen fences from an earlier "
+        "Lease.",
     )
     phase: LifecyclePhase | None = Field(default=None, description="Progress of the operation.")
-    confirmed_ranks: int | None = Field(default=None, description="Ranks that have confirmed.")
-    total_ranks: int | None = Field(default=None, description="Ranks that must confirm.")
-    message: str | None = Field(default=None, description="The coordinator's error, if the operation failed.")
-    weights: str | None = Field(default=None, description="UPDATE_WEIGHTS: revision of the weights.")
-    source: str | None = Field(default=None, description="UPDATE_WEIGHTS: source of the weights.")
-    epoch: int | None = Field(default=None, description="UPDATE_WEIGHTS: epoch of the weights.")
-    adapters: str | None = Field(default=None, description="SET_ADAPTERS: digest of the list of adapters.")
-    rejected: bool | None = Field(default=None, description="Whether it failed without an effect.")
-    since: Time | None = Field(default=None, description="Time when it was started, confirmed or failed.")
+    confirmed_ranks: int | None = Field(default=None, description="Number of ranks that have confirmed the signal.")
+    total_ranks: int | None = Field(default=None, description="Number of ranks that must confirm the signal.")
+    message: str | None = Field(default=None, description="Error of the coordinator if the operation failed.")
+    weights: str | None = Field(default=None, description="Revision of the weights, for UPDATE_WEIGHTS.")
+    source: str | None = Field(default=None, description="Source of the weights, for UPDATE_WEIGHTS.")
+    epoch: int | None = Field(default=None, description="Epoch of the weights, for UPDATE_WEIGHTS.")
+    adapters: str | None = Field(default=None, description="Digest of the list of adapters, for SET_ADAPTERS.")
+    rejected: bool | None = Field(default=None, description="Whether the operation failed without an effect.")
+    since: Time | None = Field(default=None, description="Time when the operation started, was confirmed or failed.")
     woken: bool | None = Field(
-        default=None, description="Whether a request woke the suspended resource, which has not been idle since."
+        default=None, description="Whether a request has woken the suspended resource and it has not been idle since."
     )
 
 
 class WeightsStatus(ApiModel):
-    revision: str = Field(description="Revision of the weights that engines hold.")
+    revision: str = Field(description="Revision of the weights that the engines have loaded.")
     model: str = Field(description="Hash of the model.")
-    epoch: int | None = Field(default=None, description="Epoch of the last update in place; absent if there was none.")
+    epoch: int | None = Field(default=None, description="Epoch of the last weight update; absent if there was none.")
     different_digests: list[str] | None = Field(
         default=None,
-        description="Digests of engines of one revision that differ although every engine has loaded the weights "
-        "again.",
+        description="Different weight digests of engines with the same revision that remain after every engine has "
+        "reloaded its weights.",
     )
 
 
 class DownloadStatus(ApiModel):
-    pod: str = Field(description="Pod that downloads.")
-    bytes: int = Field(description="Bytes in the cache, also of earlier attempts.")
-    total_bytes: int = Field(description="Bytes of the model.")
+    pod: str = Field(description="Pod that downloads the model.")
+    bytes: int = Field(description="Number of bytes in the cache, including earlier interrupted downloads.")
+    total_bytes: int = Field(description="Size of the model in bytes.")
     bytes_per_second: int | None = Field(
-        default=None, description="Rate of the last half minute; absent while unknown."
+        default=None, description="Download rate over the last 30 s; absent while unknown."
     )
-    seconds_left: int | None = Field(default=None, description="Estimated time to the end at that rate.")
+    seconds_left: int | None = Field(default=None, description="Estimated seconds until the download completes.")
 
 
 class LoadingStatus(ApiModel):
-    pod: str = Field(description="Pod of the engine.")
+    pod: str = Field(description="Pod that loads the model.")
     stage: str = Field(
-        description="Download; Verify: the digest of the weights is computed; Load; Compile: kernels are compiled and "
-        "warmed up; Capture: CUDA graphs are captured."
+        description="Current stage: Download, Verify (compute the digest of the weights), Load, Compile (compile "
+        "and warm up kernels) or Capture (capture CUDA graphs)."
     )
-    bytes: int | None = Field(default=None, description="Bytes of this stage that are done.")
-    total_bytes: int | None = Field(default=None, description="Bytes of this stage.")
+    bytes: int | None = Field(default=None, description="Number of bytes that this stage has processed.")
+    total_bytes: int | None = Field(default=None, description="Number of bytes that this stage must process.")
     seconds_left: int | None = Field(
-        default=None, description="Estimated time to the end of this stage; absent while unknown."
+        default=None, description="Estimated seconds until this stage completes; absent while unknown."
     )
 
 
 class LimitsStatus(ApiModel):
-    max_sequence_length: int | None = Field(default=None, description="Prompt and answer of a request, in tokens.")
-    kv_cache_bytes: int | None = Field(default=None, description="KV cache of each rank.")
-    max_requests: int | None = Field(default=None, description="Requests that an engine runs at once.")
-    max_tokens: int | None = Field(default=None, description="Tokens of a step.")
+    max_sequence_length: int | None = Field(
+        default=None, description="Maximum number of tokens of a request, prompt plus answer."
+    )
+    kv_cache_bytes: int | None = Field(default=None, description="Size of the KV cache of each rank, in bytes.")
+    max_requests: int | None = Field(
+        default=None, description="Maximum number of requests that an engine processes at the same time."
+    )
+    max_tokens: int | None = Field(default=None, description="Maximum number of tokens per step.")
 
 
 class AdapterStatusEntry(ApiModel):
-    name: str = Field(description="Name in /v1/models.")
-    source: str = Field(description="Source, as the engines load it.")
-    engines: int = Field(default=0, description="Engines that have loaded it.")
+    name: str = Field(description="Name of the model or adapter in /v1/models.")
+    source: str = Field(description="Source from which the engines load the adapter.")
+    engines: int = Field(default=0, description="Number of engines that have loaded the adapter.")
     reason: str | None = Field(
-        default=None, description="Why it is not loaded by every engine: AdapterFailed or UnsupportedByBackend."
+        default=None,
+        description="Reason if not every engine has loaded the adapter: AdapterFailed or UnsupportedByBackend.",
     )
-    error: str | None = Field(default=None, description="The error, with the name of the engine.")
-    failed_at: Time | None = Field(default=None, description="Time of the error; it is tried again 30 s later.")
+    error: str | None = Field(default=None, description="Last error, with the name of the engine.")
+    failed_at: Time | None = Field(default=None, description="Time of the error. The operator retries 30 s later.")
 
 
 class FormatsStatus(ApiModel):
     tool_calls: str = Field(
-        description="Format of the model's tool calls, a value of spec.server.toolCallParser; vllm:NAME: "
-        "read by a parser of vLLM. none: unknown, calls are "
-        "returned as text; or tools are not offered."
+        description="Format of the model's tool calls: a value of spec.server.toolCallParser, or vllm:NAME for a "
+        "parser of vLLM. none means that the servers offer no tools, or do not know the format and return calls "
+        "as text."
     )
     reasoning: str = Field(
-        description="Format of the model's reasoning, a value of spec.server.reasoningParser; vllm:NAME: "
-        "read by a parser of vLLM. none: it is part of the "
-        "text."
+        description="Format of the model's reasoning: a value of spec.server.reasoningParser, or vllm:NAME for a "
+        "parser of vLLM. none means that reasoning stays in the text."
     )
 
 
 class KeysStatus(ApiModel):
-    generation: int = Field(description="Generation of the CURVE keys; during a rotation the new generation.")
+    generation: int = Field(description="Generation of the CURVE keys. During a rotation it is the new generation.")
     stage: KeyStage = Field(description="Stage of the rotation.")
-    since: Time | None = Field(default=None, description="Time of creation of this generation.")
+    since: Time | None = Field(default=None, description="Time when this generation of keys was created.")
 
 
 class UpdateStatus(ApiModel):
-    id: str = Field(description="Id of the operator's release; kubectl megatron update requests it.")
+    id: str = Field(description="Id of the operator's release, to which kubectl megatron update updates the resource.")
     phase: UpdatePhase = Field(description="Progress of the update.")
 
 
 class StepStatus(ApiModel):
     step: str = Field(description="The current step.")
-    waiting_on: str = Field(description="What the step waits for, in one sentence.")
-    since: Time = Field(description="Since when.")
+    waiting_on: str = Field(description="What the step is waiting for, in one sentence.")
+    since: Time = Field(description="Time when the wait began.")
 
 
 class EngineStatusEntry(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
     state: str = Field(
-        description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost, "
-        "Unknown."
+        description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost "
+        "or Unknown."
     )
-    revision: str = Field(default="", description="Revision of its pods.")
-    epoch: int = Field(default=0, description="Generation epoch of its weights.")
-    ranks: int = Field(default=0, description="Ranks registered.")
-    digest: str | None = Field(default=None, description="Digest of its weights; equal weights have equal digests.")
+    revision: str = Field(default="", description="Revision of the engine's pods.")
+    epoch: int = Field(default=0, description="Epoch of the weights that the engine has loaded.")
+    ranks: int = Field(default=0, description="Number of registered ranks.")
+    digest: str | None = Field(
+        default=None, description="Digest of the weights that the engine has loaded. Equal weights have equal digests."
+    )
     weights: str | None = Field(
-        default=None, description="Revision of the weights that it serves; absent if unknown or of another source."
+        default=None,
+        description="Revision of the weights that the engine serves; absent if it is unknown or the weights have "
+        "another source.",
     )
     canary: str | None = Field(
-        default=None, description="Canary after a rollout: Pending, Passed, Failed, or Skipped if none can be sent."
+        default=None,
+        description="Result of the canary request after a rollout: Pending, Passed, Failed, or Skipped if no canary "
+        "can be sent.",
     )
-    canary_message: str | None = Field(default=None, description="Error of its canary's answer.")
-    restarts: int = Field(default=0, description="Restarts of the engine with its current pods.")
-    forgiven_at: Time | None = Field(default=None, description="Time when the restart budget is complete again.")
-    incidents: int | None = Field(default=None, description="Restarts since it last served; absent if none.")
+    canary_message: str | None = Field(default=None, description="Error in the answer to the canary request.")
+    restarts: int = Field(default=0, description="Number of restarts of the engine's current pods.")
+    forgiven_at: Time | None = Field(
+        default=None, description="Time when the engine's restart budget is complete again."
+    )
+    incidents: int | None = Field(
+        default=None, description="Number of restarts since the engine last served; absent if there were none."
+    )
     retries: int | None = Field(
-        default=None, description="Number of times that it was started again after an exhausted restart budget."
+        default=None,
+        description="Number of times that the operator has restarted the engine after its restart budget was "
+        "exhausted.",
     )
     diagnosis: str | None = Field(
-        default=None, description="Cause of the last restart of an exhausted restart budget. It has no pods."
+        default=None,
+        description="Cause of the crash that exhausted the restart budget. While it is set, the engine has no pods.",
     )
     retry_at: Time | None = Field(
         default=None,
-        description="Time when it is started again after a cause in the infrastructure; not by itself if absent.",
+        description="Time of the next automatic restart, if the cause is in the infrastructure; absent if there is "
+        "no automatic restart.",
     )
 
     avoided_nodes: list[str] | None = Field(
-        default=None, description="Nodes where a GPU of the engine failed, which its new pods do not use."
+        default=None, description="Nodes on which a GPU of the engine failed. New pods of the engine avoid them."
     )
-    avoided_until: Time | None = Field(default=None, description="Until when.")
+    avoided_until: Time | None = Field(default=None, description="Time until which new pods avoid these nodes.")
 
 
 class ComponentRestarts(ApiModel):
-    component: str = Field(description="coordinator, engine or server.")
-    count: int = Field(default=0, description="Container restarts of its current pods.")
-    since: Time | None = Field(default=None, description="First restart of the last incident.")
-    base: int | None = Field(default=None, description="Restarts before that incident.")
-    reported: bool | None = Field(default=None, description="Whether an Event has reported it.")
+    component: str = Field(description="Component: coordinator, engine or server.")
+    count: int = Field(default=0, description="Number of container restarts of the component's current pods.")
+    since: Time | None = Field(default=None, description="Time of the first restart of the last incident.")
+    base: int | None = Field(default=None, description="Number of restarts before that incident.")
+    reported: bool | None = Field(default=None, description="Whether an Event has reported the incident.")
 
 
 class HistoryEntry(ApiModel):
-    from_: str = Field(alias="from", description="State before.")
-    to: str = Field(description="State after.")
-    by: str = Field(description="Author of the request.")
+    from_: str = Field(alias="from", description="State before the transition.")
+    to: str = Field(description="State after the transition.")
+    by: str = Field(description="User or program that requested the transition.")
     operation_id: str | None = Field(default=None, description="Operation that completed the transition.")
-    at: Time = Field(description="Time when it was confirmed.")
-    seconds: float = Field(description="Time from the request to the confirmation.")
+    at: Time = Field(description="Time when the transition was confirmed.")
+    seconds: float = Field(description="Seconds from the request to the confirmation.")
 
 
 class FailedRequestEntry(ApiModel):
-    id: str = Field(description="Id of the request in the error of the OpenAI API and in the coordinator's log.")
-    engines: list[str] = Field(description="Engines that it crashed, in order.")
-    time: Time = Field(description="Time when the coordinator failed it.")
+    id: str = Field(description="Id of the request, as in the error of the OpenAI API and in the coordinator's log.")
+    engines: list[str] = Field(description="Engines that the request crashed, in order.")
+    time: Time = Field(description="Time when the coordinator answered the request with an error.")
 
 
 class MegatronInferenceStatus(ApiModel):
     manager: str | None = Field(
         default=None,
-        description="Namespace and name of the Lease of the operator that manages the resource. Other operators leave "
-        "the resource alone while it is renewed.",
+        description="Namespace and name of the Lease of the operator that manages the resource. Other operators do "
+        "not touch the resource while that Lease is renewed.",
     )
-    observed_generation: int | None = Field(default=None, description="Last processed generation of the spec.")
+    observed_generation: int | None = Field(
+        default=None, description="metadata.generation that the operator last processed."
+    )
     state: ResourceState | None = Field(
         default=None,
-        description="State of the resource. Pending: it is not ready, also if every rank has confirmed the desired "
-        "state (lifecycle.observed).",
+        description="State of the resource. It is Pending until the resource is ready, even if every rank has "
+        "confirmed the desired state (lifecycle.observed).",
     )
     ready: str | None = Field(
         default=None,
-        description="Engines that serve and that clients reach through a server / desired engines, such as 2/2.",
+        description="Number of engines that clients can reach through a server, and number of desired engines, such "
+        "as 2/2.",
     )
-    model: str | None = Field(default=None, description="Name in /v1/models.")
-    revision: str | None = Field(default=None, description="Revision of the engines of the current spec.")
+    model: str | None = Field(default=None, description="Name of the model or adapter in /v1/models.")
+    revision: str | None = Field(default=None, description="Revision of the engines that the current spec describes.")
     verified_revisions: list[str] | None = Field(
         default=None,
-        description="The last revisions whose check passed or of which an engine served, the latest last; at most "
-        f"{VERIFIED_REVISIONS}. A rollout to one of them needs no check.",
+        description=f"Last {VERIFIED_REVISIONS} revisions that passed the check or of which an engine has served, "
+        "latest last. A rollout to one of them needs no check.",
     )
-    endpoint: str | None = Field(
-        default=None, description="Base URL of the OpenAI API inside the cluster, as the Service has it."
+    endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API in the cluster.")
+    epoch: int | None = Field(default=None, description="Epoch of the weights in use.")
+    replicas: int | None = Field(default=None, description="Number of existing engines.")
+    ready_replicas: int | None = Field(
+        default=None, description="Number of registered engines that serve, or can serve when the resource runs."
     )
-    epoch: int | None = Field(default=None, description="Generation epoch of the weights.")
-    replicas: int | None = Field(default=None, description="Engines that exist.")
-    ready_replicas: int | None = Field(default=None, description="Engines that are registered and serve or can serve.")
     updated_replicas: int | None = Field(
-        default=None, description="Engines of the current revision that are verified to work."
+        default=None, description="Number of engines of the current revision that have passed their canary."
     )
-    selector: str | None = Field(default=None, description="Selects one pod of each engine, for autoscalers.")
+    selector: str | None = Field(
+        default=None, description="Label selector that matches one pod of each engine, for autoscalers."
+    )
     conditions: list[Condition] | None = Field(
         default=None,
-        description="See docs/reference.",
+        description="Conditions of the resource. Ready is the one to wait for.",
         json_schema_extra=list_by("type"),
     )
-    lifecycle: LifecycleStatus | None = Field(default=None, description="The current or last operation.")
+    lifecycle: LifecycleStatus | None = Field(default=None, description="Current or last operation.")
     weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
     download: DownloadStatus | None = Field(
-        default=None, description="The download to spec.model.cache, every 10 s; absent if none is in progress."
+        default=None,
+        description="Progress of the download to spec.model.cache, updated every 10 s; absent if no download is in "
+        "progress.",
     )
     formats: FormatsStatus | None = Field(
-        default=None, description="Formats of answers that the servers read, as auto has recognised them or as set."
+        default=None,
+        description="Formats that the servers use to parse answers, as set in spec.server or as detected by auto.",
     )
     limits: LimitsStatus | None = Field(
         default=None,
-        description="Limits that the engines report, those that they chose themselves included; of each the lowest.",
+        description="Limits that the engines report, including those that they chose themselves. If engines differ, "
+        "each limit is the lowest one.",
     )
     loading: LoadingStatus | None = Field(
         default=None,
-        description="Progress of the first engine that loads, every 10 s; absent as soon as an engine is ready, or if "
-        "the operator cannot connect to the pod.",
+        description="Progress of the first engine that loads the model, updated every 10 s; absent if an engine is "
+        "ready or the operator cannot connect to the pod.",
     )
     adapters: list[AdapterStatusEntry] | None = Field(
         default=None,
-        description="The adapters of spec.model.adapters.",
+        description="State of each adapter of spec.model.adapters.",
         json_schema_extra=list_by("name"),
     )
     keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
     release: Release | None = Field(
         default=None,
-        description="Release that coordinator, servers and engines are of. An upgrade of the operator does not change "
-        "it before the resource is updated.",
+        description="Release of the coordinator, servers and engines. An upgrade of the operator does not change it "
+        "until the resource is updated.",
     )
     update: UpdateStatus | None = Field(
-        default=None, description="Update to the release of the operator; absent if the resource is up to date."
+        default=None, description="Available update to the operator's release; absent if the resource is up to date."
     )
-    plan: StepStatus | None = Field(default=None, description="What the operator waits for; absent if nothing.")
+    plan: StepStatus | None = Field(
+        default=None, description="What the operator is waiting for; absent if it waits for nothing."
+    )
     attempt: str | None = Field(
         default=None,
-        description="Digest of the inputs of the engines and the last kubectl megatron restart. A new one resets the "
-        "restart budgets.",
+        description="Digest of the inputs of the engines and of the last kubectl megatron restart. When it changes, "
+        "restart budgets begin again.",
     )
     engines: list[EngineStatusEntry] | None = Field(
         default=None,
-        description="The engines.",
+        description="State of each engine.",
         json_schema_extra=list_by("name"),
     )
     restarts: list[ComponentRestarts] | None = Field(
         default=None,
-        description="Container restarts, by component; one Event reports each incident.",
+        description="Container restarts by component. The operator reports each incident in one Event.",
         json_schema_extra=list_by("component"),
     )
-    history: list[HistoryEntry] | None = Field(default=None, description="The last transitions, oldest first.")
+    history: list[HistoryEntry] | None = Field(default=None, description="Last state transitions, oldest first.")
     failed_requests: list[FailedRequestEntry] | None = Field(
         default=None,
-        description="The last requests that were answered with engine_failed because they crash engines, oldest first; "
-        f"at most {FAILED_REQUESTS}.",
+        description=f"Last {FAILED_REQUESTS} requests that were answered with engine_failed because they crashed "
+        "engines, oldest first.",
     )

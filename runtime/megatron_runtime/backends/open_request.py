@@ -15,6 +15,7 @@ from megatron_runtime.engine.engine_request import (
     RequestSummary,
     with_epoch,
 )
+from megatron_runtime.protocol.epochs import continued_epochs
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -68,7 +69,12 @@ class BackendRequest:
             stop_ids=frozenset(token for token in request.stop_ids(eos_ids) if 0 <= token < vocab_size),
             arrived=now,
             deadline=math.inf if request.deadline_seconds is None else now + request.deadline_seconds,
-            policy_epoch=[(0, epoch)],
+            policy_epoch=continued_epochs(
+                request.generated_epochs,
+                [(0, epoch)],
+                prompt_length=len(request.prompt_tokens),
+                num_generated=len(request.generated_tokens),
+            ),
             kv_cache_epoch=[(0, epoch)],
             **fields,
         )
@@ -105,7 +111,13 @@ class BackendRequest:
 
     def output(self, tokens: list[int]) -> RequestOutput:
         """Return an output with new tokens."""
-        return RequestOutput(self.request_id, tokens, self.prompt_length, num_cached_tokens=self.num_cached_tokens)
+        return RequestOutput(
+            self.request_id,
+            tokens,
+            self.prompt_length,
+            num_cached_tokens=self.num_cached_tokens,
+            epoch=self.policy_epoch[-1][1],
+        )
 
     def end(self, output: RequestOutput, reason: FinishReason, *, now: float) -> RequestOutput:
         """Turn `output` into the last output of the request, and return it."""

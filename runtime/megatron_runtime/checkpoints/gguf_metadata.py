@@ -90,9 +90,9 @@ class _Reader:
                 f"{self._path} has GGUF version {version}: versions {SUPPORTED_VERSIONS} are supported"
             )
         tensors, pairs = self._scalar("Q"), self._scalar("Q")
-        for count, most, what in ((tensors, _MAX_TENSORS, "tensors"), (pairs, _MAX_PAIRS, "metadata keys")):
-            if count > most:
-                raise ModelFileError(f"{self._path} says it has {count} {what}: at most {most} are read")
+        for count, maximum, what in ((tensors, _MAX_TENSORS, "tensors"), (pairs, _MAX_PAIRS, "metadata keys")):
+            if count > maximum:
+                raise ModelFileError(f"{self._path} says it has {count} {what}: at most {maximum} are read")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()

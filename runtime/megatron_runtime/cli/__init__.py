@@ -13,13 +13,13 @@ from megatron_runtime.process.environment import prepare_process
 @click.group(
     cls=LazyGroup,
     commands={
-        "serve": ("serve", "Run everything on this machine: coordinator, engines, OpenAI server."),
-        "run": ("run", "Serve a model on this machine and talk to it."),
-        "chat": ("terminal", "Talk to a model in the terminal."),
+        "serve": ("serve", "Run a coordinator, engines and an OpenAI server on this machine."),
+        "run": ("run", "Serve a model on this machine and chat with it."),
+        "chat": ("terminal", "Chat with a model in the terminal."),
         "generate": ("terminal", "Complete one prompt."),
         "status": ("servers", "Show the servers on this machine."),
-        "convert": ("models", "Write a model in another checkpoint format."),
-        "fetch": ("models", "Download a model from the Hugging Face hub, or check one."),
+        "convert": ("models", "Convert a model to another checkpoint format."),
+        "fetch": ("models", "Download a model, or verify a downloaded one."),
         "bench": ("bench", "Measure the coordinator, an engine or a server."),
         "coordinator": ("containers", "Run the coordinator (container entry point)."),
         "engine": ("containers", "Run one engine (container entry point)."),

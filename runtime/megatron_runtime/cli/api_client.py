@@ -117,9 +117,11 @@ def _server_url(text: str) -> str:
 
 SERVER_URL = Parsed("url", _server_url)
 connection_options = together(
-    environment_option("--url", default=DEFAULT_URL, type=SERVER_URL, envvar="MEGATRON_URL", help="Of the server."),
-    click.option("--model", help="By default the first that the server offers."),
-    environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="If the server requires one."),
+    environment_option("--url", default=DEFAULT_URL, type=SERVER_URL, envvar="MEGATRON_URL", help="URL of the server."),
+    click.option("--model", help="Name of the model. Default: the first model in the server's /v1/models."),
+    environment_option(
+        "--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key, if the server requires one."
+    ),
 )
 
 

@@ -43,25 +43,67 @@ _AT_LEAST_A_SECOND = FiniteRange(min=1)
 
 
 @click.command()
-@click.option("--listen", default="::", help="Address of every port; :: is every address, IPv4 and IPv6.")
-@click.option("--client-port", type=PORT, default=5555, help="For servers and clients.")
-@click.option("--engine-port", type=PORT, default=5556, help="For engines.")
-@click.option("--admin-port", type=PORT, default=5557, help="For the operator.")
+@click.option("--listen", default="::", help="Address on which every port listens; :: is every IPv4 and IPv6 address.")
+@click.option("--client-port", type=PORT, default=5555, help="Port for servers and clients.")
+@click.option("--engine-port", type=PORT, default=5556, help="Port for engines.")
+@click.option("--admin-port", type=PORT, default=5557, help="Port for the operator, which sends the verbs.")
 @click.option(
     "--socket-dir",
     type=DIRECTORY,
-    help="Listen on Unix sockets in this directory, client, engine and admin, instead of the ports. Only processes of "
-    "this user may connect.",
+    help="Listen on the Unix sockets client, engine and admin in this directory instead of TCP ports. Only "
+    "processes of the same user can connect.",
 )
-@click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
-@click.option("--other-host", help="Host of the other coordinator of a pair, with the same ports; absent: none.")
-@click.option("--keys-dir", type=DIRECTORY, help="server.key and every role's .pub; absent: no encryption.")
-@click.option("--routing-policy", type=ROUTING_POLICIES, default="LeastCost")
-@click.option("--alpha", type=FiniteRange(0, 1), default=0.5, help="Weight of a cached prefix.")
-@click.option("--pause-mode", type=click.Choice(["Hold", "Reject"]), default="Hold")
-@click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
-@click.option("--max-wait-seconds", type=POSITIVE_SECONDS, default=300, help="Of a request.")
-@click.option("--journal-memory", "journal_bytes", type=MEMORY, default="1Gi", help="Of all open requests.")
+@click.option(
+    "--health-port", type=OPTIONAL_PORT, default="8080", help="Port for probes and metrics; off disables both."
+)
+@click.option(
+    "--other-host", help="Host of the other coordinator of an active/standby pair. It must use the same ports."
+)
+@click.option(
+    "--keys-dir",
+    type=DIRECTORY,
+    help="Directory with server.key and the .pub file of every role. Without it, connections are neither encrypted "
+    "nor authenticated.",
+)
+@click.option(
+    "--routing-policy",
+    type=ROUTING_POLICIES,
+    default="LeastCost",
+    help="Policy that chooses the engine of a request. LeastCost suits most loads.",
+)
+@click.option(
+    "--alpha",
+    type=FiniteRange(0, 1),
+    default=0.5,
+    help="Weight of the prefix match against free capacity, from 0 to 1, for FirstPrefixBlock and LongestPrefix. "
+    "Lower it if load is uneven.",
+)
+@click.option(
+    "--pause-mode",
+    type=click.Choice(["Hold", "Reject"]),
+    default="Hold",
+    help="Handling of requests that arrive while paused or suspended. Hold queues them; Reject answers 503.",
+)
+@click.option(
+    "--max-queued",
+    type=COUNT,
+    default=10_000,
+    help="Maximum number of requests that wait for an engine. The coordinator rejects further requests with 429.",
+)
+@click.option(
+    "--max-wait-seconds",
+    type=POSITIVE_SECONDS,
+    default=300,
+    help="Seconds that a request waits for an engine. After that, the coordinator rejects it with 504.",
+)
+@click.option(
+    "--journal-memory",
+    "journal_bytes",
+    type=MEMORY,
+    default="1Gi",
+    help="Memory for the prompts and tokens of all open requests. Beyond it, the coordinator rejects new requests "
+    "with 429.",
+)
 @config_option()
 @log_options
 def coordinator(*, routing_policy: str, **options: Any) -> None:
@@ -73,39 +115,67 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 
 
 @click.command()
-@click.option("--coordinator", type=ADDRESS, required=True, help="The coordinator's engine port.")
-@click.option("--name", required=True, help="Stable identity of this engine; the same after a restart.")
+@click.option("--coordinator", type=ADDRESS, required=True, help="Address of the coordinator's engine port.")
+@click.option("--name", required=True, help="Name of this engine. It must be unique and stay the same across restarts.")
 @engine_options
 @click.option(
     "--format",
     "model_format",
     type=click.Choice(["Auto", "GGUF", "SafeTensors", "TorchDist", "Packed"]),
     default="Auto",
-    help="Reject a model of another format.",
+    help="Required format of the model. The engine rejects any other format; Auto accepts all.",
 )
 @device_option
-@click.option("--block-size-tokens", type=COUNT, default=256, help="Of a block hash.")
-@click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
-@click.option("--max-prefill-tokens", type=COUNT, help="Limit of prompt tokens in a step that also generates.")
+@click.option(
+    "--block-size-tokens",
+    type=COUNT,
+    default=256,
+    help="Number of tokens per block of the prefix cache. Lower it to share shorter prefixes.",
+)
+@click.option(
+    "--chunked-prefill/--no-chunked-prefill",
+    default=True,
+    help="Split long prompts over several steps, so that other requests continue meanwhile.",
+)
+@click.option(
+    "--max-prefill-tokens",
+    type=COUNT,
+    help="Maximum number of prompt tokens in a step that also decodes. Lower it for shorter gaps between tokens, at "
+    "the cost of the time to the first token. Default: --max-tokens.",
+)
 @click.option(
     "--prefix-eviction",
     type=click.Choice(["lru", "ref_zero"]),
     default="lru",
-    help="Keep unused blocks until their memory is needed, or evict them at once.",
+    help="When unused blocks leave the prefix cache. lru evicts them when their memory is needed; ref_zero evicts "
+    "them immediately.",
 )
 @click.option(
     "--kv-cache-mode",
     type=click.Choice(["persist", "offload", "recompute"]),
     default="recompute",
-    help="What a suspend does with the KV cache.",
+    help="Effect of a suspend on the KV cache. recompute drops it, persist keeps it, offload moves it to host memory.",
 )
-@click.option("--model-hash", default="", show_default=False, help="Reject requests made for a model of another hash.")
-@click.option("--revision", default="", show_default=False, help="Revision of this engine, shown in the status.")
-@click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")
+@click.option(
+    "--model-hash",
+    default="",
+    show_default=False,
+    help="Hash of the model. The engine rejects requests that were tokenized for a model with another hash.",
+)
+@click.option(
+    "--revision",
+    default="",
+    show_default=False,
+    help="Revision of the engine, which the operator sets and the status shows.",
+)
+@click.option(
+    "--health-port", type=OPTIONAL_PORT, default="8080", help="Port for probes and metrics; off disables both."
+)
 @click.option(
     "--keys-dir",
     type=DIRECTORY,
-    help="engine.key, engine.pub and server.pub; trainer.pub for weights of a trainer; absent: no encryption.",
+    help="Directory with engine.key, engine.pub and server.pub, and with trainer.pub to accept weights from a "
+    "trainer. Without it, connections are neither encrypted nor authenticated.",
 )
 @tensor_parallel
 @environment_option(
@@ -113,48 +183,54 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     type=PARALLEL,
     default=1,
     envvar="PIPELINE_PARALLEL_SIZE",
-    help="Stages with a part of the layers.",
+    help="Number of pipeline stages. Each stage has a share of the layers.",
 )
 @environment_option(
     "--expert-parallel",
     type=PARALLEL,
     default=1,
     envvar="EXPERT_PARALLEL_SIZE",
-    help="Ranks that share the experts of each layer.",
+    help="Number of ranks that divide the experts of each layer among them (expert parallelism).",
 )
 @environment_option(
     "--data-parallel",
     type=PARALLEL,
     default=1,
     envvar="DATA_PARALLEL_SIZE",
-    help="Copies of the dense layers in one engine, with --backend vllm only. --expert-parallel is then 1, or "
-    "tensor x data.",
+    help="Number of copies of the dense layers in one engine, with --backend vllm only. --expert-parallel must then "
+    "be 1 or tensor x data.",
 )
 @click.option(
     "--vllm-sleep-level",
     type=click.Choice(["1", "2"]),
     callback=lambda _context, _option, value: None if value is None else int(value),
-    help="What a suspend of vLLM does on a GPU. 1 moves the weights to the memory of the host; 2 drops them, and the "
-    "resume reads their files again. Absent: 2, or 1 with layers or a model for drafts.",
+    help="Effect of a suspend of vLLM on the weights in GPU memory. 1 moves them to host memory; 2 drops them, and "
+    "a resume reads their files again. Default: 2, or 1 with speculative decoding that has weights of its own.",
 )
 @click.option(
     "--rendezvous-seconds",
     type=_AT_LEAST_A_SECOND,
     default=300,
-    help="How long ranks wait for each other at the start.",
+    help="Seconds that ranks wait for each other at the start. Raise it if pods need longer to be scheduled.",
 )
 @click.option(
     "--step-timeout-seconds",
     type=_AT_LEAST_A_SECOND,
     default=60,
-    help="An engine of several ranks ends if no rank makes progress in a step for so long.",
+    help="Seconds without progress of any rank in a step after which an engine of several ranks exits. Raise it if "
+    "steps are slow.",
 )
-@click.option("--drain-seconds", type=SECONDS, default=60)
+@click.option(
+    "--drain-seconds",
+    type=SECONDS,
+    default=60,
+    help="Seconds that requests in progress get to finish after SIGTERM. Other engines continue the rest.",
+)
 @click.option(
     "--check",
     "is_check",
     is_flag=True,
-    help="Validate the settings and the model's metadata, without weights and GPU, and exit.",
+    help="Validate the settings and the model's metadata and exit. It needs neither the weights nor a GPU.",
 )
 @config_option()
 @log_options
@@ -170,13 +246,13 @@ def engine(
 ) -> None:
     """Run one data-parallel engine until SIGTERM.
 
-    Without --revision, the STOP signal ends it, too. With it, a stopped engine waits for SIGTERM.
+    Without --revision, the engine also exits after the STOP signal. With it, a stopped engine waits for SIGTERM.
 
-    Start an engine of several ranks once on each of its machines: with NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR
-    and MASTER_PORT if there are several machines, or by torchrun.
+    For an engine of several ranks, run the command once on each machine. If there are several machines, set NNODES,
+    NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, or use torchrun.
 
-    Exit codes of --check: 0 the engine can start; 75 the model cannot be read now, or the check was killed, try again
-    later; 1 or 2 trying again does not help.
+    Exit codes of --check: 0 if the engine can start; 75 if the model cannot be read now or the check was killed (retry
+    later); 1 or 2 if a retry does not help.
     """
     from megatron_runtime.backends.registry import build_backend
     from megatron_runtime.distributed.shard import ParallelSizes, node_identity, rank_identity
@@ -269,54 +345,95 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 
 
 @click.command()
-@click.option("--coordinator", type=ADDRESS, required=True, help="The coordinator's client port.")
-@click.option("--model", default="builtin:smollm2-135m", help="The model whose tokenizer is used.")
-@click.option("--model-hash", default="", show_default=False, help="Use only engines of a model with this hash.")
-@click.option("--host", default="::", help="Address to listen on; :: is every address, IPv4 and IPv6.")
-@click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
+@click.option("--coordinator", type=ADDRESS, required=True, help="Address of the coordinator's client port.")
+@click.option(
+    "--model", default="builtin:smollm2-135m", help="Model whose tokenizer and chat template the server uses."
+)
+@click.option(
+    "--model-hash",
+    default="",
+    show_default=False,
+    help="Hash of the model. Only engines of a model with this hash get the server's requests.",
+)
+@click.option("--host", default="::", help="Address on which the server listens; :: is every IPv4 and IPv6 address.")
+@click.option("--port", type=PORT, default=8000, help="Port on which the server listens; 0 picks a free port.")
 @click.option(
     "--health-port",
     type=OPTIONAL_PORT,
     default="8080",
-    help="Probes and metrics, without a key; off: metrics are on --port, behind the API key.",
+    help="Port for probes and metrics, without an API key. With off, metrics are on --port and need an API key.",
 )
-@click.option("--keys-dir", type=DIRECTORY, help="client.key, client.pub and server.pub; absent: no encryption.")
-@click.option("--tls-certificate-file", type=FILE, help="PEM chain; absent: plain HTTP. Read again when it changes.")
-@click.option("--tls-key-file", type=FILE, help="Key of the certificate, in PEM.")
+@click.option(
+    "--keys-dir",
+    type=DIRECTORY,
+    help="Directory with client.key, client.pub and server.pub. Without it, the connection to the coordinator is "
+    "neither encrypted nor authenticated.",
+)
+@click.option(
+    "--tls-certificate-file",
+    type=FILE,
+    help="PEM file with the certificate chain for HTTPS, reloaded when it changes. Without it, the server uses "
+    "plain HTTP.",
+)
+@click.option("--tls-key-file", type=FILE, help="PEM file with the private key of the certificate.")
 @server_options
 @environment_option(
     "--backend",
     type=click.Choice(["native", "vllm"]),
     default="native",
     envvar="MEGATRON_ENGINE_BACKEND",
-    help="Of the engines. vllm: vLLM renders conversations and parses answers, if it is installed and reads the model.",
+    help="Backend of the engines. With vllm, vLLM renders conversations and parses answers, if it is installed and "
+    "supports the model.",
 )
 @sequence_length
-@click.option("--max-body-size", "max_body_bytes", type=MEMORY, default="4Mi")
-@click.option("--max-open-requests", type=COUNT, default=10_000, help="Beyond that 429.")
+@click.option(
+    "--max-body-size",
+    "max_body_bytes",
+    type=MEMORY,
+    default="4Mi",
+    help="Maximum size of a request body. The server rejects larger ones with 413. Raise it for images.",
+)
+@click.option(
+    "--max-open-requests",
+    type=COUNT,
+    default=10_000,
+    help="Maximum number of open requests. The server rejects further requests with 429.",
+)
 @click.option(
     "--max-connections",
     type=COUNT,
     default=4096,
-    help="Beyond that the one idle longest is closed; if none is idle, the new one gets a 503.",
+    help="Maximum number of HTTP connections. Beyond it, the server closes the connection that has been idle "
+    "longest, or answers 503 if none is idle.",
 )
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
-    help="Serve only requests whose Host header has this name, and no web page of another origin; repeatable.",
+    help="Accept only requests whose Host header has this name, and reject web pages of other origins. Repeatable.",
 )
-@click.option("--drain-seconds", type=SECONDS, default=60)
+@click.option(
+    "--drain-seconds",
+    type=SECONDS,
+    default=60,
+    help="Seconds that open requests get to finish after SIGTERM. The server aborts the rest.",
+)
 @click.option(
     "--linger-seconds",
     type=SECONDS,
     default=8,
-    help="After SIGTERM, time without a new request before the server closes: more than load balancers need to notice "
-    "that it is not ready.",
+    help="Seconds without a new request after SIGTERM before the server stops listening. Set it longer than load "
+    "balancers need to notice that the server is not ready.",
 )
-@click.option("--access-log/--no-access-log", default=False, help="Log each HTTP request, at the level info.")
-@click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
-@click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
+@click.option("--access-log/--no-access-log", default=False, help="Log each HTTP request at level info.")
+@click.option(
+    "--vllm-metrics/--no-vllm-metrics",
+    default=True,
+    help="Also export metrics under the names that vLLM uses (vllm:...), for dashboards made for vLLM.",
+)
+@click.option(
+    "--listen-fd", type=click.IntRange(min=0), hidden=True, help="File descriptor of a socket that is already bound."
+)
 @config_option()
 @log_options
 def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[str, ...], **options: Any) -> None:
@@ -338,12 +455,29 @@ def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[st
 
 
 @click.command()
-@click.option("--name", "template", required=True, help="Host name of a pod, {node} for its number.")
-@environment_option("--node", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Number of this pod.")
-@environment_option("--nodes", type=click.IntRange(min=2), envvar="NNODES", required=True, help="Pods of the engine.")
-@environment_option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500)
-@click.option("--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="For each pair.")
-@click.option("--listen", default="::", help="Address of both ports; :: is every address, IPv4 and IPv6.")
+@click.option(
+    "--name",
+    "template",
+    required=True,
+    help="Host name of the engine's pods, with {node} in place of the pod's number.",
+)
+@environment_option(
+    "--node", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Number of this pod, from 0."
+)
+@environment_option(
+    "--nodes", type=click.IntRange(min=2), envvar="NNODES", required=True, help="Number of pods of the engine."
+)
+@environment_option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    envvar="MASTER_PORT",
+    default=29500,
+    help="Port of the ranks' rendezvous, which the check uses.",
+)
+@click.option(
+    "--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="Seconds until the check of a pair of pods fails."
+)
+@click.option("--listen", default="::", help="Address on which both ports listen; :: is every IPv4 and IPv6 address.")
 @log_options
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
     """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""
@@ -351,11 +485,11 @@ def preflight(*, template: str, nodes: int, **options: Any) -> None:
 
     names = tuple(template.replace("{node}", str(number)) for number in range(nodes))
     try:
-        found = asyncio.run(checks.preflight(checks.PreflightSettings(names=names, **options)))
+        outcomes = asyncio.run(checks.preflight(checks.PreflightSettings(names=names, **options)))
     except checks.PreflightError as error:
         write_termination_message(error)
         raise click.ClickException(str(error)) from error
-    for name, outcome in found.items():
+    for name, outcome in outcomes.items():
         click.echo(f"{name} {outcome.value}")
     if driver := nvidia_driver():
         click.echo(f"NVIDIA driver of this node: {driver}")

@@ -52,8 +52,8 @@ device_option = click.option(
     "--device",
     type=Parsed("auto|cpu|cuda|cuda:N,…", _device),
     default="auto",
-    help="Where the model runs; auto: on GPUs if there are any; cuda:1,cuda:3: on these GPUs. Each rank of each engine "
-    "gets a GPU of its own.",
+    help="Device of the model. auto uses GPUs if the machine has any. cuda:1,cuda:3 uses these GPUs. Each rank of "
+    "each engine gets its own GPU.",
 )
 
 

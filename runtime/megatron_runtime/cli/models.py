@@ -23,20 +23,22 @@ if TYPE_CHECKING:
     "--to",
     type=click.Choice(["safetensors", "torch_dist", "packed"]),
     required=True,
-    help="safetensors: as transformers reads it; torch_dist: as Megatron-LM does; packed: engines on the CPU map it.",
+    help="Format to write. safetensors is for transformers and vLLM, torch_dist for Megatron-LM; packed is a "
+    "memory-mapped format for CPU engines that loads fastest.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["keep", "float32", "bfloat16", "float16", "int8", "int4"]),
     default="keep",
-    help="Of the weights; keep: as stored, but quantised ones become float32, or bfloat16 in a packed model. int8 and "
-    "int4 are for packed models only, and keep the blocks of quantised matrices.",
+    help="Data type of the written weights. keep writes them as stored, except that quantised weights become "
+    "float32, or bfloat16 in a packed model. int8 and int4 are for packed models only, and keep the blocks of "
+    "quantised matrices.",
 )
-@click.option("--replace", is_flag=True, help="Replace an existing DESTINATION when the new one is complete.")
+@click.option("--replace", is_flag=True, help="Replace an existing DESTINATION after the conversion has succeeded.")
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
     """Write the model SOURCE (a GGUF file, a directory, hf:ORG/NAME, builtin:NAME) to the directory DESTINATION.
 
-    If the command fails, DESTINATION is not written. One tensor is in memory at a time.
+    If the command fails, DESTINATION is not written. The conversion holds one tensor in memory at a time.
     """
     from megatron_runtime.checkpoints import convert as conversion
     from megatron_runtime.tokenization.loader import write_gguf_tokenizer
@@ -59,12 +61,27 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.command()
 @click.argument("source", required=False, metavar="[SOURCE")
 @click.argument("directory", required=False, type=NEW_DIRECTORY, metavar="DIRECTORY]")
-@click.option("--cache", type=NEW_DIRECTORY, help="Fetch to this model cache instead, for MEGATRON_MODEL_CACHE.")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Only these files, such as *.json; repeatable.")
-@click.option("--token-file", type=FILE, help="A file with the hub's access token; by default HF_TOKEN has it.")
-@click.option("--endpoint", help="URL of the hub; by default HF_ENDPOINT or the public one.")
-@click.option("--progress-port", type=PORT, help="Serve the progress as JSON at /progress of this port meanwhile.")
-@click.option("--verify", type=DIRECTORY, help="Compare every file of a fetched directory with its digest.")
+@click.option(
+    "--cache",
+    type=NEW_DIRECTORY,
+    help="Download to this model cache instead of DIRECTORY. Engines use it if MEGATRON_MODEL_CACHE names it.",
+)
+@click.option(
+    "--include",
+    multiple=True,
+    metavar="PATTERN",
+    help="Download only files that match this pattern, such as *.json. Repeatable.",
+)
+@click.option("--token-file", type=FILE, help="File with the access token of the hub. Default: the token in HF_TOKEN.")
+@click.option("--endpoint", help="URL of the hub. Default: HF_ENDPOINT, or the public hub.")
+@click.option(
+    "--progress-port", type=PORT, help="Serve the progress of the download as JSON at /progress on this port."
+)
+@click.option(
+    "--verify",
+    type=DIRECTORY,
+    help="Verify the digest of every file in a directory that was downloaded earlier, and download nothing.",
+)
 def fetch(
     *,
     source: str | None,
@@ -79,9 +96,9 @@ def fetch(
     """Download a model to DIRECTORY.
 
     SOURCE is ORG/NAME[@REVISION] of the Hugging Face hub, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX,
-    az://CONTAINER/PREFIX or https://HOST/PATH. Run the command again to continue an interrupted download. Each file is
-    checked by its digest, or by the version of its object.
-    Exit codes: 0 the directory is complete; 75 the source cannot be reached, try again later; 1 trying again does not
+    az://CONTAINER/PREFIX or https://HOST/PATH. Run the command again to continue an interrupted download. The
+    command verifies the digest of each file, or the version of its object.
+    Exit codes: 0 if the directory is complete; 75 if the source cannot be reached (retry later); 1 if a retry does not
     help.
     """
     from megatron_runtime.checkpoints.remote import download
@@ -102,8 +119,8 @@ def fetch(
     try:
         with _shown_progress(str(reference)) as shown, _served_progress(progress_port, shown) as progress:
             if directory is None:
-                found = download.cached_directory(source, cache=cache, progress=progress)
-                click.echo(f"{found} holds {reference}")
+                folder = download.cached_directory(source, cache=cache, progress=progress)
+                click.echo(f"{folder} holds {reference}")
                 return
             api = download.connect(reference, endpoint=endpoint, token_file=token_file)
             listing = api.list()

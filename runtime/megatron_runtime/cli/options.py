@@ -30,7 +30,7 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 class LazyGroup(click.Group):
     """A group whose subcommands are imported when they run.
 
-    An OSError or ValueError of a command, and a package that is not installed, is reported as one line. With
+    An OSError or ValueError of a command, and a missing package, is reported in one line. With
     MEGATRON_DEBUG=1 the traceback of the first two is printed.
 
     commands: by name, the module in `package` that has the command under this name (or with `_` after it), and the
@@ -50,8 +50,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:
             return None
-        found = vars(import_module(f"{self._package}.{self._lazy[cmd_name][0]}"))
-        command: click.Command = found.get(cmd_name) or found[f"{cmd_name}_"]
+        names = vars(import_module(f"{self._package}.{self._lazy[cmd_name][0]}"))
+        command: click.Command = names.get(cmd_name) or names[f"{cmd_name}_"]
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -119,7 +119,9 @@ def _api_keys_file(text: str) -> Path:
     except ApiKeyFileError as error:
         raise click.BadParameter(f"{error}.") from error
     except OSError as error:
-        raise click.BadParameter(f"{text!r} cannot be read ({error}): name a text file with one key a line.") from error
+        raise click.BadParameter(
+            f"{text!r} cannot be read ({error}): name a text file with one key per line."
+        ) from error
     return Path(text)
 
 
@@ -189,7 +191,7 @@ ADDRESS = Parsed("host:port", _address)
 OPTIONAL_PORT = Parsed("port|off", _optional_port)
 """A TCP port; 0 picks a free one, `off` is None."""
 API_KEYS_FILE = Parsed("file", _api_keys_file)
-"""A file of API keys: one a line, or YAML with names and limits."""
+"""A file of API keys: one per line, or YAML with names and limits."""
 COUNTS = Parsed("n,n,…", _counts)
 """Numbers from 1 up: `1,8,32`."""
 VLLM_ARGUMENTS = Parsed("json", _vllm_arguments)
@@ -227,7 +229,7 @@ def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return add
 
 
-json_output = click.option("-o", "--output", type=click.Choice(["json"]), help="json: for programs.")
+json_output = click.option("-o", "--output", type=click.Choice(["json"]), help="json prints machine-readable output.")
 
 
 def say_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -241,7 +243,8 @@ def say_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 model = click.option(
     "--model",
     default="builtin:smollm2-135m",
-    help="builtin:NAME, hf:ORG/NAME[@REVISION], s3://BUCKET/PREFIX (or gs, az, https), a GGUF file or a directory.",
+    help="Model to serve: builtin:NAME, hf:ORG/NAME[@REVISION], s3://BUCKET/PREFIX (or gs, az, https), a GGUF file "
+    "or a directory.",
 )
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
@@ -257,11 +260,17 @@ tensor_parallel = environment_option(
     type=PARALLEL,
     default=1,
     envvar="TENSOR_PARALLEL_SIZE",
-    help="Ranks of an engine that share each layer.",
+    help="Number of ranks of an engine that split each layer (tensor parallelism). Raise it if the model does not "
+    "fit on one device.",
 )
 
 
-sequence_length = click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
+sequence_length = click.option(
+    "--max-sequence-length",
+    type=COUNT,
+    help="Maximum number of tokens of a request, prompt plus answer. Default: the limit of the model. Lower it if "
+    "the KV cache is too small for the model's limit.",
+)
 engine_options = together(
     model,
     environment_option(
@@ -269,41 +278,63 @@ engine_options = together(
         type=click.Choice(["native", "vllm"]),
         default="native",
         envvar="MEGATRON_ENGINE_BACKEND",
-        help="vllm runs vLLM, which must be installed.",
+        help="Engine implementation. native is the built-in engine; vllm runs vLLM, which must be installed.",
     ),
     environment_option(
         "--vllm-arguments",
         type=VLLM_ARGUMENTS,
         default="{}",
         envvar="MEGATRON_VLLM_ARGUMENTS",
-        help='Engine arguments of vLLM, such as {"quantization": "fp8"}.',
+        help='Engine arguments for vLLM as a JSON object, such as {"quantization": "fp8"}.',
     ),
     click.option(
-        "--vllm-allow-code/--no-vllm-allow-code", default=False, help="Accept arguments of vLLM that can load code."
+        "--vllm-allow-code/--no-vllm-allow-code",
+        default=False,
+        help="Accept vLLM arguments that can load code, such as trust_remote_code. Set it only for models that you "
+        "trust.",
     ),
     click.option(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
         default="auto",
-        help="Of the weights.",
+        help="Data type of the weights. auto chooses by model and device. int8 and int4 (CPU only) need less memory "
+        "and are faster, at some loss of accuracy.",
     ),
     sequence_length,
     click.option(
-        "--max-requests", type=COUNT, help="Generated at once by an engine: 64, or by vLLM's choice on a GPU."
+        "--max-requests",
+        type=COUNT,
+        help="Maximum number of requests that an engine processes at the same time. Default: 64; on a GPU vLLM "
+        "chooses. Raise it for throughput if the KV cache has space.",
     ),
-    click.option("--max-tokens", type=COUNT, help="Of one step: 2048, or by vLLM's choice on a GPU."),
-    click.option("--kv-cache-memory", type=MEMORY, help="Of each rank: 1Gi on a CPU; on a GPU what the weights leave."),
+    click.option(
+        "--max-tokens",
+        type=COUNT,
+        help="Maximum number of tokens per step, prompt and decode. Default: 2048; on a GPU vLLM chooses. Raise it "
+        "for throughput, lower it for latency.",
+    ),
+    click.option(
+        "--kv-cache-memory",
+        type=MEMORY,
+        help="Memory for the KV cache of each rank. Default: 1Gi on a CPU; on a GPU, the memory that is free after "
+        "the weights are loaded. Raise it if requests wait for KV blocks.",
+    ),
     click.option(
         "--moe-enable-routing-replay/--no-moe-enable-routing-replay",
         default=False,
-        help="Record the experts of each token: routing_indices of an answer.",
+        help="Record the experts that process each token, and return them as routing_indices of the answer. "
+        "Mixture-of-experts models only.",
     ),
-    click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes."),
+    click.option(
+        "--prefix-caching/--no-prefix-caching",
+        default=True,
+        help="Reuse the KV blocks of earlier requests whose prompts begin with the same tokens.",
+    ),
     click.option(
         "--threads",
         type=COUNT,
-        help="Torch threads of an engine's ranks on this machine together; by default torch's choice, with `megatron "
-        "serve` an equal share of the CPUs.",
+        help="Number of CPU threads for all ranks of an engine on this machine. Default: PyTorch's choice; with "
+        "`megatron serve`, the number of CPUs divided by the number of engines.",
     ),
 )
 """Options of an engine, shared by `megatron engine` and `megatron serve`."""
@@ -312,63 +343,72 @@ server_options = together(
         "--model-name",
         "model_names",
         multiple=True,
-        help="A name in /v1/models; by default the last part of the reference. Repeatable: answers have the first.",
+        help="Model name in /v1/models and in requests. Default: the last part of the model reference. Repeat the "
+        "option for aliases; answers contain the first name.",
     ),
     click.option(
         "--any-model-name/--no-any-model-name",
         default=False,
-        help="Answer requests that name a model which this server does not have, instead of 404.",
+        help="Answer requests that name an unknown model with this model instead of rejecting them with 404.",
     ),
     click.option(
         "--allowed-origin",
         "allowed_origins",
         type=ORIGIN,
         multiple=True,
-        help="Web pages of this origin may use the server (CORS), such as http://localhost:3000; *: all. Repeatable.",
+        help="Allow web pages of this origin to use the server (CORS), such as http://localhost:3000; * allows "
+        "every origin. Repeatable.",
     ),
     click.option(
         "--allowed-media-host",
         "allowed_media_hosts",
         type=MEDIA_HOST,
         multiple=True,
-        help="Fetch images, audio and video of requests from this host, with --backend vllm; absent: data URLs only. A "
-        "name leads to public addresses only; an address may be private. Repeatable.",
+        help="Allow requests to refer to images, audio and video on this host (--backend vllm). Default: data URLs "
+        "only. A host name must resolve to public addresses; an IP address may be private. Repeatable.",
     ),
-    click.option("--api-keys-file", type=API_KEYS_FILE, help="One key a line, or YAML; absent: open to all."),
+    click.option(
+        "--api-keys-file",
+        type=API_KEYS_FILE,
+        help="File with the API keys that clients must send: one key per line, or YAML with names and limits. "
+        "Without it, the server accepts requests without a key.",
+    ),
     click.option(
         "--share-prefix-cache/--no-share-prefix-cache",
         default=False,
-        help="API keys share cached prefixes, and see from cached_tokens which prompts others sent.",
+        help="Share cached prefixes among all API keys. Response times and cached_tokens then reveal to one key "
+        "which prompts other keys have sent.",
     ),
     click.option(
-        "--allow-priority/--no-allow-priority", default=False, help="Requests may choose a priority other than 0."
+        "--allow-priority/--no-allow-priority", default=False, help="Allow requests to set a priority other than 0."
     ),
     click.option(
         "--reserve-tokens",
         type=COUNT,
         default=1024,
-        help="Generated tokens that a request of an API key with a limit of tokens reserves for each choice, at most. "
-        "Tokens beyond that are charged as they are generated.",
+        help="Maximum number of generated tokens per choice that the server reserves when a request with a "
+        "token-limited API key starts. Further tokens are charged as they are generated.",
     ),
     click.option(
         "--tool-call-parser",
         default="auto",
         metavar="NAME",
-        help=f"Format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}; with --backend vllm also a parser of "
-        "vLLM. auto: as its chat template describes; none: no tools.",
+        help=f"Format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}; with --backend vllm also the name of "
+        "a vLLM parser. auto detects the format from the chat template; none disables tools.",
     ),
     click.option(
         "--reasoning-parser",
         default="auto",
         metavar="NAME",
-        help=f"How the model marks its reasoning: {', '.join(REASONING_PARSERS)}; with --backend vllm also a parser of "
-        "vLLM. auto: by the markers in its chat template; none: it is text.",
+        help=f"Format in which the model marks its reasoning: {', '.join(REASONING_PARSERS)}; with --backend vllm "
+        "also the name of a vLLM parser. auto detects the markers in the chat template; none does not parse reasoning.",
     ),
     click.option(
         "--generation-config",
         type=click.Choice(["auto", "none"]),
         default="auto",
-        help="Defaults of sampling; auto: those of the model's generation_config.json; none: neutral ones.",
+        help="Source of the default sampling parameters. auto uses the model's generation_config.json; none samples "
+        "the model's distribution unchanged.",
     ),
 )
 """Options of the OpenAI server, shared by `megatron server` and `megatron serve`."""
@@ -409,7 +449,7 @@ def config_option() -> Callable[[_F], _F]:
         is_eager=True,
         expose_value=False,
         callback=read,
-        help="A TOML file with options by their long names, such as port = 8000. The command line has precedence.",
+        help="TOML file that sets options by their long names, such as port = 8000. The command line has precedence.",
     )
 
 
@@ -441,18 +481,18 @@ def _option_value(option: click.Option, value: Any) -> Any:
 
 def arguments_of(command: click.Command, values: Mapping[str, Any]) -> list[str]:
     """Return the command line arguments for `values`, which maps parameter names to values. None: the default."""
-    found: list[str] = []
+    arguments: list[str] = []
     for option in command.params:
         value = values.get(str(option.name))
         if value is None or not isinstance(option, click.Option):
             continue
         if option.is_flag:
-            found += [option.opts[0]] if value else option.secondary_opts[:1]
+            arguments += [option.opts[0]] if value else option.secondary_opts[:1]
             continue
         name = max(option.opts, key=len)
         for each in value if option.multiple else [value]:
-            found += [name, json.dumps(each) if isinstance(each, dict) else str(each)]
-    return found
+            arguments += [name, json.dumps(each) if isinstance(each, dict) else str(each)]
+    return arguments
 
 
 def log_options(command: _F) -> _F:
@@ -468,7 +508,7 @@ def log_options(command: _F) -> _F:
         envvar="MEGATRON_LOG_LEVEL",
         expose_value=False,
         callback=configure_logs,
-        help="Least level that is logged.",
+        help="Lowest severity that is logged.",
     )
     log_format = environment_option(
         "--log-format",
@@ -476,6 +516,6 @@ def log_options(command: _F) -> _F:
         default="text",
         envvar="MEGATRON_LOG_FORMAT",
         is_eager=True,  # read before the level, which configures logging
-        help="json: one object per line.",
+        help="Format of log lines. json prints one object per line, for log collectors.",
     )
     return level(log_format(command))

@@ -28,9 +28,9 @@ _OTHERS = ("reference", "model", "max_tokens", "config")
 @config_option()
 @click.pass_context
 def run(context: click.Context, reference: str, **options: Any) -> None:
-    """Serve MODEL on this machine, and talk to it until the end of the input.
+    """Serve MODEL on this machine and chat with it until the end of the input.
 
-    The server uses a free port of this machine unless --port is given.
+    The server uses a free port unless --port is given.
     """
     conversation = {str(each.name): options.pop(str(each.name)) for each in chat.params if each.name in options}
     if context.get_parameter_source("port") is click.core.ParameterSource.DEFAULT:

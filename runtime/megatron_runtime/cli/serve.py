@@ -47,32 +47,44 @@ _GRACE_SECONDS = 10.0
     "adapters",
     type=ADAPTER,
     multiple=True,
-    help="A LoRA adapter of the model, NAME=SOURCE; repeatable. Requests name it as their model. SOURCE is "
-    "hf:ORG/NAME[@REVISION] or a directory.",
+    help='LoRA adapter to load, as NAME=SOURCE. Requests use it with "model": "NAME". SOURCE is '
+    "hf:ORG/NAME[@REVISION] or a directory. Repeatable.",
 )
-@click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
-@click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
-@click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
+@click.option(
+    "--host",
+    default=_LOOPBACK,
+    help="Address on which the server listens. Use 0.0.0.0 to accept connections from other machines.",
+)
+@click.option("--port", type=PORT, default=8000, help="Port on which the server listens; 0 picks a free port.")
+@click.option(
+    "--engines",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Number of data-parallel engines. Each engine has a copy of the weights.",
+)
 @tensor_parallel
 @device_option
 @click.option(
-    "--routing-policy", type=ROUTING_POLICIES, default="LeastCost", help="Distribution of requests to engines."
+    "--routing-policy",
+    type=ROUTING_POLICIES,
+    default="LeastCost",
+    help="Policy that chooses the engine of a request. LeastCost suits most loads.",
 )
 @server_options
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
-    help="A further name of this server in requests (Host header); repeatable. On loopback, requests for any other "
-    "name than localhost get a 403.",
+    help="Additional host name that requests may use (Host header). On loopback, the server rejects every other "
+    "name than localhost with 403. Repeatable.",
 )
-@click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
+@click.option("--drain-seconds", type=SECONDS, default=5, help="Seconds that open requests get to finish after Ctrl-C.")
 @config_option()
-@click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the logs of every process.")
 def serve(**options: Any) -> None:
-    """Serve MODEL with everything on this machine, and report when it is ready.
+    """Serve MODEL on this machine with a coordinator, engines and a server, and report when it is ready.
 
-    MODEL is the same as --model: ORG/NAME[@REVISION] of the Hugging Face hub, builtin:NAME, a GGUF file or a directory.
+    MODEL is ORG/NAME[@REVISION] of the Hugging Face hub, builtin:NAME, a GGUF file or a directory, as for --model.
     """
     reference = options.pop("reference")
     if reference is not None:
@@ -156,7 +168,7 @@ async def _serve(options: SimpleNamespace) -> None:
                 supervisor.are_ready = True
                 _print_usage(options, url=url, seconds=time.monotonic() - started)
                 await _unless(stop, supervisor.failed, asyncio.Event().wait())
-            say(None, "stopping (Ctrl-C again to end at once)")
+            say(None, "stopping; press Ctrl-C again to stop immediately")
         finally:
             await supervisor.stop(grace_seconds=options.drain_seconds + _GRACE_SECONDS)
 

@@ -83,7 +83,7 @@ def running_servers() -> list[Server]:
 @click.command()
 @json_output
 def status(*, output: str | None) -> None:
-    """Show the servers of this user that `megatron serve` and `megatron run` have started on this machine."""
+    """Show the running servers that this user started with `megatron serve` or `megatron run` on this machine."""
     servers = running_servers()
     engines = asyncio.run(_all_engines(servers))
     if output == "json":

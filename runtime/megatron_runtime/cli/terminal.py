@@ -31,10 +31,15 @@ SETTINGS: Mapping[str, click.ParamType] = {
 """Names of /set, and their values."""
 
 chat_options = together(
-    click.option("--system", help="Instructions that precede the conversation."),
-    click.option("--max-tokens", type=COUNT, help="Of one answer."),
-    click.option("--temperature", type=SETTINGS["temperature"], default=0.7, help="0 is greedy."),
-    click.option("--seed", type=int, help="Makes sampled answers repeatable."),
+    click.option("--system", help="System message at the start of the conversation."),
+    click.option("--max-tokens", type=COUNT, help="Maximum number of tokens per answer."),
+    click.option(
+        "--temperature",
+        type=SETTINGS["temperature"],
+        default=0.7,
+        help="Sampling temperature. 0 always takes the most likely token.",
+    ),
+    click.option("--seed", type=int, help="Random seed. The same seed and prompt give the same answer."),
 )
 """Options of a conversation, shared by `megatron chat` and `megatron run`."""
 
@@ -146,7 +151,7 @@ _COMMANDS: Mapping[str, tuple[str, str, Callable[[Conversation, str], None]]] = 
 @chat_options
 @config_option()
 def chat(*, url: str, model: str | None, api_key: str | None, system: str | None, **sampling: Any) -> None:
-    """Talk to a model. Each line of a piped standard input is one message, or a command such as /help."""
+    """Chat with a model. If standard input is piped, each line is one message or a command such as /help."""
     client = ApiClient(url, api_key=api_key)
     opening = [{"role": "system", "content": system}] if system else []
     settings = {name: value for name, value in sampling.items() if value is not None}
@@ -229,13 +234,19 @@ def _answer(client: ApiClient, body: dict[str, Any]) -> dict[str, str]:
 @click.command()
 @click.argument("prompt")
 @connection_options
-@click.option("--max-tokens", type=COUNT, default=128)
-@click.option("--temperature", type=SECONDS, default=0, help="0 is greedy.")
-@click.option("--top-p", type=FiniteRange(0, 1), help="Sample from the likeliest tokens of this much probability.")
-@click.option("--seed", type=int, help="Makes a sampled answer repeatable.")
-@click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
-@click.option("--schema", type=FILE, help="A file with a JSON schema that the answer must follow.")
-@click.option("--regex", help="A regular expression that the answer must match.")
+@click.option("--max-tokens", type=COUNT, default=128, help="Maximum number of tokens to generate.")
+@click.option(
+    "--temperature", type=SECONDS, default=0, help="Sampling temperature. 0 always takes the most likely token."
+)
+@click.option(
+    "--top-p",
+    type=FiniteRange(0, 1),
+    help="Sample only from the most likely tokens whose probabilities add up to this value.",
+)
+@click.option("--seed", type=int, help="Random seed. The same seed and prompt give the same answer.")
+@click.option("--stop", multiple=True, help="Text at which the answer ends. Repeatable.")
+@click.option("--schema", type=FILE, help="File with a JSON schema that the answer must match.")
+@click.option("--regex", help="Regular expression that the answer must match.")
 def generate(
     *,
     prompt: str,
@@ -247,7 +258,7 @@ def generate(
     regex: str | None,
     **sampling: Any,
 ) -> None:
-    """Continue PROMPT (- reads it from standard input) and print the text as it arrives."""
+    """Complete PROMPT and print the text as it arrives. With -, the prompt is read from standard input."""
     text = _standard_input().read() if prompt == "-" else prompt
     client = ApiClient(url, api_key=api_key)
     body = {

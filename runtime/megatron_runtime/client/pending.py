@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.epochs import add_epochs
 from megatron_runtime.protocol.media import Media
 from megatron_runtime.protocol.messages import (
     DETAILS,
@@ -60,6 +61,7 @@ class PendingRequest:
     """One request, from its submission to its final answer.
 
     generated: tokens from partials. They are sent to a restarted coordinator, and no later answer may contradict them.
+    epochs:    of the weights that sampled these tokens, by the index of a token.
     details:   details of these tokens. An engine that continues the request does not have them.
     submitted, deadline: times on the clock of time.perf_counter().
     future, stream: one of them receives the answer; it may belong to the event loop of another thread.
@@ -80,6 +82,7 @@ class PendingRequest:
     on_tokens: Callable[[int], object] | None = None
     timer: asyncio.TimerHandle | None = None
     generated: bytearray = field(default_factory=bytearray)
+    epochs: list[tuple[int, int]] = field(default_factory=list)
     details: dict[str, list[Any]] = field(default_factory=dict)
     media: Media | None = None
 
@@ -200,7 +203,7 @@ class PendingRequest:
         media = self.media
         if media is not None and known_media:
             media = media.without(known_media)
-        return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params, media)
+        return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params, media, tuple(self.epochs))
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
         """Return the stream's frame of the new tokens in `tokens`, whose first is number `offset`; None if none is new.
@@ -289,8 +292,12 @@ def partial_frames(
         request = find(entry.uid)
         if request is not None:
             own = details.get(entry.uid) if isinstance(details, dict) else None
+            held = request.held
             frame = request.take_partial(entry.offset, tokens, own)
             if frame is not None:
+                new = request.held - held
+                first = (position - len(tokens)) // TOKEN_BYTES + entry.count - new
+                add_epochs(request.epochs, message.epochs, first=first, count=new, at=held)
                 yield request, frame
 
 

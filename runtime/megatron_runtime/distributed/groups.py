@@ -192,12 +192,12 @@ class Groups(Collectives):
         if self._expert is None:
             return x_TD
         counts = self._tokens_of_experts
-        most, hidden = max(counts), x_TD.shape[1]
-        padded_MD = torch.nn.functional.pad(x_TD, (0, 0, 0, most - x_TD.shape[0])).contiguous()
-        gathered = x_TD.new_empty(len(counts) * most, hidden)
+        maximum, hidden = max(counts), x_TD.shape[1]
+        padded_MD = torch.nn.functional.pad(x_TD, (0, 0, 0, maximum - x_TD.shape[0])).contiguous()
+        gathered = x_TD.new_empty(len(counts) * maximum, hidden)
         with self._exchange():
             self._expert.all_gather(gathered, padded_MD)
-        return torch.cat([gathered[index * most : index * most + count] for index, count in enumerate(counts)])
+        return torch.cat([gathered[index * maximum : index * maximum + count] for index, count in enumerate(counts)])
 
     def own_tokens(self, y_AD: torch.Tensor) -> torch.Tensor:
         if self._expert is None:

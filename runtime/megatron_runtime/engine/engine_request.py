@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megatron_runtime.process.metrics import Histogram, counter, gauge, histogram
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.codec import tokens_from_bytes
+from megatron_runtime.protocol.epochs import TokenEpochs
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.media import Media
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
@@ -33,6 +34,7 @@ class EngineRequest:
     prompt_tokens:    int32 [p].
     generated_tokens: int32 [g], generated earlier by this or another engine; the engine continues after them and never
                       samples them again.
+    generated_epochs: of the weights that sampled them, by the number of a token; empty: unknown.
     seed:             determines, with the index of a token, the random number that the token is sampled with.
     deadline_seconds: remaining time, waiting included; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
@@ -60,6 +62,7 @@ class EngineRequest:
     bad_words: Sequence[Sequence[int]] | None = None
     media: Media | None = None
     text: str | None = None
+    generated_epochs: TokenEpochs = ()
 
     @classmethod
     def of_dispatch(
@@ -93,6 +96,7 @@ class EngineRequest:
             bad_words=bad_words,
             media=dispatch.media,
             text=text,
+            generated_epochs=dispatch.epochs,
         )
 
     def max_total_tokens(self, longest: int) -> int:
@@ -162,6 +166,7 @@ class RequestSummary:
 class RequestOutput:
     """Output of a step for one request. With a finish_reason it is the last output of that request.
 
+    epoch: of the weights that sampled the new tokens; None: unknown.
     new_log_probs, new_top_n_logprobs: log-probability of each new token, and the most likely (id, log-probability)
         pairs at its position.
     prompt_log_probs, prompt_top_n_logprobs: the same for each prompt token except the first; sent with the first new
@@ -182,6 +187,7 @@ class RequestOutput:
     prompt_length: int
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    epoch: int | None = None
     new_log_probs: list[float] | None = None
     new_top_n_logprobs: list[TopLogProbs] | None = None
     prompt_log_probs: list[float] | None = None

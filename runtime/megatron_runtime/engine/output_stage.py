@@ -19,6 +19,7 @@ from megatron_runtime.process import tracing
 from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.tracing import Tracer
+from megatron_runtime.protocol.epochs import add_epochs
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import (
     Dispatch,
@@ -200,13 +201,16 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class OpenDispatch:
-    """A dispatch in progress. `tokens` are all generated tokens, of which the first `sent` have been sent."""
+    """A dispatch in progress. `tokens` are all generated tokens, of which the first `sent` have been sent, and `epochs`
+    those of the weights that sampled them, by the number of a token.
+    """
 
     dispatch: Dispatch
     params: SamplingParams
     tokens: list[int]
     sent: int
     matcher: StopMatcher | None
+    epochs: list[tuple[int, int]] = field(default_factory=list)
     details: LogProbDetails | None = None
     times: list[float] | None = None
     """When the request was added, and when each new token arrived. Only if a record is requested."""
@@ -264,6 +268,7 @@ class OutputStage:
             tokens=list(generated),
             sent=len(generated),
             matcher=matcher,
+            epochs=list(dispatch.epochs),
             details=LogProbDetails(len(generated), self._text_of(params)) if params.wants_log_probs else None,
             times=[self._clock()] if params.return_record else None,
             added=time.time() if self._tracer is not None else 0.0,
@@ -325,6 +330,10 @@ class OutputStage:
             request.details.take(output)
         if request.times is not None and output.new_tokens:
             request.times += [self._clock()] * len(output.new_tokens)
+        if output.epoch is not None:
+            add_epochs(
+                request.epochs, [(0, output.epoch)], first=0, count=len(output.new_tokens), at=len(request.tokens)
+            )
         for token in output.new_tokens:
             request.tokens.append(token)
             if request.matcher is not None:
@@ -336,15 +345,18 @@ class OutputStage:
     def _send_partial(self, route: int, ready: list[tuple[OpenDispatch, int]]) -> None:
         entries: list[PartialEntry] = []
         tokens: list[int] = []
+        epochs: list[tuple[int, int]] = []
         extras = {}
         for request, upto in ready:
             dispatch = request.dispatch
+            add_epochs(epochs, request.epochs, first=request.sent, count=upto - request.sent, at=len(tokens))
             entries.append(PartialEntry(dispatch.uid, dispatch.dispatch_id, request.sent, upto - request.sent))
             tokens += request.tokens[request.sent : upto]
             if request.details is not None:
                 extras[dispatch.uid] = request.details.of_partial(request.sent, upto)
             request.sent = upto
-        self._send(Partial(route, entries, tokens_to_bytes(tokens), pack(extras) if extras else b"").to_frames())
+        details = pack(extras) if extras else b""
+        self._send(Partial(route, entries, tokens_to_bytes(tokens), details, epochs).to_frames())
 
     def _send_final(self, request: OpenDispatch, output: RequestOutput, found: StopText | None) -> None:
         failed = output.finish_reason == "error"

@@ -103,7 +103,7 @@ def unpack(
     size = len(data)
     if limits.frame_bytes is not None and size > limits.frame_bytes:
         raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.frame_bytes}")
-    most = min(limits.elements, size)
+    maximum = min(limits.elements, size)
     left, containers = limits.elements, 0
 
     def count(items: list[Any]) -> list[Any]:
@@ -121,7 +121,7 @@ def unpack(
     max_containers = _max_containers(data)
     needs_count = size > limits.elements or max_containers > limits.containers
     try:
-        if most > _UNPROVEN_ELEMENTS:
+        if maximum > _UNPROVEN_ELEMENTS:
             _skip(data)
         value = msgpack.unpackb(
             data,
@@ -131,8 +131,8 @@ def unpack(
             # A dict would drop repeated keys without counting them.
             object_pairs_hook=(lambda pairs: dict(count(pairs))) if needs_count else None,
             ext_hook=extension or msgpack.ExtType,
-            max_array_len=most,
-            max_map_len=most,
+            max_array_len=maximum,
+            max_map_len=maximum,
             max_str_len=text,
             max_bin_len=text,
             max_ext_len=0 if extension is None else size,
@@ -215,7 +215,7 @@ def unpack_tokens(data: PackedTokens) -> bytes:
 
     No Python code runs for each token, and nothing is created for a list in the list. Raises MalformedMessageError.
     """
-    most = min(len(data), PLAIN.elements)
+    maximum = min(len(data), PLAIN.elements)
     lists = 0
 
     def count(tokens: list[Any]) -> list[Any]:
@@ -226,9 +226,9 @@ def unpack_tokens(data: PackedTokens) -> bytes:
         return tokens
 
     try:
-        if most > _UNPROVEN_ELEMENTS:
+        if maximum > _UNPROVEN_ELEMENTS:
             _skip(data)
-        tokens = msgpack.unpackb(data, list_hook=count, max_array_len=most, max_map_len=0, max_ext_len=0)
+        tokens = msgpack.unpackb(data, list_hook=count, max_array_len=maximum, max_map_len=0, max_ext_len=0)
     except MalformedMessageError:
         raise
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:

@@ -42,6 +42,7 @@ from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_byt
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
 from megatron_runtime.protocol.codec import unpack_tokens as unpack_tokens
 from megatron_runtime.protocol.codec import values_of_map as values_of_map
+from megatron_runtime.protocol.epochs import TokenEpochs, epochs_from_bytes, epochs_to_bytes
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.media import Media
@@ -493,7 +494,8 @@ _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 
 class Submit(NamedTuple):
-    """SUBMIT: client to coordinator. `generated`: tokens that the client already has, if it submits again."""
+    """SUBMIT: client to coordinator. `generated`: tokens that the client already has, if it submits again, and `epochs`
+    of the weights that sampled them."""
 
     uid: bytes
     meta: RequestMeta
@@ -501,15 +503,16 @@ class Submit(NamedTuple):
     generated: bytes
     params: bytes
     media: Media | None = None
+    epochs: TokenEpochs = ()
 
     def to_frames(self) -> Frames:
-        uid, meta, prompt, generated, params, media = self
-        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params, *_optional(media)))]
+        uid, meta, prompt, generated, params, media, epochs = self
+        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params, *_optional(media, epochs)))]
 
 
 class Dispatch(NamedTuple):
     """DISPATCH: coordinator to engine. The bodies come from SUBMIT. `generated` may be longer, and `media` has all
-    data.
+    data. `epochs` covers all tokens in `generated`.
 
     A translator may also receive a prompt of PackedTokens.
     """
@@ -522,14 +525,17 @@ class Dispatch(NamedTuple):
     generated: bytes
     params: bytes
     media: Media | None = None
+    epochs: TokenEpochs = ()
 
     def to_frames(self) -> Frames:
-        dispatch_id, uid, route, meta, prompt, generated, params, media = self
-        items = dispatch_id, uid, route, meta.items(), prompt, generated, params, *_optional(media)
+        dispatch_id, uid, route, meta, prompt, generated, params, media, epochs = self
+        items = dispatch_id, uid, route, meta.items(), prompt, generated, params, *_optional(media, epochs)
         return [pack((_DISPATCH, *items))]
 
 
-def _optional(media: Media | None) -> tuple[list[bytes], ...]:
+def _optional(media: Media | None, epochs: TokenEpochs) -> tuple[list[bytes] | bytes | None, ...]:
+    if epochs:
+        return None if media is None else media.to_list(), epochs_to_bytes(epochs)
     return () if media is None else (media.to_list(),)
 
 
@@ -554,10 +560,13 @@ class Partial(NamedTuple):
     """Tokens of all entries in their order, little-endian int32."""
     extras: bytes = b""
     """msgpack `{uid: {"log_probs": […], …}}`, or empty."""
+    epochs: TokenEpochs = ()
+    """Of the weights that sampled `tokens`, by their number in this message."""
 
     def to_frames(self) -> Frames:
         index = b"".join(_ENTRY.pack(e.uid, e.dispatch_id, e.offset, e.count) for e in self.entries)
-        return [pack((_PARTIAL, self.route, index, self.tokens, self.extras))]
+        optional = (epochs_to_bytes(self.epochs),) if self.epochs else ()
+        return [pack((_PARTIAL, self.route, index, self.tokens, self.extras, *optional))]
 
 
 class Final(NamedTuple):
@@ -634,7 +643,7 @@ def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
     prompt = _array("prompt", items[3], 1 if meta.text else 4)
     bodies = prompt, _array("generated", items[4], 4), _body("params", items[5])
-    return Submit(_uid(items[1]), meta, *bodies, _media(items[6:], meta, prompt))
+    return Submit(_uid(items[1]), meta, *bodies, _media(items[6:], meta, prompt), _epochs(items[7:]))
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
@@ -642,11 +651,12 @@ def _decode_dispatch(items: list[Any]) -> Dispatch:
     request = RequestMeta.from_list(meta)
     bodies = _array("prompt", prompt, 1 if request.text else 4), _array("generated", generated, 4)
     head = _u64("dispatch id", number), _uid(uid), _u64("route", route)
-    return Dispatch(*head, request, *bodies, _body("params", params), _media(items[8:], request, prompt))
+    media, epochs = _media(items[8:], request, prompt), _epochs(items[9:])
+    return Dispatch(*head, request, *bodies, _body("params", params), media, epochs)
 
 
 def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
-    """Return the optional last element of a request. Its items have tokens within the prompt."""
+    """Return the optional media of a request. Their items have tokens within the prompt."""
     if not rest or rest[0] is None:
         return None
     media = Media.from_list(rest[0])
@@ -658,13 +668,18 @@ def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
     return media
 
 
+def _epochs(rest: list[Any]) -> TokenEpochs:
+    """Return the optional last element, the epochs of tokens."""
+    return epochs_from_bytes(rest[0]) if rest else ()
+
+
 def _decode_partial(items: list[Any]) -> Partial:
     index, tokens = _array("index", items[2], _ENTRY.size), _body("tokens", items[3])
     entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(index)))
     total = sum([entry[3] for entry in entries])
     if len(tokens) != 4 * total:
         raise MalformedMessageError(f"PARTIAL carries {len(tokens)} token bytes: its index says {4 * total}")
-    return Partial(_u64("route", items[1]), entries, tokens, _body("extras", items[4]))
+    return Partial(_u64("route", items[1]), entries, tokens, _body("extras", items[4]), _epochs(items[5:]))
 
 
 def _decode_final(items: list[Any]) -> Final:
@@ -715,15 +730,18 @@ def size_of(message: Outgoing) -> int:
 
 
 _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
-    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),  # and media
-    int(Header.DISPATCH): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_dispatch),  # and media
-    int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),
+    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),  # and media, epochs
+    int(Header.DISPATCH): (
+        "dispatch_id, uid, route, meta, prompt, generated, params",
+        _decode_dispatch,
+    ),  # and media, epochs
+    int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),  # and epochs
     int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
     int(Header.ABORT_REQUEST): ("id", _decode_abort),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
 """Header -> the elements that follow it, and the function that reads them. Further elements are ignored."""
-_FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
+_MIN_FIELDS = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
 """Header -> minimum number of elements, including the header."""
 
 _KINDS = (
@@ -759,7 +777,7 @@ def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message
     number = items[0]
     found = _REQUEST_PATH.get(number)
     if found is not None:
-        if len(items) < _FEWEST[number]:
+        if len(items) < _MIN_FIELDS[number]:
             raise MalformedMessageError(f"{Header(number).name}: want [{number}, {found[0]}]")
         return found[1](items)
     kind = _CONTROL.get(number)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-_MOST_CHARACTERS = 120
-_MOST_BITS = 128
+_MAX_CHARACTERS = 120
+_MAX_BITS = 128
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -32,7 +32,7 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool | float):
         return repr(value)
     if isinstance(value, int):
-        return str(value) if value.bit_length() <= _MOST_BITS else f"an integer of {value.bit_length()} bits"
+        return str(value) if value.bit_length() <= _MAX_BITS else f"an integer of {value.bit_length()} bits"
     if isinstance(value, bytes | bytearray):
         return f"{len(value)} bytes"
     if isinstance(value, list | tuple | dict | set | frozenset):
@@ -42,5 +42,5 @@ def shown(value: object) -> str:
 
 def escaped(text: str) -> str:
     """Return `text` as shown() does, without quotes."""
-    cut = printable(text[:_MOST_CHARACTERS])
-    return cut if len(text) <= _MOST_CHARACTERS else f"{cut}… ({len(text)} characters)"
+    cut = printable(text[:_MAX_CHARACTERS])
+    return cut if len(text) <= _MAX_CHARACTERS else f"{cut}… ({len(text)} characters)"

@@ -23,7 +23,7 @@ NO_LOG_PROBS = -1
 NO_TOKEN = -1
 """In place of the token of a row that needs none."""
 _FIRST_CAPACITY = 256
-_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
+_MIN_TOP_P = float(np.finfo(np.float32).tiny)
 """A smaller top_p is 0 in float32 or may become 0 on a device, and 0 keeps all tokens."""
 
 
@@ -243,7 +243,7 @@ class SamplingColumns:
         values: dict[str, float | np.uint64 | bool] = {
             "temperature": 0.0 if params.is_greedy else params.temperature,
             "top_k": params.top_k,
-            "top_p": max(params.top_p, _LEAST_TOP_P) if params.top_p > 0 else 0.0,
+            "top_p": max(params.top_p, _MIN_TOP_P) if params.top_p > 0 else 0.0,
             "min_p": params.min_p,
             "seeds": np.uint64(seed),
             "num_log_probs": params.top_n_logprobs if params.wants_log_probs else NO_LOG_PROBS,

@@ -112,8 +112,8 @@ def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np
 def _likeliest(values_V: npt.NDArray[np.floating[Any]], count: int) -> Int32:
     if count == 0:
         return np.empty(0, dtype=np.int32)
-    least = np.partition(values_V, -count)[-count]
-    ids_C = np.flatnonzero(values_V >= least)
+    minimum = np.partition(values_V, -count)[-count]
+    ids_C = np.flatnonzero(values_V >= minimum)
     return ids_C[np.argsort(-values_V[ids_C], kind="stable")][:count].astype(np.int32)
 
 
@@ -267,10 +267,10 @@ def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> I
     if top_k == 0 and not 0 < top_p < 1:
         return np.flatnonzero(weights_V >= min_p) if min_p > 0 else None
     total = float((weights_V[weights_V >= min_p] if min_p > 0 else weights_V).sum(dtype=np.float64))
-    for least in _CANDIDATE_WEIGHTS:
-        ids_C = np.flatnonzero(weights_V >= max(least, min_p))
+    for minimum in _CANDIDATE_WEIGHTS:
+        ids_C = np.flatnonzero(weights_V >= max(minimum, min_p))
         ids_C = ids_C[np.argsort(-weights_V[ids_C], kind="stable")]
-        kept = _kept_count(weights_V[ids_C], total=total, top_k=top_k, top_p=top_p, is_all=least <= min_p)
+        kept = _kept_count(weights_V[ids_C], total=total, top_k=top_k, top_p=top_p, is_all=minimum <= min_p)
         if kept is not None:
             return np.sort(ids_C[:kept])
     raise AssertionError("unreachable: every filter is decided among all tokens")

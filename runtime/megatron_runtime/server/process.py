@@ -52,7 +52,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
     with listener:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a call encodes one text: it needs no thread pool
         tokenizer = load_tokenizer(settings.model)
-        tokenizer.bound.fewest_tokens("")  # computed now, not while requests wait for it
+        tokenizer.bound.min_tokens("")  # computed now, not while requests wait for it
         gc.freeze()  # keep modules and vocabulary out of collections, which stall streams
         loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:

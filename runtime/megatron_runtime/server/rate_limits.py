@@ -82,8 +82,8 @@ class RateLimits:
         limit = key.tokens_per_minute
         assert limit is not None
         self.check_prompt(key, prompt)
-        most = self._reserved_tokens
-        generated = sum(most if choice is None else min(choice, most) for choice in choices)
+        maximum = self._reserved_tokens
+        generated = sum(maximum if choice is None else min(choice, maximum) for choice in choices)
         # A request larger than the limit runs alone in its minute.
         reserved = min(prompt + generated, limit)
         quota = await self._reserve(key, tokens=reserved)

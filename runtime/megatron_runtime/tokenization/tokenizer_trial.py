@@ -41,7 +41,7 @@ def _verdict(content: bytes) -> bytes:
 
 
 def _encode_and_decode(backend: tokenizers.Tokenizer, text: str) -> None:
-    most = MAX_GROWTH * len(text) + MAX_GROWTH_CHARACTERS
+    maximum = MAX_GROWTH * len(text) + MAX_GROWTH_CHARACTERS
     try:
         ids = backend.encode_batch_fast([text])[0].ids
         decoded = backend.decode(ids, skip_special_tokens=False)
@@ -49,10 +49,10 @@ def _encode_and_decode(backend: tokenizers.Tokenizer, text: str) -> None:
         return
     except BaseException as error:
         raise ValueError(f"it fails on a common text: {error}") from error
-    if len(ids) > most or len(decoded) > most:
+    if len(ids) > maximum or len(decoded) > maximum:
         raise ValueError(
-            f"a text of {len(text)} characters became {len(ids)} tokens and {len(decoded)} characters: at most {most} "
-            "are allowed"
+            f"a text of {len(text)} characters became {len(ids)} tokens and {len(decoded)} characters: "
+            f"at most {maximum} are allowed"
         )
 
 

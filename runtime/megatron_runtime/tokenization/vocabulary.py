@@ -119,7 +119,7 @@ class TokenBound:
         weights = np.array([1 / sizes[byte] if byte in kept else 0.0 for byte in range(256)])
         return cls(weights, forms, longest)
 
-    def fewest_tokens(self, text: str) -> int:
+    def min_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of `text`; 0 for text that is not valid Unicode."""
         try:
             data = np.frombuffer(text.encode(), np.uint8)

@@ -15,7 +15,7 @@ def test_all_layouts_are_simulated_and_shown(tmp_path: Path) -> None:
     document = json.loads(path.read_text())
     layouts = [(entry["layout"], entry["engines"], entry["cells"]) for entry in document["results"]]
     assert layouts == [(ONE, 6, 1), (SHARED, 6, 1), (AFFINE, 6, 2), (ROTATION, 6, 2)]
-    assert all(entry["submit_us"] > 0 and entry["most_open"] > 0 for entry in document["results"])
+    assert all(entry["submit_us"] > 0 and entry["max_open"] > 0 for entry in document["results"])
     assert document["bytes_per_block"] > 50
     assert path.with_suffix(".md").read_text() == table(document)
     assert path.with_suffix(".svg").read_text().count("polyline") == 2 * 4

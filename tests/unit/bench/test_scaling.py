@@ -29,7 +29,7 @@ def test_a_small_model_is_measured_and_shown(tmp_path: Path) -> None:
     write_model(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     path = tmp_path / "scaling.json"
     options = ("--dtype", "float32", "--threads", "1", "--steps", "1", "--batches", "1,3", "--contexts", "16,40")
-    arguments = ["--model", str(tmp_path / "model"), *options, "--most-tokens", "100", "--json", str(path)]
+    arguments = ["--model", str(tmp_path / "model"), *options, "--max-tokens", "100", "--json", str(path)]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(path.read_text())

@@ -82,7 +82,7 @@ class SimulatedEngine:
     state: EngineState = EngineState.RUNNING
     failing: set[Header] = field(default_factory=set)
     jobs: dict[int, Job] = field(default_factory=dict)
-    most_jobs: int = 0
+    max_jobs: int = 0
     ran: list[bytes] = field(default_factory=list)
 
     def hello(self, *, serving: bool) -> Hello:
@@ -313,7 +313,7 @@ class SimulatedFleet:
                 engine.jobs[number] = Job(number, prompt, [], params["num_tokens_to_generate"])
 
     def _step(self, engine: SimulatedEngine) -> None:
-        engine.most_jobs = max(engine.most_jobs, len(engine.jobs))
+        engine.max_jobs = max(engine.max_jobs, len(engine.jobs))
         for job in engine.jobs.values():
             if job.prompt[:1] == [POISON] and len(job.prompt) + len(job.tokens) >= engine.poison_length:
                 self.crash(engine)

@@ -97,10 +97,11 @@ class Scene:
         self.say(peer, Submit(uid, RequestMeta(streaming, 1, **meta), tokens_to_bytes([number]), b"", PARAMS))
         return uid
 
-    def partial(self, peer: Peer, dispatch: Dispatch, *tokens: int, offset: int = 0) -> None:
+    def partial(self, peer: Peer, dispatch: Dispatch, *tokens: int, offset: int = 0, epoch: int | None = None) -> None:
         route = self.core.clients.at(CLIENT).route
         entry = PartialEntry(dispatch.uid, dispatch.dispatch_id, offset, len(tokens))
-        self.say(peer, Partial(route, [entry], tokens_to_bytes(list(tokens))))
+        epochs = () if epoch is None else ((0, epoch),)
+        self.say(peer, Partial(route, [entry], tokens_to_bytes(list(tokens)), epochs=epochs))
 
     def final(self, peer: Peer, dispatch: Dispatch, *tokens: int) -> None:
         self.say(
@@ -327,6 +328,33 @@ def test_tokens_that_a_client_does_not_accept_are_sent_later_as_one_partial() ->
     client = scene.core.clients.at(CLIENT)
     assert not client.blocked
     assert client.stuck_since is None
+
+
+def test_tokens_are_dispatched_and_sent_again_with_the_epochs_of_their_weights() -> None:
+    """To the next engine, to a client that fell behind, and by that client to the next coordinator."""
+    scene = Scene()
+    dispatch = running(scene)
+    scene.partial(FIRST, dispatch, 5, epoch=3)
+    scene.take()
+    scene.full.add(CLIENT)
+    scene.partial(FIRST, dispatch, 6, offset=1, epoch=3)
+    scene.partial(FIRST, dispatch, 7, offset=2, epoch=4)
+    scene.full.clear()
+    scene.driver.report_room()
+    ((_, owed),) = scene.take()
+    assert (owed.epochs, tokens_from_bytes(owed.tokens).tolist()) == (((0, 3), (1, 4)), [6, 7])
+    scene.engine(SECOND)
+    scene.take()
+    scene.say(FIRST, Disconnect())
+    (again,) = scene.dispatched()[SECOND]
+    assert (again.epochs, tokens_from_bytes(again.generated).tolist()) == (((0, 3), (2, 4)), [5, 6, 7])
+
+    restarted = Scene()
+    restarted.engine(FIRST)
+    submit = Submit(dispatch.uid, dispatch.meta, dispatch.prompt, again.generated, dispatch.params, epochs=again.epochs)
+    restarted.say(CLIENT, submit)
+    (dispatch,) = restarted.dispatched()[FIRST]
+    assert dispatch.epochs == again.epochs
 
 
 def test_answers_that_a_client_does_not_accept_are_sent_later_in_their_order() -> None:

@@ -383,6 +383,38 @@ async def test_a_plain_client_gets_all_log_probs_after_a_replay(stage, plain, cl
     assert reply[2].get("of_a_later_release") == ([1] if continues == "plain" else None)
 
 
+async def test_an_answer_that_a_plain_engine_continues_keeps_the_epochs_of_its_first_tokens(
+    stage, plain, params, collect
+) -> None:
+    """Whether a client of this project asked for it or one of Megatron-Core."""
+    coordinator = stage.coordinator(single_port=True)
+    first = plain(Role.ENGINE, identity=b"mp-coord-0").registered()
+    client, theirs = await stage.client(), await plain(Role.CLIENT).connected()
+    await stage.until(lambda: len(coordinator.core.engines) == 1)
+    stream = client.add_request_streaming([1], params(5))
+    messages = [await first.hear()]
+    theirs.say(Header.SUBMIT_REQUEST, 7, [1], {**PARAMS, "num_tokens_to_generate": 5, "streaming": True})
+    messages.append(await first.hear())
+    for epoch, token in ((3, 30), (4, 40)):
+        theirs.say(Header.SET_GENERATION_EPOCH, epoch)
+        assert await first.hear() == [Header.SET_GENERATION_EPOCH, epoch]
+        await stage.until(lambda epoch=epoch: coordinator.core.verbs.epoch == epoch)
+        partials = [{"request_id": message[1], "new_tokens": [token]} for message in messages]
+        first.say(Header.ENGINE_REPLY_PARTIAL, partials)
+        assert (await theirs.hear())[2]["new_tokens"] == [token]
+    second = plain(Role.ENGINE, identity=b"mp-coord-1").registered()
+    assert await second.hear() == [Header.SET_GENERATION_EPOCH, 4]
+    first.say(Header.DISCONNECT)
+    for _ in messages:
+        message = await second.hear()
+        assert message[2] == [1, 30, 40]
+        header, (answer,) = answer_as_engine(message, tokens=[5, 6, 7])
+        second.say(header, [{**answer, "policy_epoch": [[0, 4], [4, 5]]}])
+    expected = [[0, 3], [1, 4], [4, 5]]
+    assert (await theirs.hear())[2]["policy_epoch"] == expected
+    assert (await collect(stream))[1]["policy_epoch"] == expected
+
+
 async def test_the_final_of_a_plain_engine_that_is_lost_doubles_no_token(stage, plain, params, collect) -> None:
     """The final of a plain engine has every token of its dispatch, those of its partials included."""
     coordinator = stage.coordinator(single_port=True)

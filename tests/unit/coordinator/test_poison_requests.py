@@ -72,7 +72,7 @@ async def test_after_one_crash_everything_is_replayed_at_once(fleet) -> None:
     fleet.crash(first)
     assert fleet.core.dispatcher.queue.length == 0, "a request waits after one crash"
     fleet.finish(turns=60)
-    assert second.most_jobs == len(asked)
+    assert second.max_jobs == len(asked)
     for one in asked:
         one.check()
     assert fleet.core.counters.suspects == 0
@@ -153,7 +153,7 @@ async def test_an_engine_that_outlives_its_connection_did_not_crash(fleet) -> No
         fleet.reconnect(engine)
     assert not any(entry.crashes and any(crash.counts for crash in entry.crashes) for entry in fleet_entries(fleet))
     fleet.finish()
-    assert engine.most_jobs == 4
+    assert engine.max_jobs == 4
     for one in asked:
         one.check()
 
@@ -218,7 +218,7 @@ async def test_suspects_run_alone_one_after_another_and_only_past_the_point_of_t
     first = fleet.engine("first")
     fleet.until(lambda: len(fleet.core.dispatcher.quarantine) == 0)
     fleet.turn()
-    assert first.most_jobs == 1
+    assert first.max_jobs == 1
     assert len(set(first.ran)) == len(first.ran) == 20, "a suspect was tried twice"
     alone_turns = (fleet.driver.now - begun) / TURN_SECONDS
     assert alone_turns < 20 * (ACQUITTAL_TOKENS + 5)
@@ -267,7 +267,7 @@ async def test_without_an_empty_engine_the_least_busy_one_empties_and_an_empty_o
     assert len(emptying.jobs) <= before < max(len(busy.jobs), len(less_busy.jobs))
     empty = fleet.engine("empty")
     fleet.turns(2)
-    assert empty.most_jobs == 1
+    assert empty.max_jobs == 1
     fleet.finish(*suspects, *others, *late)
 
 
@@ -415,7 +415,7 @@ async def test_a_suspect_on_trial_goes_on_elsewhere_when_its_engine_leaves_or_is
     silent.silent = True
     healthy = fleet.engine("healthy")
     fleet.until(lambda: healthy.jobs)
-    assert healthy.most_jobs <= 1
+    assert healthy.max_jobs <= 1
     fleet.finish(*suspects)
     assert fleet.core.counters.poison_requests == 0
 

@@ -26,7 +26,7 @@ void megatron_pack(const Packing* packing, int64_t first, int64_t end);
 namespace {
 
 constexpr int64_t OUTPUTS = 80, INPUTS = 512, ROWS = 37;
-// Rows from which AMX unpacks integers to bfloat16: LEAST_UNPACKED_ROWS of matmul_unpacked.h.
+// Rows from which AMX unpacks integers to bfloat16: MIN_UNPACKED_ROWS of matmul_unpacked.h.
 constexpr int64_t UNPACKED_ROWS = 24;
 
 // A source of rows, numbered as in GGML, and the bytes of 256 values.

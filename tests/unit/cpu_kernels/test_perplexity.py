@@ -67,7 +67,7 @@ def exact(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("format", "most", "margin"),
+    ("format", "maximum", "margin"),
     [
         ("bfloat16", 0.005, 0.5),
         ("int4", 0.03, 1.0),
@@ -75,13 +75,13 @@ def exact(tokens: np.ndarray) -> np.ndarray:
     ],
 )
 def test_a_format_stays_near_float32(
-    format: str, most: float, margin: float, tokens: np.ndarray, exact: np.ndarray
+    format: str, maximum: float, margin: float, tokens: np.ndarray, exact: np.ndarray
 ) -> None:
     """Perplexity changes by at most `most`, and the format's best token is within `margin` of float32's best logit."""
     logits = read(format, tokens)
     before, after = perplexity(exact, tokens), perplexity(logits, tokens)
     print(f"\nperplexity: float32 {before:.4f}, {format} {after:.4f}: {100 * (after / before - 1):+.3f} %")
-    assert abs(after / before - 1) < most
+    assert abs(after / before - 1) < maximum
     chosen = exact[np.arange(len(tokens)), logits.argmax(1)]
     print(f"largest margin {(exact.max(1) - chosen).max():.3f}")
     assert (exact.max(1) - chosen).max() < margin

@@ -34,7 +34,7 @@ from .example_steps import stored_blocks
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 UNPACKED_ROWS = 24
-"""Rows from which AMX unpacks integers: LEAST_UNPACKED_ROWS of matmul_unpacked.h."""
+"""Rows from which AMX unpacks integers: MIN_UNPACKED_ROWS of matmul_unpacked.h."""
 KINDS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K)
 
 
@@ -87,8 +87,8 @@ def assert_is_product(linear: PackedLinear, x_TK: torch.Tensor, format: str | in
         x_TK = rounded(x_TK)
     expected = x_TK.double() @ weight.double().T
     # One float32 sum in the order of inputs: its error grows with the square root of their number.
-    most = 2e-7 * math.sqrt(linear.in_features) * expected.abs().max().item()
-    torch.testing.assert_close(linear(x_TK).double(), expected, rtol=0, atol=most)
+    maximum = 2e-7 * math.sqrt(linear.in_features) * expected.abs().max().item()
+    torch.testing.assert_close(linear(x_TK).double(), expected, rtol=0, atol=maximum)
 
 
 @pytest.mark.parametrize("rows", [13, 40])
@@ -157,12 +157,12 @@ def test_integers_have_the_same_bits_in_every_instruction_set_with_fused_multipl
 
 
 @pytest.mark.parametrize(
-    ("format", "most"), [("float32", 0.0), ("bfloat16", 2**-8), ("float16", 2**-11), ("int8", 0.01), ("int4", 0.15)]
+    ("format", "maximum"), [("float32", 0.0), ("bfloat16", 2**-8), ("float16", 2**-11), ("int8", 0.01), ("int4", 0.15)]
 )
-def test_stored_weights_are_as_accurate_as_the_format_allows(format: str, most: float) -> None:
+def test_stored_weights_are_as_accurate_as_the_format_allows(format: str, maximum: float) -> None:
     weight = random(32, 64)
     kept = PackedLinear(pack(weight, format)).dense()
-    assert (kept - weight).abs().max() <= most * weight.abs().max()
+    assert (kept - weight).abs().max() <= maximum * weight.abs().max()
 
 
 def steps_of_int8(weight_NK: torch.Tensor) -> torch.Tensor:
@@ -173,8 +173,8 @@ def steps_of_int8(weight_NK: torch.Tensor) -> torch.Tensor:
 
 def steps_of_int4(weight_NK: torch.Tensor) -> torch.Tensor:
     blocks = weight_NK.unflatten(1, (-1, BLOCK))
-    least, most = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-    scale, offset = ((most - least) / 15).half().float(), least.half().float()
+    minimum, maximum = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    scale, offset = ((maximum - minimum) / 15).half().float(), minimum.half().float()
     return (((blocks - offset) / scale).nan_to_num(0.0, 0.0, 0.0).round().clamp(0, 15) * scale + offset).flatten(1)
 
 

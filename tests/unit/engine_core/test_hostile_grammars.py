@@ -394,7 +394,7 @@ STRUCTURES = st.one_of(
 LONGEST_BEGIN_SECONDS = 20 * 2 * COMPILE_SECONDS
 """Tried, then compiled, on a host twenty times slower than usual."""
 
-MOST_GROWTH = 1 << 30
+MAX_GROWTH = 1 << 30
 
 
 @settings(
@@ -422,7 +422,7 @@ def test_random_grammars_give_masks_or_an_error(
         if not len(tokens):
             break
         state.accept(int(tokens[choice % len(tokens)]))
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_GROWTH
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MAX_GROWTH
 
 
 # --- waiting for a grammar --------------------------------------------------------------------------------------------

@@ -105,6 +105,24 @@ def test_the_stop_token_is_the_stop_reason() -> None:
     assert "generated_text" not in stage.final
 
 
+def test_each_token_of_a_partial_has_the_epoch_of_its_weights() -> None:
+    """Some were sampled in earlier steps, or by another engine."""
+    sent: list[Partial] = []
+    stage = OutputStage(
+        send=lambda frames: sent.append(decode(frames)),  # type: ignore[func-returns-value, arg-type]
+        finish_early=lambda _: None,
+        tokenizer=ByteTokenizer,
+    )
+    for number in (1, 2):
+        meta = RequestMeta(streaming=True)
+        dispatch = Dispatch(number, bytes([number] * 16), 7, meta, b"", bytes(4 * number), b"", epochs=[(0, 2)])
+        stage.add(dispatch, SamplingParams(streaming_interval=number), [0] * number)
+    stage.step([RequestOutput(1, [5], 3, epoch=2), RequestOutput(2, [15], 3, epoch=2)])
+    stage.step([RequestOutput(1, [6], 3, epoch=3), RequestOutput(2, [16], 3, epoch=3)])
+    assert [tokens_from_bytes(partial.tokens).tolist() for partial in sent] == [[5], [6, 15, 16]]
+    assert [partial.epochs for partial in sent] == [((0, 2),), ((0, 3), (1, 2), (2, 3))]
+
+
 def test_a_stop_text_aborts_the_request_in_the_backend() -> None:
     stage = Stage(SamplingParams(stop_words=["b"]))
     stage.run(b"aab..")

@@ -75,9 +75,9 @@ def test_the_benchmark_measures_the_engine():
         cell: pytest.approx([tokens] * RUNS) for cell, tokens in expected.items()
     }
     assert not list(measure({OURS: generate}, options, until=time.monotonic()))
-    most = bounds(options, Ceilings(1e9, 1e9))
+    maximum = bounds(options, Ceilings(1e9, 1e9))
     for cell, turns in cells.items():
-        row = row_of(cell, turns, most[cell])
+        row = row_of(cell, turns, maximum[cell])
         assert row.ours == Rate(expected[cell], expected[cell], expected[cell])
         assert row.ratios == {"peer": 0.5}
         assert row.percent_of_bound > 0

@@ -625,21 +625,21 @@ def test_a_list_is_fed_as_fast_as_it_is_served(
         monkeypatch.setattr("megatron_runtime.in_process.builder.CoordinatorSettings", settings)
     config = InferenceConfig(max_sequence_length=256, buffer_size_gb=0.02, max_requests=8)
     llm = build(use_coordinator=True, inference_config=config)
-    most = 0
+    maximum = 0
     client = llm._coord_runtime.client.native
     submit = client._submit
 
     def counted(request: Any) -> None:
-        nonlocal most
+        nonlocal maximum
         submit(request)
-        most = max(most, len(client._open))
+        maximum = max(maximum, len(client._open))
 
     client._submit = counted
     prompts = [[number % 1000 + 1, 2] for number in range(size(100, soak=12_000))]
     answers = llm.generate(prompts, greedy(1))
     assert [answer.prompt_tokens for answer in answers] == prompts
     assert {answer.status for answer in answers} == {Status.COMPLETED}
-    assert most <= 16, "twice as many as the engine runs at once"
+    assert maximum <= 16, "twice as many as the engine runs at once"
 
     async def one_by_one() -> list[Any]:
         return await asyncio.gather(*(MegatronAsyncLLM.generate(llm, prompt, greedy(1)) for prompt in prompts))

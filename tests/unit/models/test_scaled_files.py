@@ -65,13 +65,13 @@ def words(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 def packed_in_groups(weight: torch.Tensor, *, bits: int = 4, shifted: bool = False, ordered: bool = False) -> Stored:
     outputs, inputs = weight.shape
-    groups, most = inputs // GROUP, 1 << (bits - 1)
-    scales = (torch.rand(outputs, groups) + 0.5) / most
+    groups, maximum = inputs // GROUP, 1 << (bits - 1)
+    scales = (torch.rand(outputs, groups) + 0.5) / maximum
     group_of = torch.randperm(inputs) // GROUP if ordered else torch.arange(inputs) // GROUP
-    zeros = (
-        torch.randint(-most, most, (outputs, groups)) if shifted else torch.zeros(outputs, groups, dtype=torch.int64)
-    )
-    values = (weight / scales[:, group_of] + zeros[:, group_of]).round().clamp(-most, most - 1).long()
+    zeros = torch.zeros(outputs, groups, dtype=torch.int64)
+    if shifted:
+        zeros = torch.randint(-maximum, maximum, (outputs, groups))
+    values = (weight / scales[:, group_of] + zeros[:, group_of]).round().clamp(-maximum, maximum - 1).long()
     held = {
         "weight_packed": words(values, bits),
         "weight_scale": scales,

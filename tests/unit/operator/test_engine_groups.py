@@ -1,4 +1,4 @@
-"""The pods of one engine as a group of a scheduler: placeholders in podTemplate, Kueue's label, required topology."""
+"""Placeholders in the podTemplate of engines, the pods of one engine as a group of a scheduler, required topology."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ VOLCANO = {
         "resourceClaims": [{"name": "channel", "resourceClaimName": "channel-$(ENGINE_INDEX)"}],
     },
 }
+OWN_CACHE = {
+    "spec": {
+        "volumes": [
+            {"name": "cache", "persistentVolumeClaim": {"claimName": "compiled-$(ENGINE_NAME)"}},
+            {"name": "shared", "persistentVolumeClaim": {"claimName": "files"}},
+        ]
+    }
+}
 KUEUE = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "gpus"}}}
 RACK = "example.com/rack"
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -52,6 +60,39 @@ def test_labels_annotations_and_claims_name_the_engine() -> None:
     annotations = {"scheduling.k8s.io/group-name": "group-1", "note": "$(OTHER)"}
     assert volcano["metadata"]["annotations"] == annotations
     assert volcano["spec"]["resourceClaims"][0]["resourceClaimName"] == "channel-1"
+
+
+def claims(pod: dict[str, Any]) -> dict[str, str]:
+    """Return the claims of a pod by the names of its volumes."""
+    return {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+
+
+def test_each_engine_has_a_claim_for_its_cache_and_the_check_has_an_empty_volume() -> None:
+    ctx = context(podTemplate=OWN_CACHE)
+    pods = [template(ctx, index)["spec"] for index in range(2)]
+    assert [claims(pod) for pod in pods] == [
+        {"cache": "compiled-demo-engine-0", "shared": "files"},
+        {"cache": "compiled-demo-engine-1", "shared": "files"},
+    ]
+    check = check_pod(ctx)["spec"]
+    assert claims(check) == {"shared": "files"}
+    assert {"name": "cache", "emptyDir": {}} in check["volumes"]
+
+
+def test_the_name_of_a_volume_has_no_placeholder() -> None:
+    """The pod policy allows mounts by the names of volumes: `node-0` is mounted writable, `node-$(ENGINE_INDEX)` is a
+    directory of the node."""
+    volume = {"name": "node-$(ENGINE_INDEX)", "hostPath": {"path": "/srv"}}
+    mount = {"name": "node-0", "mountPath": "/mnt"}
+    ctx = context(
+        podTemplate={"spec": {"volumes": [volume], "containers": [{"name": "engine", "volumeMounts": [mount]}]}}
+    )
+    allowed = replace(ctx, settings=replace(ctx.settings, pod_policy=PodPolicy(host_paths=("/srv",))))
+    assert volume in template(allowed, 0)["spec"]["volumes"]
 
 
 def test_placeholders_are_not_replaced_in_variables_of_containers() -> None:

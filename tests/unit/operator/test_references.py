@@ -203,3 +203,25 @@ def test_pods_are_not_replaced_by_pods_that_could_not_start(make_cluster: Any, c
     cluster.settle()
     assert _templates(cluster) != before
     assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_an_engine_is_not_replaced_before_its_own_claim_exists(make_cluster: Any) -> None:
+    cluster: Cluster = make_cluster(replicas=2)
+    cluster.settle()
+    first, second = sorted(name for name, pod in cluster.pods.items() if "engine-" in name)
+    before = cluster.pods[second]["metadata"]["uid"]
+    claim = {"persistentVolumeClaim": {"claimName": "compiled-$(ENGINE_INDEX)"}}
+    cluster.patch(engine={"podTemplate": {"spec": {"volumes": [{"name": "cache", **claim}]}}})
+    missing = ChildRef("PersistentVolumeClaim", "compiled-1")
+    cluster.named |= {ChildRef("PersistentVolumeClaim", "compiled-0"): frozenset({ANY_KEY}), missing: None}
+    cluster.play(20)
+    assert cluster.pods[second]["metadata"]["uid"] == before
+    assert cluster.condition("Degraded")["reason"] == "VolumeMissing"
+    assert "create persistentvolumeclaim compiled-1" in cluster.condition("Degraded")["message"]
+    cluster.named[missing] = frozenset({ANY_KEY})
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    for index, name in enumerate((first, second)):
+        volume = {"name": "cache", "persistentVolumeClaim": {"claimName": f"compiled-{index}"}}
+        assert volume in _templates(cluster)[name.removesuffix("-0")]["spec"]["volumes"]
+    assert cluster.pods[second]["metadata"]["uid"] != before

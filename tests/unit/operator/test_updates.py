@@ -286,7 +286,7 @@ def test_of_many_resources_at_most_the_limit_is_updated_at_once() -> None:
     """The limit and the decisions together, in an order as tasks take their turns."""
     clusters = [Cluster(copy.deepcopy({**MINIMAL, "rollout": {"autoUpdate": True}})) for _ in range(5)]
     limit = UpdateLimit(2, dict)
-    most = 0
+    maximum = 0
     for cluster in clusters:
         cluster.settle()
         upgraded(cluster)
@@ -297,7 +297,7 @@ def test_of_many_resources_at_most_the_limit_is_updated_at_once() -> None:
             limit.decided(str(number), cluster.status, wake=lambda: None)
             cluster.tick()
         running = sum((cluster.status.get("update") or {}).get("phase") == "Running" for cluster in clusters)
-        most = max(most, running)
-    assert most == 2
+        maximum = max(maximum, running)
+    assert maximum == 2
     assert all(cluster.status["release"]["runtimeImage"] == "runtime:2" for cluster in clusters)
     assert all("update" not in cluster.status for cluster in clusters)

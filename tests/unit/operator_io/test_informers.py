@@ -46,7 +46,7 @@ class ApiServer:
         """Plural, query and accepted type of each request."""
         self.cut: set[str] = set()
         """Kinds of which the connection breaks once before the second page."""
-        self.most = 0
+        self.maximum = 0
         """Most requests that were open at once."""
         self._open = 0
         self._queues: dict[str, asyncio.Queue[dict[str, Any] | None]] = {}
@@ -77,7 +77,7 @@ class ApiServer:
         plural, query = request.path.rpartition("/")[2], dict(request.query)
         self.asked.append((plural, query, request.headers["Accept"]))
         self._open += 1
-        self.most = max(self.most, self._open)
+        self.maximum = max(self.maximum, self._open)
         try:
             await asyncio.sleep(0)
             return await self._content(request, plural, query)
@@ -234,7 +234,7 @@ async def test_a_start_opens_few_connections_at_once(server: ApiServer) -> None:
     api = await server.start()
     lists = [api.request("GET", f"/api/v1/kind{number}", query={"limit": 1}) for number in range(60)]
     await asyncio.gather(*lists)
-    assert 1 < server.most <= api_module.REQUESTS_AT_ONCE
+    assert 1 < server.maximum <= api_module.REQUESTS_AT_ONCE
     await api.close()
 
 

@@ -48,7 +48,7 @@ class SlowLists:
 
     def __init__(self) -> None:
         self.under_way: dict[str, int] = {}
-        self.most = self.total = 0
+        self.maximum = self.total = 0
 
     async def get(self, *_: Any) -> dict[str, Any]:
         return resource("a")
@@ -57,7 +57,7 @@ class SlowLists:
         _, selector = selector.split(",")
         self.under_way[selector] = self.under_way.get(selector, 0) + 1
         self.total += 1
-        self.most = max(self.most, len(self.under_way))
+        self.maximum = max(self.maximum, len(self.under_way))
         await asyncio.sleep(0)
         self.under_way[selector] -= 1
         if not self.under_way[selector]:
@@ -86,7 +86,7 @@ async def test_concurrent_lists_are_limited() -> None:
         for name in names
     ]
     await asyncio.gather(*(observer.resource() for observer in observers))
-    assert lists.most == 2
+    assert lists.maximum == 2
     assert lists.total % len(names) == 0
     assert lists.total > 0
 

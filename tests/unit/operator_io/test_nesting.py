@@ -17,7 +17,7 @@ from soak import size
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import kopf_session
 from megatron_operator.cluster.kinds import RESOURCE
-from megatron_operator.cluster.nesting import MOST_LEVELS, decode, shallow
+from megatron_operator.cluster.nesting import MAX_LEVELS, decode, shallow
 from megatron_operator.cluster.watch_ages import WatchAges
 
 JSON = st.recursive(
@@ -53,13 +53,13 @@ def test_siblings_of_a_deep_value_are_unchanged(before: Any, after: Any) -> None
     text = f'{{"before": {json.dumps(before)}, "deep": {nested(1_200)}, "after": {json.dumps(after)}}}'
     found = json.loads(shallow(text.encode()))
     assert (found["before"], found["after"]) == (before, after)
-    assert levels_of(found["deep"]) == MOST_LEVELS - 1
+    assert levels_of(found["deep"]) == MAX_LEVELS - 1
 
 
 def test_the_limit_is_exact() -> None:
-    exact = nested(MOST_LEVELS).encode()
+    exact = nested(MAX_LEVELS).encode()
     assert shallow(exact) == exact
-    assert levels_of(json.loads(shallow(nested(MOST_LEVELS + 2).encode()))) == MOST_LEVELS
+    assert levels_of(json.loads(shallow(nested(MAX_LEVELS + 2).encode()))) == MAX_LEVELS
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ async def test_a_list_and_a_watch_continue_past_a_deep_resource(server: Configur
     for objects in (listed["items"], watched):
         assert [each["metadata"]["name"] for each in objects] == list(ITEMS)
         assert objects[-1]["spec"] == {"replicas": 2}
-        assert levels_of(objects[1]["spec"]) < MOST_LEVELS
+        assert levels_of(objects[1]["spec"]) < MAX_LEVELS
 
 
 async def test_numbers_that_are_not_finite_are_written_as_null(server: Configuration) -> None:

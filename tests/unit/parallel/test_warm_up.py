@@ -26,16 +26,16 @@ PAGE = 16
     st.sampled_from([CPU, GPU]),
 )
 def test_warm_up_plans_fit_the_engine_and_write_to_the_dummy_page_only(
-    expert: int, most: StepLimits, num_pages: int, usual: StepLimits
+    expert: int, maximum: StepLimits, num_pages: int, usual: StepLimits
 ) -> None:
     for plan in warm_up_plans(
-        ParallelSizes(expert=expert), StepLimits(*map(min, usual, most)), num_pages=num_pages, page_size=PAGE
+        ParallelSizes(expert=expert), StepLimits(*map(min, usual, maximum)), num_pages=num_pages, page_size=PAGE
     ):
         rows, tokens = len(plan.query_lengths), len(plan.token_ids)
-        assert 1 <= rows <= most.rows
-        assert 1 <= tokens <= most.tokens
+        assert 1 <= rows <= maximum.rows
+        assert 1 <= tokens <= maximum.tokens
         assert tokens == len(plan.positions) == len(plan.slot_mapping) == plan.query_lengths.sum()
-        assert plan.positions.max() < most.length
+        assert plan.positions.max() < maximum.length
         assert set((plan.slot_mapping // PAGE).tolist()) == {num_pages - 1}
         assert plan.block_tables.shape == (rows, -(-plan.context_lengths.max() // PAGE))
         assert plan.block_tables.max() < num_pages

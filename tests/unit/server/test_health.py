@@ -161,11 +161,11 @@ class _Blocking(Collector):
 
     def __init__(self) -> None:
         self.allowed = threading.Semaphore(0)
-        self.rendered = self.at_once = self.most_at_once = 0
+        self.rendered = self.at_once = self.max_at_once = 0
 
     def collect(self) -> Iterator[Metric]:
         self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.max_at_once = max(self.max_at_once, self.at_once)
         assert self.allowed.acquire(timeout=LONG_SECONDS)
         self.rendered += 1
         self.at_once -= 1
@@ -197,7 +197,7 @@ async def test_metrics_are_rendered_one_at_a_time_off_the_loop_for_all_who_wait(
     assert {(answer.status_code, answer.headers.get("retry-after")) for answer in answers if answer not in served} == {
         (503, "1")
     }
-    assert blocking.most_at_once == 1
+    assert blocking.max_at_once == 1
 
 
 MALFORMED = [

@@ -251,7 +251,7 @@ def test_no_tokenizer_json_kills_the_process_or_takes_long(trial_process: Sacrif
             except ValueError:
                 continue
             if len(set(loaded.bound.weights)) > 1:  # otherwise it is the generous one, of which nothing is proven
-                assert loaded.bound.fewest_tokens(text) <= len(ids)
+                assert loaded.bound.min_tokens(text) <= len(ids)
             loaded.decode(ids)
 
     check()

@@ -89,7 +89,7 @@ def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     @settings(max_examples=size(25, soak=20_000))
     @given(TEXTS)
     def check(text: str) -> None:
-        assert bound.fewest_tokens(text) <= len(backend.encode(text, add_special_tokens=False).ids)
+        assert bound.min_tokens(text) <= len(backend.encode(text, add_special_tokens=False).ids)
 
     check()
 
@@ -98,21 +98,21 @@ def test_the_bound_of_the_built_in_model_holds_and_is_tight(tokenizer: Tokenizer
     @settings(max_examples=size(25, soak=20_000))
     @given(TEXTS)
     def check(text: str) -> None:
-        assert tokenizer.bound.fewest_tokens(text) <= len(tokenizer.encode(text, add_special=False))
+        assert tokenizer.bound.min_tokens(text) <= len(tokenizer.encode(text, add_special=False))
 
     check()
     for text in ("1" * 9000, "The river runs to the sea. " * 10_000, " " * 800_000):
-        assert tokenizer.bound.fewest_tokens(text) > 8192, text[:10]
+        assert tokenizer.bound.min_tokens(text) > 8192, text[:10]
 
 
 def test_vocabularies_without_a_provable_bound_have_a_loose_one() -> None:
     unigram = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], unk_id=0))
     assert len(unigram.encode("aba" * 9).ids) == 1
     for backend in (of_words(), unigram):
-        assert TokenBound.of(backend).fewest_tokens("a" * UNKNOWN_BYTES_PER_TOKEN * 10) == 10
+        assert TokenBound.of(backend).min_tokens("a" * UNKNOWN_BYTES_PER_TOKEN * 10) == 10
     stripped = byte_level([*PIECES, *BYTE_OF_CHARACTER], normalizers.Strip())
-    assert TokenBound.of(stripped).fewest_tokens("ab" * UNKNOWN_BYTES_PER_TOKEN) == 2
+    assert TokenBound.of(stripped).min_tokens("ab" * UNKNOWN_BYTES_PER_TOKEN) == 2
 
 
 def test_text_that_is_not_unicode_is_left_to_the_tokenizer(tokenizer: Tokenizer) -> None:
-    assert tokenizer.bound.fewest_tokens("\ud800" * 100_000) == 0
+    assert tokenizer.bound.min_tokens("\ud800" * 100_000) == 0

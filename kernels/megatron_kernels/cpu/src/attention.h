@@ -213,15 +213,15 @@ inline void mask(float* scores, int64_t first, int64_t last) {
 }
 
 // Rows whose weights are computed at once.
-constexpr int64_t MOST_SOFTENED = 16;
+constexpr int64_t MAX_SOFTENED = 16;
 
 // Turn the scores [rows][ATTENTION_BLOCK] of some rows from `row` on and a block from position `first` on into weights, and
 // rescale their sums in `partial` to the new maximum of their scores. Each step is done for all rows before the next one,
 // because the steps of a row wait for each other.
 inline void soften(const AttentionItem& item, int64_t row, int64_t rows, int64_t first, float* scores, float* partial) {
   const int64_t head_dim = item.head_dim, stride = head_dim + PARTIAL_EXTRA;
-  float tops[MOST_SOFTENED];
-  Floats totals[MOST_SOFTENED];
+  float tops[MAX_SOFTENED];
+  Floats totals[MAX_SOFTENED];
   for (int64_t r = 0; r < rows; ++r) {
     float* at = scores + r * ATTENTION_BLOCK;
     const int64_t position = item.position + (row + r) / item.heads - first, visible = position - item.window + 1;
@@ -270,8 +270,8 @@ struct AttentionByVectors {
   AttentionByVectors(const AttentionItem& given, float* scratch)
       : item(given), rows(given.tokens * given.heads), keys(scratch), values(keys + ATTENTION_BLOCK * given.head_dim),
         scores(values + ATTENTION_BLOCK * given.head_dim),
-        weights(reinterpret_cast<Number*>(scores + MOST_SOFTENED * ATTENTION_BLOCK)),
-        queries(weights + MOST_SOFTENED * ATTENTION_BLOCK) {}
+        weights(reinterpret_cast<Number*>(scores + MAX_SOFTENED * ATTENTION_BLOCK)),
+        queries(weights + MAX_SOFTENED * ATTENTION_BLOCK) {}
 
   // One block of positions from `first` on, `count` of them gathered, for the rows of one group.
   void compute(int64_t group, int64_t first, int64_t count, const Block& block, float* partial) const {

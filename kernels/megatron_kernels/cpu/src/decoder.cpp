@@ -16,28 +16,28 @@ constexpr int64_t SPLIT_KEYS = 512;
 // Rows of a group (tokens · heads) that share one gather of keys and values in a prompt.
 constexpr int64_t PROMPT_ROWS = 96;
 // Rows of a block are a multiple of the first one: they fill the tiles of all instruction sets.
-constexpr int64_t LEAST_BLOCK_ROWS = 32;
-constexpr int64_t MOST_BLOCK_ROWS = 256;
+constexpr int64_t MIN_BLOCK_ROWS = 32;
+constexpr int64_t MAX_BLOCK_ROWS = 256;
 // Panels of the gate that one work item multiplies.
-constexpr int64_t MOST_GATE_PANELS = 8;
+constexpr int64_t MAX_GATE_PANELS = 8;
 // Work items of a product per thread: enough for a thread that is delayed to leave its share to others.
 constexpr int64_t PARTS_PER_THREAD = 8;
 // Inputs that each thread prepares for itself, because that takes less time than a barrier.
-constexpr int64_t MOST_PRIVATE_INPUTS = 4096;
+constexpr int64_t MAX_PRIVATE_INPUTS = 4096;
 
-constexpr int64_t LEAST_PANELS = 2;
+constexpr int64_t MIN_PANELS = 2;
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 // Panels that one work item multiplies: an even number, or the last one.
 int64_t panels_of_part(int64_t panels, int64_t threads) {
-  return divide_up(divide_up(panels, threads * PARTS_PER_THREAD), LEAST_PANELS) * LEAST_PANELS;
+  return divide_up(divide_up(panels, threads * PARTS_PER_THREAD), MIN_PANELS) * MIN_PANELS;
 }
 
 // Divide rows into blocks of about the same size.
 void split_rows(int64_t rows, std::vector<RowBlock>& blocks, int64_t expert = 0, int64_t first = 0) {
-  const int64_t count = std::max<int64_t>(1, divide_up(rows, MOST_BLOCK_ROWS));
-  const int64_t size = divide_up(divide_up(rows, count), LEAST_BLOCK_ROWS) * LEAST_BLOCK_ROWS;
+  const int64_t count = std::max<int64_t>(1, divide_up(rows, MAX_BLOCK_ROWS));
+  const int64_t size = divide_up(divide_up(rows, count), MIN_BLOCK_ROWS) * MIN_BLOCK_ROWS;
   for (int64_t at = 0; at < rows; at += size) {
     blocks.push_back({.expert = expert, .first = first + at, .rows = std::min(size, rows - at)});
   }
@@ -50,7 +50,7 @@ Decoder::Decoder(const Model& model)
   group_ = model_.heads / model_.kv_heads;
   prompt_tokens_ = std::max<int64_t>(1, PROMPT_ROWS / group_);
   const auto measure = [this](const Matrix& matrix) {
-    for (const int64_t format : {matrix.format, operations_.activation_format(matrix, MOST_BLOCK_ROWS)}) {
+    for (const int64_t format : {matrix.format, operations_.activation_format(matrix, MAX_BLOCK_ROWS)}) {
       row_bytes_ = std::max(row_bytes_, operations_.activation_bytes(format, matrix.inputs));
     }
   };
@@ -96,7 +96,7 @@ void Decoder::plan(const Step& step, int64_t threads) {
   const int64_t attention_rows = std::max(prompt_tokens_ * group_, model_.heads);
   const int64_t attention_floats =
       2 * attention_rows * (model_.head_dim + PARTIAL_EXTRA) + attention_scratch(attention_rows, model_.head_dim);
-  const int64_t gate_floats = 2 * MOST_BLOCK_ROWS * MOST_GATE_PANELS * PANEL;
+  const int64_t gate_floats = 2 * MAX_BLOCK_ROWS * MAX_GATE_PANELS * PANEL;
   const int64_t routing_floats = model_.hidden + 2 * model_.routed;
   scratch_stride_ = divide_up(std::max({attention_floats, gate_floats, routing_floats, queries}), 16) * 16;
   scratch_.reserve(threads * scratch_stride_);
@@ -362,9 +362,9 @@ void Decoder::route(const Layer& layer, const float* x, int64_t token, float* me
   for (int64_t expert = 0; expert < model_.routed; ++expert) {
     shares[expert] = operations_.dot(x, layer.router + expert * model_.hidden, model_.hidden);
   }
-  const float most = *std::max_element(shares.begin(), shares.end());
+  const float maximum = *std::max_element(shares.begin(), shares.end());
   float total = 0.0f;
-  for (float& share : shares) total += share = std::exp(share - most);
+  for (float& share : shares) total += share = std::exp(share - maximum);
   int64_t* chosen = chosen_.data() + token * per_token;
   std::iota(order.begin(), order.end(), 0);
   std::partial_sort(order.begin(), order.begin() + per_token, order.end(), [&](int32_t a, int32_t b) {
@@ -451,7 +451,7 @@ Prepared Decoder::gated(Worker& worker, const Layer& layer, const std::vector<Ro
                         int64_t rows_of_product) {
   const int64_t format = operations_.activation_format(layer.down[0], rows_of_product);
   const int64_t bytes = operations_.activation_bytes(format, layer.down[0].inputs), panels = layer.gate[0].outputs / PANEL;
-  const int64_t size = std::min(MOST_GATE_PANELS, panels_of_part(panels, worker.threads())), parts = divide_up(panels, size);
+  const int64_t size = std::min(MAX_GATE_PANELS, panels_of_part(panels, worker.threads())), parts = divide_up(panels, size);
   worker.share(parts * static_cast<int64_t>(blocks.size()), [&](int64_t part) {
     const RowBlock& block = blocks[part / parts];
     const int64_t first = part % parts * size, end = std::min(panels, first + size), outputs = (end - first) * PANEL;
@@ -475,7 +475,7 @@ Prepared Decoder::prepare(Worker& worker, const Matrix& matrix, const float* x, 
                           const int64_t* rows_of, int64_t matrices) {
   const int64_t inputs = matrix.inputs, format = operations_.activation_format(matrix, rows / matrices);
   const int64_t bytes = operations_.activation_bytes(format, inputs);
-  const bool is_private = rows == 1 && inputs <= MOST_PRIVATE_INPUTS;
+  const bool is_private = rows == 1 && inputs <= MAX_PRIVATE_INPUTS;
   uint8_t* to = prepared_.get() + (is_private ? worker.number() * bytes : 0);
   const auto prepare_row = [&](int64_t row) {
     const float* at = x + (rows_of == nullptr ? row : rows_of[row]) * inputs;

@@ -21,12 +21,12 @@ inline const ActivationBlock& activations(const uint8_t* prepared, int64_t block
 inline void prepare_integers(const float* x, int64_t inputs, uint8_t* prepared) {
   auto* block = reinterpret_cast<ActivationBlock*>(prepared);
   for (int64_t k = 0; k < inputs; k += BLOCK, ++block) {
-    Floats most = broadcast(0.0f);
+    Floats maximum = broadcast(0.0f);
     for (int64_t i = 0; i < BLOCK; i += LANES) {
       const Floats value = load(x + k + i);
-      most = max(most, max(value, broadcast(0.0f) - value));
+      maximum = max(maximum, max(value, broadcast(0.0f) - value));
     }
-    const float greatest = largest(most);
+    const float greatest = largest(maximum);
     const Floats inverse = broadcast(greatest > 0.0f ? 127.0f / greatest : 0.0f);
     int32_t sums[2];
     for (int64_t half = 0; half < 2; ++half) {

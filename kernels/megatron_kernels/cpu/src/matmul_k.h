@@ -29,8 +29,8 @@ struct KWeights : NibbleWeights<KWeights<FIVE>> {
     return widen_half(d + lane) * to_floats(widen_uint8(panel + nibbles(block) + SCALES + lane));
   }
   static Floats offset(const uint8_t* panel, int64_t block, int64_t lane) {
-    const auto* least = reinterpret_cast<const uint16_t*>(panel + block / 8 * SUPER_BLOCK_BYTES) + PANEL;
-    const Floats value = widen_half(least + lane) * to_floats(widen_uint8(panel + nibbles(block) + SCALES + PANEL + lane));
+    const auto* minimum = reinterpret_cast<const uint16_t*>(panel + block / 8 * SUPER_BLOCK_BYTES) + PANEL;
+    const Floats value = widen_half(minimum + lane) * to_floats(widen_uint8(panel + nibbles(block) + SCALES + PANEL + lane));
     return broadcast(0.0f) - value;
   }
 };
@@ -108,8 +108,8 @@ struct Q2KWeights : PairWeights<Q2KWeights> {
     return d * to_floats(low_nibbles(widen_uint8(at + PAIRS + half * PANEL + lane)));
   }
   static Floats offset(const uint8_t* head, const uint8_t* at, int half, int64_t lane) {
-    const Floats least = widen_half(reinterpret_cast<const uint16_t*>(head) + PANEL + lane);
-    return broadcast(0.0f) - least * to_floats(high_nibbles(widen_uint8(at + PAIRS + half * PANEL + lane)));
+    const Floats minimum = widen_half(reinterpret_cast<const uint16_t*>(head) + PANEL + lane);
+    return broadcast(0.0f) - minimum * to_floats(high_nibbles(widen_uint8(at + PAIRS + half * PANEL + lane)));
   }
 };
 

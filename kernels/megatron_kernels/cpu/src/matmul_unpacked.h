@@ -4,13 +4,13 @@
 #if defined(__AMX_TILE__)
 
 // Rows from which unpacking takes less time than it saves.
-constexpr int64_t LEAST_UNPACKED_ROWS = 24;
+constexpr int64_t MIN_UNPACKED_ROWS = 24;
 // Panels that are unpacked at once, and the memory for them on the stack. Matrices whose panel exceeds it are not unpacked.
 constexpr int64_t UNPACKED_PANELS = 4, UNPACKED_BYTES = 512 << 10;
 
 inline bool is_unpacked(int64_t format, int64_t inputs, int64_t rows) {
   const bool is_integer = format != FLOAT32 && format != BFLOAT16 && format != FLOAT16;
-  return is_integer && rows >= LEAST_UNPACKED_ROWS && Bfloat16Weights::panel_bytes(inputs) <= UNPACKED_BYTES;
+  return is_integer && rows >= MIN_UNPACKED_ROWS && Bfloat16Weights::panel_bytes(inputs) <= UNPACKED_BYTES;
 }
 
 // A block of 32 inputs of a panel: signed bytes of inputs 4 · word … 4 · word + 3, and scale and offset of each half.

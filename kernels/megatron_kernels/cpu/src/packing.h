@@ -212,8 +212,8 @@ void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
       for (int64_t k = 0; k < SUPER_BLOCK; ++k) {
         uint8_t scale, minimum;
         scale_and_minimum(row + 4, k / BLOCK, scale, minimum);
-        const float least = float_of_half(half_at(row + 2)) * minimum;
-        x[k] = float_of_half(half_at(row)) * scale * q[k] - least;
+        const float offset = float_of_half(half_at(row + 2)) * minimum;
+        x[k] = float_of_half(half_at(row)) * scale * q[k] - offset;
       }
       return;
     }
@@ -241,9 +241,9 @@ void decode(int64_t source, const uint8_t* row, int64_t count, float* x) {
 }
 
 // Round to the nearest integer, halves to even, of numbers that are clamped first. NaN gives 0.
-float rounded(float x, float least, float most) {
+float rounded(float x, float low, float high) {
   constexpr float SHIFT = 12582912.0f;  // 1.5 · 2^23 leaves no bits for a fraction
-  const float clamped = x > most ? most : x > least ? x : x <= least ? least : 0.0f;
+  const float clamped = x > high ? high : x > low ? x : x <= low ? low : 0.0f;
   return (clamped + SHIFT) - SHIFT;
 }
 
@@ -252,12 +252,12 @@ void encode_int8(const float* x, int64_t stride, uint8_t* to) {
   uint8_t stored[PANEL * BLOCK];
   for (int64_t lane = 0; lane < PANEL; ++lane) {
     const float* row = x + lane * stride;
-    float most = 0.0f;
+    float maximum = 0.0f;
     for (int64_t k = 0; k < BLOCK; ++k) {
       const float magnitude = __builtin_fabsf(row[k]);
-      most = magnitude > most ? magnitude : most;
+      maximum = magnitude > maximum ? magnitude : maximum;
     }
-    const uint16_t half = half_of_float(most / 127.0f);
+    const uint16_t half = half_of_float(maximum / 127.0f);
     const float scale = float_of_half(half);
     for (int64_t k = 0; k < BLOCK; ++k) {
       const float steps = scale == 0.0f ? 0.0f : rounded(row[k] / scale, -127.0f, 127.0f);
@@ -268,18 +268,18 @@ void encode_int8(const float* x, int64_t stride, uint8_t* to) {
   put_words(stored, BLOCK, BLOCK / 4, to);
 }
 
-// One block of 16 rows in int4: 15 steps from the least to the greatest value.
+// One block of 16 rows in int4: 15 steps from the minimum to the maximum.
 void encode_int4(const float* x, int64_t stride, uint8_t* to) {
   uint8_t stored[PANEL * BLOCK / 2];
   uint8_t* scales = to + BLOCK * PANEL / 2;
   for (int64_t lane = 0; lane < PANEL; ++lane) {
     const float* row = x + lane * stride;
-    float least = row[0], most = row[0];
+    float minimum = row[0], maximum = row[0];
     for (int64_t k = 1; k < BLOCK; ++k) {
-      least = row[k] < least ? row[k] : least;
-      most = row[k] > most ? row[k] : most;
+      minimum = row[k] < minimum ? row[k] : minimum;
+      maximum = row[k] > maximum ? row[k] : maximum;
     }
-    const uint16_t scale_bits = half_of_float((most - least) / 15.0f), offset_bits = half_of_float(least);
+    const uint16_t scale_bits = half_of_float((maximum - minimum) / 15.0f), offset_bits = half_of_float(minimum);
     const float scale = float_of_half(scale_bits), offset = float_of_half(offset_bits);
     uint8_t nibbles[BLOCK];
     for (int64_t k = 0; k < BLOCK; ++k) {

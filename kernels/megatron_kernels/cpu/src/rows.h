@@ -2,7 +2,7 @@
 
 // e^x within 2 units of the last place for x from -87 to 88; 0 below, also of -infinity; at most e^88.
 inline Floats exponential(Floats x) {
-  const Floats least = broadcast(-87.0f), clamped = min(max(x, least), broadcast(88.0f));
+  const Floats lowest = broadcast(-87.0f), clamped = min(max(x, lowest), broadcast(88.0f));
   const Floats n = round(clamped * broadcast(1.44269504088896341f));
   // Cody and Waite: x - n log 2, with log 2 as the sum of two floats.
   Floats r = fma(n, broadcast(-0.693359375f), clamped);
@@ -14,7 +14,7 @@ inline Floats exponential(Floats x) {
   p = fma(p, r, broadcast(1.6666665459e-1f));
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r + broadcast(1.0f));
-  return where_at_least(x, least, p * power_of_two(n));
+  return where_at_least(x, lowest, p * power_of_two(n));
 }
 
 // y += x
@@ -82,7 +82,7 @@ inline void narrow(const float* x, uint16_t* y, int64_t count) {
 // Write keys and values to the cache. Those beyond the range of float16 become its largest number.
 inline void write_cache(int64_t format, const float* x, uint8_t* y, int64_t count) {
   uint16_t* narrowed = reinterpret_cast<uint16_t*>(y);
-  const Floats most = broadcast(65504.0f), least = broadcast(-65504.0f);
+  const Floats highest = broadcast(65504.0f), lowest = broadcast(-65504.0f);
   switch (format) {
     case FLOAT32:
       __builtin_memcpy(y, x, static_cast<uint64_t>(count) * sizeof *x);
@@ -91,6 +91,6 @@ inline void write_cache(int64_t format, const float* x, uint8_t* y, int64_t coun
       narrow(x, narrowed, count);
       break;
     default:
-      for (int64_t i = 0; i < count; i += LANES) narrow_half(max(min(load(x + i), most), least), narrowed + i);
+      for (int64_t i = 0; i < count; i += LANES) narrow_half(max(min(load(x + i), highest), lowest), narrowed + i);
   }
 }

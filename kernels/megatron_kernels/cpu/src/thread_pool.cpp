@@ -6,7 +6,7 @@ namespace megatron {
 
 namespace {
 
-constexpr std::chrono::microseconds MOST_SPINNING{50};
+constexpr std::chrono::microseconds MAX_SPINNING{50};
 // Reading the clock takes as long as a few pauses.
 constexpr int PAUSES_PER_CLOCK = 32;
 
@@ -21,7 +21,7 @@ void pause() {
 }  // namespace
 
 void ThreadPool::Word::wait_while(uint32_t old) {
-  const auto end = std::chrono::steady_clock::now() + MOST_SPINNING;
+  const auto end = std::chrono::steady_clock::now() + MAX_SPINNING;
   do {
     for (int i = 0; i < PAUSES_PER_CLOCK; ++i) {
       if (value.load(std::memory_order_acquire) != old) return;

@@ -34,8 +34,8 @@ inline void unpack_k(const uint8_t* panel, int64_t block, int64_t lane, float* x
   const uint8_t* head = panel + block / 8 * W::SUPER_BLOCK_BYTES;
   const uint8_t* at = panel + W::nibbles(block);
   const float scale = half_at(head, lane) * at[W::SCALES + lane];
-  const float least = half_at(head, PANEL + lane) * at[W::SCALES + PANEL + lane];
-  for (int64_t k = 0; k < BLOCK; ++k) x[k] = integer_at<W>(at, lane, k) * scale - least;
+  const float offset = half_at(head, PANEL + lane) * at[W::SCALES + PANEL + lane];
+  for (int64_t k = 0; k < BLOCK; ++k) x[k] = integer_at<W>(at, lane, k) * scale - offset;
 }
 
 // x[32] = one block of an output in Q2_K, Q3_K or Q6_K.

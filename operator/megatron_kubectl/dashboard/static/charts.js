@@ -4,7 +4,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 import { h, setText } from "./dom.js";
 
 const WINDOW_SECONDS = 900;
-const LEAST_SECONDS = 10;
+const MIN_SECONDS = 10;
 const HEIGHT = 150;
 /** Resolve light-dark() of a custom property, which canvas does not understand. */
 function resolved(name) {
@@ -63,7 +63,7 @@ export class Chart {
   options() {
     const axis = { stroke: resolved("--soft"), grid: { stroke: resolved("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     const end = () => this.samples.at(-1)?.at ?? Date.now() / 1000;
-    const begin = () => Math.min(Math.max(this.samples.at(0)?.at ?? 0, end() - WINDOW_SECONDS), end() - LEAST_SECONDS);
+    const begin = () => Math.min(Math.max(this.samples.at(0)?.at ?? 0, end() - WINDOW_SECONDS), end() - MIN_SECONDS);
     const clock = at => new Date(1000 * at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: end() - begin() < 300 ? "2-digit" : undefined, hour12: false });
     return {
       width: this.plot.clientWidth,

@@ -4,8 +4,8 @@ import { Chart, duration, tokens, within } from "./charts.js";
 import { follow, request, showConnection, verb } from "./connection.js";
 import { h, setText, showState, visible } from "./dom.js";
 
-const MOST_LOG_CHARACTERS = 400_000;
-const MOST_ENTRIES = 100;
+const MAX_LOG_CHARACTERS = 400_000;
+const MAX_ENTRIES = 100;
 const percent = share => `${(100 * share).toFixed(0)} %`;
 const whole = value => value.toFixed(0);
 const shown = (value, format) => value === null || value === undefined ? "–" : format(value);
@@ -151,7 +151,7 @@ function timeline(resource, events) {
   const transitions = (status.history ?? []).map(each => ({ at: each.at, kind: "Transition", text: `${each.from} → ${each.to} in ${each.seconds} s, by ${each.by}` }));
   const notes = events.map(each => ({ at: each.at, kind: each.type === "Warning" ? "Warning" : "Event", text: `${each.reason}: ${each.note}${each.count > 1 ? ` (${each.count} times)` : ""}` }));
   const order = [...conditions, ...transitions, ...notes].sort((one, other) => Date.parse(other.at) - Date.parse(one.at));
-  return order.slice(0, MOST_ENTRIES).map(each => [time(each.at), each.kind, each.text]);
+  return order.slice(0, MAX_ENTRIES).map(each => [time(each.at), each.kind, each.text]);
 }
 
 function logs(where, signal) {
@@ -163,7 +163,7 @@ function logs(where, signal) {
   const append = text => {
     const atEnd = output.scrollHeight - output.scrollTop - output.clientHeight < 40;
     const all = output.textContent + visible(text);
-    output.textContent = all.length > MOST_LOG_CHARACTERS ? all.slice(all.indexOf("\n", all.length - MOST_LOG_CHARACTERS) + 1) : all;
+    output.textContent = all.length > MAX_LOG_CHARACTERS ? all.slice(all.indexOf("\n", all.length - MAX_LOG_CHARACTERS) + 1) : all;
     if (atEnd) output.scrollTop = output.scrollHeight;
   };
   const stop = () => { reading?.abort(); reading = null; setText(button, "Follow"); };

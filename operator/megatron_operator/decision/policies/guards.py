@@ -78,11 +78,11 @@ def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict |
     seen, own = world.rejected_fence, world.fence
     if seen is None or desired.stopped:
         return None
-    most = min(own + MAX_FENCE_JUMP, MAX_FENCE) - 1
+    maximum = min(own + MAX_FENCE_JUMP, MAX_FENCE) - 1
     return waiting(
         Reason.STALE_FENCE,
         "checking the fence",
-        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, at most {most} is accepted; "
+        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, maximum {maximum}; "
         f"delete the pod of {ctx.coordinator_name}, and the engine pods if the fence recurs",
         requeue_after=desired.overdue_in,
     )

@@ -203,8 +203,8 @@ class TorchExecutor(ABC):
             raise ValueError(f"max_sequence_length={max_sequence_length}: want 2 to {limit} tokens, the model's limit")
         width = 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
         # All ranks have the same number of pages: as many as fit on the rank with the most layers.
-        most_layers = len(ParallelSizes(pipeline=shard.sizes.pipeline).shard(0).layers(config.num_layers))
-        page_bytes = most_layers * width * cache_dtype.itemsize * page_size
+        max_layers = len(ParallelSizes(pipeline=shard.sizes.pipeline).shard(0).layers(config.num_layers))
+        page_bytes = max_layers * width * cache_dtype.itemsize * page_size
         if kv_cache_memory is None:
             kv_cache_memory = unset_cache_bytes(device, weights=self._store.num_bytes)
         self.num_pages = kv_cache_memory // page_bytes

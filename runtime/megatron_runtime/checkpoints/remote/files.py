@@ -25,7 +25,7 @@ MANIFEST_FILE = ".megatron-manifest.json"
 """Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
 MAX_ATTEMPTS = 6
 """Maximum number of consecutive attempts without progress."""
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 """An attempt that transfers fewer bytes counts as no progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _OWN_PREFIX = ".megatron-"
@@ -136,7 +136,7 @@ def retried(
             return call()
         except HubUnavailableError as error:
             now = reached() if reached is not None else 0
-            failures = 1 if now - furthest >= _LEAST_BYTES else failures + 1
+            failures = 1 if now - furthest >= _MIN_BYTES else failures + 1
             furthest = max(furthest, now)
             if failures == MAX_ATTEMPTS or (error.retry_after is None and reached is None):
                 raise

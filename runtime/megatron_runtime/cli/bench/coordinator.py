@@ -243,17 +243,17 @@ async def partials(bench: Bench) -> list[Figure]:
 
 
 @click.command()
-@click.option("--clients", type=COUNT, default=8, help="At once.")
-@click.option("--engines", type=COUNT, default=4, help="They answer at once, with one token.")
-@click.option("--requests", type=COUNT, default=10_000, help="Of each part.")
-@click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024)
-@click.option("--policy", type=ROUTING_POLICIES, default="LongestPrefix", help="Routing policy.")
+@click.option("--clients", type=COUNT, default=8, help="Number of concurrent clients.")
+@click.option("--engines", type=COUNT, default=4, help="Number of engines. Each answers immediately, with one token.")
+@click.option("--requests", type=COUNT, default=10_000, help="Number of requests in each part of the measurement.")
+@click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024, help="Number of tokens per prompt.")
+@click.option("--policy", type=ROUTING_POLICIES, default="LongestPrefix", help="Routing policy of the coordinator.")
 @json_file
 def coordinator(*, json_file: Path | None, **values: Any) -> None:
-    """What a request costs in the coordinator.
+    """Measure the CPU time per request in the coordinator.
 
-    The coordinator runs in its own process. Clients and engines that do almost nothing run
-    in this one. The CPU time is that of all threads of the coordinator.
+    The coordinator runs in its own process; minimal clients and engines run in this one. The figure includes all
+    threads of the coordinator.
     """
     # The load shares the machine with the coordinator and must not be the slower part.
     gc.freeze()

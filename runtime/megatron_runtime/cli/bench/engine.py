@@ -116,15 +116,22 @@ def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int)
 
 
 @click.command()
-@click.option("--model", default="builtin:smollm2-135m", help="builtin:NAME, a GGUF file or a directory.")
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]), default="auto")
-@click.option("--batch", type=COUNTS, default="1,8,32", help="Requests at once, each size a run.")
-@click.option("--prompt-tokens", type=COUNT, default=64)
-@click.option("--new-tokens", type=COUNT, default=128)
-@click.option("--threads", type=COUNT, help="Torch threads.")
-@click.option("--kv-cache-memory", type=MEMORY, default="1Gi")
+@click.option(
+    "--model", default="builtin:smollm2-135m", help="Model to measure: builtin:NAME, a GGUF file or a directory."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
+    default="auto",
+    help="Data type of the weights.",
+)
+@click.option("--batch", type=COUNTS, default="1,8,32", help="Batch sizes to measure. Each size is one run.")
+@click.option("--prompt-tokens", type=COUNT, default=64, help="Number of tokens per prompt.")
+@click.option("--new-tokens", type=COUNT, default=128, help="Number of tokens per answer.")
+@click.option("--threads", type=COUNT, help="Number of CPU threads. Default: PyTorch's choice.")
+@click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Memory for the KV cache.")
 @json_file
 def engine(*, json_file: Path | None, **values: Any) -> None:
-    """How fast one engine reads prompts and generates, and what share of the memory bandwidth it uses."""
+    """Measure the prefill and decode throughput of one engine, and its share of the memory bandwidth."""
     title = f"Engine, {values['model']}, {values['dtype']}, {instruction_set()}"
     report("engine", title, values | {"instruction_set": instruction_set()}, list(run(**values)), json_file)

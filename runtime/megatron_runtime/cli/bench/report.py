@@ -19,7 +19,7 @@ import megatron_runtime
 from megatron_runtime.cli.options import NEW_FILE
 from megatron_runtime.protocol import strict_json as json
 
-json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the figures to this file.")
+json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the results to this JSON file.")
 
 
 @dataclass(frozen=True, slots=True)

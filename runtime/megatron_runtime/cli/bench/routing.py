@@ -57,9 +57,9 @@ def _quantiles(*points: tuple[float, float]) -> Callable[[np.random.Generator], 
     return lambda rng: round(math.exp(np.interp(rng.random(), places, logs)))
 
 
-def _lognormal(median: float, mean: float, most: int) -> Callable[[np.random.Generator], int]:
+def _lognormal(median: float, mean: float, maximum: int) -> Callable[[np.random.Generator], int]:
     sigma = math.sqrt(2 * math.log(mean / median))
-    return lambda rng: min(most, max(1, round(rng.lognormal(math.log(median), sigma))))
+    return lambda rng: min(maximum, max(1, round(rng.lognormal(math.log(median), sigma))))
 
 
 def _pair(prompt: Callable[[np.random.Generator], int], answer: Callable[[np.random.Generator], int]) -> Sample:
@@ -148,8 +148,8 @@ def _mooncake(lines: Iterable[str]) -> Iterable[TraceRequest]:
         yield TraceRequest(arrival=arrival, prompt=tokens, tokens=_bounded(answer, MAX_ANSWER_TOKENS), session=session)
 
 
-def _bounded(tokens: int, most: int) -> int:
-    return max(2, min(tokens, most))
+def _bounded(tokens: int, maximum: int) -> int:
+    return max(2, min(tokens, maximum))
 
 
 def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) -> float:
@@ -212,29 +212,39 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
     "--trace",
     callback=_source,
     default="mixed",
-    help="A file (CSV as of Azure, .jsonl as of Mooncake), or one of " + ", ".join(SHAPES) + ".",
+    help="Trace file (CSV as published by Azure, or .jsonl as published by Mooncake), or one of "
+    + ", ".join(SHAPES)
+    + ".",
 )
-@click.option("--engines", type=COUNT, default=8, help="Engines of the pool.")
-@click.option("--engine", type=click.Choice(list(ENGINES)), default="h100-8b", help="Duration of steps.")
-@click.option("--requests", type=COUNT, default=2000, help="Requests of the trace.")
+@click.option("--engines", type=COUNT, default=8, help="Number of simulated engines.")
 @click.option(
-    "--utilisation", type=FiniteRange(0.01, 1), default=0.85, help="Share of the engines' time that a shape occupies."
+    "--engine",
+    type=click.Choice(list(ENGINES)),
+    default="h100-8b",
+    help="Hardware and model whose step times are simulated.",
 )
-@click.option("--seed", type=int, default=1, help="Of arrivals and sizes.")
+@click.option("--requests", type=COUNT, default=2000, help="Number of requests to take from the trace.")
+@click.option(
+    "--utilisation",
+    type=FiniteRange(0.01, 1),
+    default=0.85,
+    help="Share of the engines' capacity that built-in traces use. It sets the arrival rate.",
+)
+@click.option("--seed", type=int, default=1, help="Random seed for arrival times and sizes.")
 @click.option(
     "--policy",
     "policies",
     multiple=True,
     type=click.Choice([policy.value for policy in RoutingPolicy]),
     default=("LoadBalanced", "LongestPrefix", "LeastCost"),
-    help="Policies to compare; repeatable.",
+    help="Policy to compare. Repeatable. Default: LoadBalanced, LongestPrefix and LeastCost.",
 )
 @json_file
 def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:
-    """Compare routing policies on one trace, at a simulated time.
+    """Compare routing policies on one trace, in simulated time.
 
-    The coordinator's core, and the schedulers and prefix caches of the engines are those of the product. The duration
-    of a step is a formula. All policies get the same requests, with 512, 2048 and 8192 prompt tokens per step.
+    The command runs the real coordinator core, schedulers and prefix caches, and computes the duration of each step
+    with a formula. All policies get the same requests, with 512, 2048 and 8192 prompt tokens per step.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if isinstance(trace, Path):

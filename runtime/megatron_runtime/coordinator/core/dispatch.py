@@ -95,7 +95,7 @@ class Dispatcher:
         If the uid is open already, this is the same request on another connection. If the uid was answered on this
         connection, the client sent the request before it read the answer.
         """
-        uid, meta, prompt, generated, params, media = submit
+        uid, meta, prompt, generated, params, media, epochs = submit
         if uid in client.answered:
             return
         known = self.journal.get(uid)
@@ -113,6 +113,7 @@ class Dispatcher:
             prompt=prompt,
             params=params,
             generated=bytearray(generated),
+            epochs=list(epochs),
             arrived=now,
             deadline=now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
             model=client.model,
@@ -287,7 +288,7 @@ class Dispatcher:
             # These partials stay at the coordinator: they report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
-        bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media
+        bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
         self._context.effects.append((engine.peer, Dispatch(dispatch_id, entry.uid, route, meta, *bodies)))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
@@ -345,8 +346,8 @@ class Dispatcher:
         """
         now = self._context.now
         while now >= self.next_search and self.queue.length and self._verbs.may_dispatch:
-            most = self.tenants.busy.highest_load
-            short = [entry for entry in self.queue.heads() if entry.tenant.load + 2 <= most]
+            maximum = self.tenants.busy.highest_load
+            short = [entry for entry in self.queue.heads() if entry.tenant.load + 2 <= maximum]
             if not short:
                 return
             if not any(self._make_room(entry, now) for entry in short):

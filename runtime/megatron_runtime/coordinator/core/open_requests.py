@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from megatron_runtime.coordinator.core.context import Context
-from megatron_runtime.coordinator.core.records import Band, Entry, Levels, Tenant, TenantKey
+from megatron_runtime.coordinator.core.records import (
+    EPOCH_SPAN_BYTES,
+    TOKEN_BYTES,
+    Band,
+    Entry,
+    Levels,
+    Tenant,
+    TenantKey,
+)
+from megatron_runtime.protocol.epochs import TokenEpochs, add_epochs
 from megatron_runtime.protocol.media import Media
 
 GRAIN_SECONDS = 0.02
@@ -102,8 +111,24 @@ class Journal:
         self.bytes += len(prompt) - len(entry.prompt)
         entry.prompt = prompt
 
-    def append(self, entry: Entry, tokens: bytes, *, details: bytes = b"", details_cost: int = 0) -> None:
-        """Add new tokens. All entries of a message share its `details`; this one is charged `details_cost` bytes."""
+    def append(
+        self,
+        entry: Entry,
+        tokens: bytes,
+        *,
+        epochs: TokenEpochs = (),
+        first: int = 0,
+        details: bytes = b"",
+        details_cost: int = 0,
+    ) -> None:
+        """Add new tokens, which are those of a message from number `first` on.
+
+        All entries of the message share its `details`; this one is charged `details_cost` bytes.
+        """
+        if epochs:
+            spans = len(entry.epochs)
+            add_epochs(entry.epochs, epochs, first=first, count=len(tokens) // TOKEN_BYTES, at=entry.tokens_so_far)
+            self.bytes += EPOCH_SPAN_BYTES * (len(entry.epochs) - spans)
         if details:
             entry.details.append((entry.tokens_so_far, details))
             entry.details_bytes += details_cost

@@ -43,6 +43,8 @@ _NO_HEARTBEAT = Heartbeat(incarnation=0)
 ENTRY_OVERHEAD_BYTES = 1024
 """Estimated memory of an open request in addition to its bodies, in bytes."""
 TOKEN_BYTES = 4
+EPOCH_SPAN_BYTES = 128
+"""Estimate of what a pair of integers costs in Entry.epochs."""
 
 TenantKey: TypeAlias = str | int
 """The id that the request names, or the route number of the client that sent it."""
@@ -352,6 +354,7 @@ class Entry:
     model:      model that it was made for, or that its first token came from; only that may answer. Empty: any.
     adapter:    adapter of its first dispatch; only that may continue it. None: the base model, or not dispatched yet.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
+    epochs:     epochs of the weights that sampled them, by token index.
     details:    log-probs that came with them, as `(offset of the first token, the message's extras)`; unparsed.
     num_indexed: number of leading `details` whose extras are parsed (Extras, no longer bytes).
     forwarded:  number of tokens that were sent to the client.
@@ -385,6 +388,7 @@ class Entry:
     deadline: float | None
     model: str
     adapter: Adapter | None = None
+    epochs: list[tuple[int, int]] = field(default_factory=list)
     details: list[tuple[int, bytes | Extras]] = field(default_factory=list)
     details_bytes: int = 0
     forwarded: int = 0
@@ -425,7 +429,7 @@ class Entry:
         bodies = len(self.prompt) + len(self.params) + len(self.generated)
         if self.media is not None:
             bodies += len(self.media.template)  # MediaStore counts this data
-        return bodies + self.details_bytes + ENTRY_OVERHEAD_BYTES
+        return bodies + self.details_bytes + EPOCH_SPAN_BYTES * len(self.epochs) + ENTRY_OVERHEAD_BYTES
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -13,6 +13,7 @@ from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.dispatch import Dispatcher
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry, PeerId
 from megatron_runtime.process.logs import of_request
+from megatron_runtime.protocol.epochs import add_epochs
 from megatron_runtime.protocol.extras import Extras
 from megatron_runtime.protocol.messages import (
     PLAIN,
@@ -82,7 +83,14 @@ class Replies:
                 entry.model = engine.model
             if entry.uncached:
                 self._dispatcher.begun(entry, engine)
-            journal.append(entry, message.tokens[begin:position], details=extras, details_cost=share)
+            journal.append(
+                entry,
+                message.tokens[begin:position],
+                epochs=message.epochs,
+                first=begin // TOKEN_BYTES,
+                details=extras,
+                details_cost=share,
+            )
             accepted.append(entry)
         if whole and client is not None:
             self._context.effects.append((client.peer, sent))
@@ -234,7 +242,9 @@ def _owed(entry: Entry) -> Frames:
     details = _details_from(entry, entry.forwarded)
     item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
     extras = pack({entry.uid: details}) if details else b""
-    return Partial(entry.client.route, [item], tokens, extras).to_frames()
+    epochs: list[tuple[int, int]] = []
+    add_epochs(epochs, entry.epochs, first=item.offset, count=item.count, at=0)
+    return Partial(entry.client.route, [item], tokens, extras, epochs).to_frames()
 
 
 def _index_details(entries: Iterable[Entry]) -> None:

@@ -269,10 +269,10 @@ class EngineRouter:
         min_prefill_cost: of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
         """
-        best, rank, least_load = None, (math.inf, 0), 0.0
+        best, rank, min_load = None, (math.inf, 0), 0.0
         for engine in islice(by_load, MAX_COMPARED):
             if best is None:
-                least_load = engine.load
+                min_load = engine.load
             elif engine.load + tokens * min_prefill_cost >= rank[0]:
                 break
             if (found := self._cost_rank(engine, hashes, tokens)) < rank:
@@ -282,7 +282,7 @@ class EngineRouter:
             for depth, engines in self._blocks.by_depth(blocks):
                 uncached = max(0, tokens - depth * size)
                 own = uncached * min_prefill_cost
-                if (least_load + own, uncached) >= rank:
+                if (min_load + own, uncached) >= rank:
                     break
                 for engine in islice(engines, MAX_HOLDERS):
                     # A common prefix has many holders, of which most are busier than the best one: skip those.
@@ -290,7 +290,7 @@ class EngineRouter:
                         continue
                     if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                         best, rank = engine, found
-                        if (least_load + own, uncached) >= rank:
+                        if (min_load + own, uncached) >= rank:
                             break
         return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
 
@@ -320,8 +320,8 @@ class EngineRouter:
         if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
             return best
         own_cost, uncached = self._cost_rank(engine, hashes, tokens)
-        most = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
-        return engine if own_cost <= most else best
+        maximum = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
+        return engine if own_cost <= maximum else best
 
     def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
         return hashes.get(self._block_size or engine.block_size_tokens, ())

@@ -17,6 +17,7 @@ from megatron_runtime.coordinator.plain.messages import (
     read_outputs,
     submit_frames,
 )
+from megatron_runtime.protocol.epochs import TokenEpochs
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState, signals_to_join
 from megatron_runtime.protocol.messages import (
@@ -52,12 +53,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Running:
-    """A dispatch that the engine runs. held: number of tokens that came with it or were sent as partials since."""
+    """A dispatch that the engine runs.
+
+    given:         tokens of an earlier dispatch, int32, which became part of the prompt, and `epochs` their epochs.
+    held:          number of tokens that came with it or were sent as partials since.
+    prompt_length: tokens of the prompt without `given`; 0 if none are given.
+    """
 
     uid: bytes
     route: int
     given: bytes
     held: int
+    epochs: TokenEpochs
+    prompt_length: int
 
 
 class EngineTranslator:
@@ -158,6 +166,7 @@ class EngineTranslator:
             self._accept(Final(output.number, bytes(16), b"", b""))  # counted as stale
             return
         reply: bytes | dict[str, Any]
+        output.continue_epochs(running.epochs, prompt_length=running.prompt_length, num_given=len(running.given) // 4)
         if running.uid in self._requests:
             reply = output.plain_reply(given=running.given, detokenize=self._detokenize)
         else:
@@ -172,7 +181,7 @@ class EngineTranslator:
         entry = PartialEntry(running.uid, output.number, running.held, count)
         running.held += count
         extras = pack({running.uid: details}) if details else b""
-        self._accept(Partial(running.route, [entry], output.tokens, extras))
+        self._accept(Partial(running.route, [entry], output.tokens, extras, [(0, self._epoch)]))
 
     # --- to the engine ------------------------------------------------------------------------------------------
 
@@ -200,11 +209,12 @@ class EngineTranslator:
         number, uid, route, given = dispatch.dispatch_id, dispatch.uid, dispatch.route, dispatch.generated
         form = self._form = self._form or self._choose_form()
         try:
-            frames = submit_frames(form, number, self._prompt_of(dispatch), self._params_of(dispatch))
+            prompt, prompt_length = self._prompt_of(dispatch)
+            frames = submit_frames(form, number, prompt, self._params_of(dispatch))
         except MalformedMessageError as error:
             self._accept(Final(number, uid, given, failed_reply(ErrorCode.INVALID_REQUEST, str(error))))
             return True
-        self._running[number] = Running(uid, route, given, len(given) // 4)
+        self._running[number] = Running(uid, route, given, len(given) // 4, dispatch.epochs, prompt_length)
         if self._send(frames):
             return True
         del self._running[number]
@@ -212,19 +222,20 @@ class EngineTranslator:
             self._leave()
         return False
 
-    def _prompt_of(self, dispatch: Dispatch) -> bytes:
-        """Return the packed prompt. A plain client's prompt is unchanged, except that earlier generated tokens are
-        appended.
+    def _prompt_of(self, dispatch: Dispatch) -> tuple[bytes, int]:
+        """Return the packed prompt, and Running.prompt_length. A plain client's prompt is unchanged, except that
+        earlier generated tokens are appended.
 
         Raises MalformedMessageError.
         """
         meta, prompt, generated = dispatch.meta, dispatch.prompt, dispatch.generated
         if not generated:
             if isinstance(prompt, PackedTokens):
-                return prompt
-            return pack(prompt.decode("utf-8", "replace") if meta.text else token_list_from_bytes(prompt))
+                return prompt, 0
+            return pack(prompt.decode("utf-8", "replace") if meta.text else token_list_from_bytes(prompt)), 0
         try:
-            return pack(token_list_from_bytes(self._prompts.tokens_of(meta, prompt) + generated))
+            tokens = self._prompts.tokens_of(meta, prompt)
+            return pack(token_list_from_bytes(tokens + generated)), len(tokens) // 4
         except MalformedMessageError as error:
             message = f"engine {self.name} cannot tokenize the prompt, and {error}"
             raise MalformedMessageError(message) from error

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.epochs import TokenEpochs, continued_epochs
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.protocol.messages import (
     PARAMETERS,
@@ -194,6 +195,16 @@ class EngineOutput(NamedTuple):
         found = {name: self.values.get(_TO_PARTIAL.get(name, name)) for name in (*_TO_PARTIAL, *_PROMPT_DETAILS)}
         return {name: value for name, value in found.items() if value is not None}
 
+    def continue_epochs(self, epochs: TokenEpochs, *, prompt_length: int, num_given: int) -> None:
+        """Put the epochs of the tokens that the dispatch had before those that the engine reports, if it reports any.
+
+        epochs: by the number of a token; empty: unknown.
+        """
+        match self.values.get("policy_epoch"):
+            case [*spans] if epochs and spans and all(map(_is_span, spans)):
+                joined = continued_epochs(epochs, spans, prompt_length=prompt_length, num_generated=num_given)
+                self.values["policy_epoch"] = [list(span) for span in joined]
+
     def plain_reply(self, *, given: bytes, detokenize: Detokenize) -> dict[str, Any]:
         """The map of a final for a plain client. given: tokens that the dispatch had; int32."""
         if given:
@@ -220,6 +231,10 @@ class EngineOutput(NamedTuple):
             return pack(reply)
         except MalformedMessageError as error:
             return failed_reply(ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
+
+
+def _is_span(span: Any) -> bool:
+    return isinstance(span, list) and len(span) == 2 and all(type(number) is int for number in span)
 
 
 def failed_reply(code: ErrorCode, message: str) -> bytes:

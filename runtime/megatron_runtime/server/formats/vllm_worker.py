@@ -116,16 +116,17 @@ class Formats:
         if self.takes:
             self._observe(renderer)
         self.skips_special = [self._skips_special(has_tools=has_tools) for has_tools in (False, True)]
+        self._warm_up(renderer, _QUESTION)
         if "image" in self.takes:
-            self._warm_up(renderer)
+            image = {"type": "image_url", "image_url": {"url": data_url("image", _SMALL_IMAGE)}}
+            self._warm_up(renderer, {"role": "user", "content": [image]})
 
-    def _warm_up(self, renderer: Any) -> None:
-        """Read one image here, so that each worker has what the first one imports. No thread may start before a fork,
-        so this is not the way of render().
+    def _warm_up(self, renderer: Any, message: Mapping[str, Any]) -> None:
+        """Render a message here, so that each worker has what the first one imports and compiles. No thread may start
+        before a fork, so this is not the way of render().
         """
-        image = {"type": "image_url", "image_url": {"url": data_url("image", _SMALL_IMAGE)}}
-        request = self.request([], {}, messages=[{"role": "user", "content": [image]}])
-        with contextlib.suppress(Exception):  # a model may take larger images only
+        request = self.request([], {}, messages=[message])
+        with contextlib.suppress(Exception):  # a chat template may reject it, and a model may take larger images only
             renderer.render_chat([request.messages], request.build_chat_params(None, "auto"))
 
     def _observe(self, renderer: Any) -> None:

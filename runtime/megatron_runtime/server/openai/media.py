@@ -64,26 +64,26 @@ class MediaLoader:
         found: list[tuple[str, bytes]] = []
         left = MAX_MEDIA_BYTES
         for param, part in parts:
-            kind, data = await self._read(part, param=param, most=left)
+            kind, data = await self._read(part, param=param, maximum=left)
             left -= len(data)
             lease.add(len(data))
             found.append((kind, data))
         return found
 
-    async def _read(self, part: MediaPart, *, param: str, most: int) -> tuple[str, bytes]:
+    async def _read(self, part: MediaPart, *, param: str, maximum: int) -> tuple[str, bytes]:
         if part.url[:5].lower() == "data:":
-            media_type, data = _decoded(part.url, param=param, most=most)
+            media_type, data = _decoded(part.url, param=param, maximum=maximum)
         else:
-            media_type, data = "", await self._fetched(part.url, param=param, most=most)
+            media_type, data = "", await self._fetched(part.url, param=param, maximum=maximum)
         if not data:
             raise invalid_value(param, f"the {part.modality} is empty")
         return (FRAMES if media_type == FRAMES and part.modality == "video" else part.modality), data
 
-    async def _fetched(self, url: str, *, param: str, most: int) -> bytes:
+    async def _fetched(self, url: str, *, param: str, maximum: int) -> bytes:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 for _ in range(MAX_REDIRECTS + 1):
-                    answer = await _get(await self._target(url, param=param), most=most, param=param)
+                    answer = await _get(await self._target(url, param=param), maximum=maximum, param=param)
                     if isinstance(answer, bytes):
                         return answer
                     url = urljoin(url, answer)
@@ -169,7 +169,7 @@ def _is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast and (inner is None or inner.is_global)
 
 
-async def _get(target: _Target, *, most: int, param: str) -> bytes | str:
+async def _get(target: _Target, *, maximum: int, param: str) -> bytes | str:
     """Return the file at a URL, or where a redirect leads. Raises ApiError, httpx.HTTPError."""
     headers = {"Host": f"{_in_url(target.host)}:{target.port}", "Accept": "*/*", "Accept-Encoding": "identity"}
     url = target.url(target.address)  # the name is not resolved again
@@ -186,29 +186,29 @@ async def _get(target: _Target, *, most: int, param: str) -> bytes | str:
         data = bytearray()
         async for chunk in answer.aiter_raw():
             data += chunk
-            if len(data) > most:
+            if len(data) > maximum:
                 raise _too_large(param)
         return bytes(data)
 
 
-def _decoded(url: str, *, param: str, most: int) -> tuple[str, bytes]:
+def _decoded(url: str, *, param: str, maximum: int) -> tuple[str, bytes]:
     """Return media type and content of a data URL. Raises ApiError 400, 413."""
     head = _DATA_URL.match(url[:_MAX_HEAD])
     if head is None:
         raise invalid_value(param, f"{shown(url[:40])} is no data URL: use data:image/png;base64,… or the like")
     body = url[head.end() :]
-    if len(body) > 4 * most + 4 or (head["base64"] and 3 * (len(body) // 4) > most + 2):
+    if len(body) > 4 * maximum + 4 or (head["base64"] and 3 * (len(body) // 4) > maximum + 2):
         raise _too_large(param)
     media_type = (head["type"] or "").lower()
     if media_type == FRAMES:
-        if head["base64"] and _FRAMES.fullmatch(body) and len(body) <= most:
+        if head["base64"] and _FRAMES.fullmatch(body) and len(body) <= maximum:
             return media_type, body.encode()
-        raise invalid_value(param, f"the frames of the video are no base64 texts of {most} bytes together")
+        raise invalid_value(param, f"the frames of the video are no base64 texts of {maximum} bytes together")
     try:
         data = base64.b64decode(body, validate=True) if head["base64"] else unquote_to_bytes(body)
     except (binascii.Error, ValueError) as error:
         raise invalid_value(param, f"the data URL is not base64: {error}") from error
-    if len(data) > most:
+    if len(data) > maximum:
         raise _too_large(param)
     return media_type, data
 

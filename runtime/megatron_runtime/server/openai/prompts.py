@@ -245,9 +245,9 @@ class Prompts:
     def _encode(self, text: str, *, param: str, add_special: bool, is_cut: bool) -> list[int]:
         limit = self.sequence_limit
         if not is_cut and limit is not None and len(text) > TEXT_TOKENIZED_IN_PLACE:
-            fewest = self.tokenizer.bound.fewest_tokens(text)
-            if fewest > limit:
-                raise context_length_error(prompt_length=fewest, limit=limit, param=param, is_bound=True)
+            minimum = self.tokenizer.bound.min_tokens(text)
+            if minimum > limit:
+                raise context_length_error(prompt_length=minimum, limit=limit, param=param, is_bound=True)
         try:
             return self._chat_format.encode(text, add_special=add_special)
         except ValueError as error:

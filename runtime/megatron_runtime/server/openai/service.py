@@ -214,8 +214,8 @@ class Service:
                 lease.add(len(chunk))
                 scan.feed(chunk)
                 if scan.longest_list:
-                    tokens, most = scan.longest_list, scan.long_list
-                    raise context_length_error(prompt_length=tokens, limit=most, param=token_field, is_bound=True)
+                    tokens, maximum = scan.longest_list, scan.long_list
+                    raise context_length_error(prompt_length=tokens, limit=maximum, param=token_field, is_bound=True)
                 chunks.append(chunk)
             except JsonLimitError as error:
                 message = f"The request body is too complex: {error}."

@@ -10,13 +10,15 @@ import base64
 import json
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 from threaded_server import serving
+
+from megatron_operator.cluster.kinds import ObjectKind
 
 FIRST_ID, IDS = 1_000_660_000, 10_000
 NAMESPACE_ANNOTATIONS = {
@@ -47,6 +49,8 @@ CRD: dict[str, Any] = {
     },
 }
 """The API by which a cluster is recognised as OpenShift."""
+CONSTRAINTS = ObjectKind("SecurityContextConstraints", "security.openshift.io", "v1", "securitycontextconstraints")
+_NAME_IN = {"key": "kubernetes.io/metadata.name", "operator": "In"}
 _VOLUMES = {
     "configMap",
     "csi",
@@ -134,8 +138,8 @@ class _Admission(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def admission(namespace: str, folder: Path) -> Iterator[dict[str, Any]]:
-    """Serve the webhook, and return its configuration for the pods of a namespace."""
+def admission(namespaces: Sequence[str], *, folder: Path) -> Iterator[dict[str, Any]]:
+    """Serve the webhook, and return its configuration for the pods of these namespaces."""
     key, certificate = folder / "webhook.key", folder / "webhook.crt"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=webhook"
     files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
@@ -146,7 +150,7 @@ def admission(namespace: str, folder: Path) -> Iterator[dict[str, Any]]:
         yield {
             "apiVersion": "admissionregistration.k8s.io/v1",
             "kind": "MutatingWebhookConfiguration",
-            "metadata": {"name": f"openshift-{namespace}"},
+            "metadata": {"name": f"openshift-{namespaces[0]}"},
             "webhooks": [
                 {
                     "name": "scc.openshift.io",
@@ -156,7 +160,7 @@ def admission(namespace: str, folder: Path) -> Iterator[dict[str, Any]]:
                         "url": f"https://127.0.0.1:{server.server_address[1]}/",
                         "caBundle": base64.b64encode(certificate.read_bytes()).decode(),
                     },
-                    "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+                    "namespaceSelector": {"matchExpressions": [{**_NAME_IN, "values": list(namespaces)}]},
                     "rules": [
                         {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
                     ],

@@ -1,0 +1,62 @@
+"""The epochs of the weights that sampled tokens, as spans: each ends where the next one begins."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.codec import MalformedMessageError
+
+TokenEpochs: TypeAlias = Sequence[tuple[int, int]]
+"""`(number of the first token, epoch)`, in rising order. Empty: unknown."""
+_SPAN = struct.Struct("<IQ")
+
+
+def epochs_to_bytes(spans: TokenEpochs) -> bytes:
+    """Return 12 bytes per span: the number of its first token and the epoch, little-endian u32 and u64."""
+    return b"".join([_SPAN.pack(*span) for span in spans])
+
+
+def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
+    """Raises MalformedMessageError."""
+    if type(data) is not bytes or len(data) % _SPAN.size:
+        raise MalformedMessageError(f"epochs of tokens: want bytes, a multiple of {_SPAN.size} of them")
+    spans = tuple(_SPAN.iter_unpack(data))
+    if any(epoch > limits.MAX_EPOCH for _, epoch in spans):
+        raise MalformedMessageError(f"epochs of tokens: want at most {limits.MAX_EPOCH}")
+    if any(first >= second for (first, _), (second, _) in pairwise(spans)):
+        raise MalformedMessageError("epochs of tokens: want spans in rising order")
+    return spans
+
+
+def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, count: int, at: int) -> None:
+    """Append the epochs of `count` tokens of `spans`, from number `first` on, to `to`, where they begin at number `at`.
+
+    A span of the epoch that `to` ends with is not repeated.
+    """
+    begin, end = first, first + count
+    for number, (start, epoch) in enumerate(spans):
+        stop = spans[number + 1][0] if number + 1 < len(spans) else end
+        if max(start, begin) < min(stop, end) and (not to or to[-1][1] != epoch):
+            to.append((at + max(0, start - begin), epoch))
+
+
+def continued_epochs(
+    spans: TokenEpochs, engine_spans: TokenEpochs, *, prompt_length: int, num_generated: int
+) -> list[tuple[int, int]]:
+    """Return the epochs of an answer by position, as `policy_epoch` of a reply has them.
+
+    The first token that is sampled by the forward pass of a position belongs to the next one. A prompt has the epoch of
+    the first token.
+
+    spans:         of the `num_generated` tokens that another engine sampled, by their number; empty: unknown.
+    engine_spans:  of this engine, by position, for an answer that it began.
+    prompt_length: in tokens.
+    """
+    positions = [(prompt_length + number - 1 if number else 0, epoch) for number, epoch in spans]
+    sampled = prompt_length + num_generated - 1 if positions else 0
+    add_epochs(positions, engine_spans, first=sampled, count=1 << 31, at=sampled)
+    return positions
