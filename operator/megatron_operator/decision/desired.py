@@ -9,7 +9,7 @@ from functools import cached_property
 from megatron_operator.decision import operation as operations
 from megatron_operator.decision.operation import Operation
 from megatron_operator.decision.world import ChildRef, World
-from megatron_operator.resource.spec import SuspendLevel
+from megatron_operator.resource.lifecycle import SuspendLevel
 from megatron_operator.resource.states import CoordinatorState, DesiredState, ResourceState, SignalKind
 from megatron_operator.resource.text import parse, seconds_since
 

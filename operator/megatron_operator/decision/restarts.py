@@ -30,8 +30,8 @@ from megatron_operator.decision.actions import EmitEvent
 from megatron_operator.decision.diagnosis import diagnose, is_device_failure, is_rank_lost, termination
 from megatron_operator.decision.world import PodView, World
 from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.lifecycle import RestartBudget
 from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDBY
-from megatron_operator.resource.spec import RestartBudget
 from megatron_operator.resource.states import DesiredState
 from megatron_operator.resource.text import parse, seconds_since, stamp
 

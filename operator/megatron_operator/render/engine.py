@@ -42,6 +42,7 @@ from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, com
 from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template
 from megatron_operator.render.vllm import VLLM_OPTIONS, engine_image, vllm_env
 from megatron_operator.resource.accelerator import DEFAULT_RESOURCE, MIG_PREFIX
+from megatron_operator.resource.engine import Backend, PrefixEviction
 from megatron_operator.resource.names import (
     ANNOTATION_AVOIDED,
     ANNOTATION_MODEL,
@@ -55,7 +56,6 @@ from megatron_operator.resource.names import (
     PORT_RENDEZVOUS,
     PREFLIGHT,
 )
-from megatron_operator.resource.spec import Backend, PrefixEviction
 
 KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_operator.render.allowed_names import ANNOTATIONS, ENVIRONMENT, LABELS, PROTECTED, SECRETS, Group
 from megatron_operator.render.context import MODEL_CACHE, NotAllowed, RenderContext
+from megatron_operator.resource.engine import Backend, EngineSpec
 from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
@@ -29,7 +30,6 @@ from megatron_operator.resource.names import (
 )
 from megatron_operator.resource.pod_policy import PodPolicy, Switch, in_repositories
 from megatron_operator.resource.source import CacheSpec
-from megatron_operator.resource.spec import Backend, EngineSpec
 from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments

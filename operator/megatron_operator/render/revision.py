@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from megatron_operator.render.context import Manifest, RenderContext, RenderError, child, seal
 from megatron_operator.render.engine import revision_of
+from megatron_operator.resource.engine import Backend
 from megatron_operator.resource.names import REVISION_KIND as KIND
-from megatron_operator.resource.spec import Backend, MegatronInferenceSpec, parse_stored_spec
+from megatron_operator.resource.spec import MegatronInferenceSpec, parse_stored_spec
 
 API_VERSION = "apps/v1"
 _SPEC_FIELDS: dict[str, Any] = {

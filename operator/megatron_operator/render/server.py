@@ -23,6 +23,7 @@ from megatron_operator.render.pod import (
     secret_volume,
 )
 from megatron_operator.render.vllm import engine_image, vllm_env
+from megatron_operator.resource.engine import CPU_SEQUENCE_LENGTH, Backend
 from megatron_operator.resource.names import (
     ANNOTATION_MODEL,
     LABEL_WEIGHTS,
@@ -31,7 +32,6 @@ from megatron_operator.resource.names import (
     PORT_HTTP,
     SERVER,
 )
-from megatron_operator.resource.spec import CPU_SEQUENCE_LENGTH, Backend
 
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_operator.render.context import RenderContext, UnsupportedByBackend
 from megatron_operator.render.options import Option, of_field
 from megatron_operator.render.pod import quantity_bytes
-from megatron_operator.resource.spec import Backend, EngineSpec, SleepLevel, SpeculativeMethod
+from megatron_operator.resource.engine import Backend, EngineSpec, SleepLevel, SpeculativeMethod
 from megatron_operator.resource.text import printable
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments, problem_of

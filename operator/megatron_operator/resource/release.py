@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from megatron_operator.resource.base import ApiModel
+from megatron_operator.resource.engine import Backend
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import Backend
 from megatron_runtime.protocol import strict_json as json
 
 

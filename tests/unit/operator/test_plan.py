@@ -21,10 +21,11 @@ from megatron_operator.render.context import RenderContext
 from megatron_operator.render.model_source import model_hash
 from megatron_operator.render.pod import config_name
 from megatron_operator.resource.crd import custom_resource_definition
+from megatron_operator.resource.engine import Backend
 from megatron_operator.resource.names import GROUP
 from megatron_operator.resource.release import Release
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import Backend, parse_spec
+from megatron_operator.resource.spec import parse_spec
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = sorted((ROOT / "manifests/samples").glob("*.yaml"))

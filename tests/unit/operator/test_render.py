@@ -20,10 +20,11 @@ from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.pod import merge_template
 from megatron_operator.render.server import server_args
+from megatron_operator.resource.engine import Batching
 from megatron_operator.resource.names import LABEL_ENGINE
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import Batching, parse_spec
+from megatron_operator.resource.spec import parse_spec
 from megatron_runtime.cli.containers import engine as engine_command
 from megatron_runtime.engine.settings import EngineSettings
 

@@ -24,9 +24,10 @@ from megatron_operator.render.engine import revision_of
 from megatron_operator.render.model_source import model_hash
 from megatron_operator.render.revision import context_of, revision_child
 from megatron_operator.resource.crd import structural_schema
+from megatron_operator.resource.engine import SpeculativeMethod
 from megatron_operator.resource.pod_policy import PodPolicy
 from megatron_operator.resource.settings import Settings
-from megatron_operator.resource.spec import MegatronInferenceSpec, SpeculativeMethod, parse_spec
+from megatron_operator.resource.spec import MegatronInferenceSpec, parse_spec
 from megatron_operator.resource.states import OperationOutcome
 from megatron_operator.resource.status import MegatronInferenceStatus
 from megatron_operator.resource.text import printable

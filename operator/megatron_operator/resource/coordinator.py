@@ -1,0 +1,60 @@
+"""`spec.coordinator`: routing and replicas of the coordinator."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_operator.resource.base import ApiModel, Matches, Name, PodTemplate, section
+
+Alpha = Annotated[
+    str,
+    Matches(
+        r"^(0(\.[0-9]+)?|1(\.0+)?)$",
+        "a decimal number from 0 to 1, such as 0.5",
+    ),
+]
+
+
+class RoutingPolicy(StrEnum):
+    LOAD_BALANCED = "LoadBalanced"
+    ROUND_ROBIN = "RoundRobin"
+    FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
+    LONGEST_PREFIX = "LongestPrefix"
+    LEAST_COST = "LeastCost"
+
+
+class Routing(ApiModel):
+    policy: RoutingPolicy | None = Field(
+        default=None,
+        description="Policy that chooses the engine of a request. Default: LeastCost, which suits most loads.",
+    )
+    alpha: Alpha = Field(
+        default="0.5",
+        description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string, for "
+        "FirstPrefixBlock and LongestPrefix. Lower it if load is uneven.",
+        max_length=20,
+    )
+
+
+class CoordinatorSpec(ApiModel):
+    routing: Routing = section(Routing, "Routing of requests to engines.")
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=2,
+        description="Number of coordinators. 2 adds a standby on another node, which takes over within seconds if "
+        "the active coordinator fails.",
+    )
+    priority_class_name: Name | None = Field(
+        default=None,
+        description="PriorityClass of the coordinator's pod. With a high priority, the scheduler preempts other "
+        "pods for it on a full node. Names that begin with system- are not allowed.",
+    )
+    pod_template: PodTemplate | None = Field(
+        default=None,
+        description="Pod fields that the operator merges into the rendered pod. The container is called "
+        "coordinator. The operator rejects fields that its pod policy does not allow.",
+    )
