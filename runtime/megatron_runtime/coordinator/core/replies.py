@@ -57,9 +57,23 @@ class Replies:
             self._dispatcher.check_trial(engine)
             return
         client = self._context.clients.routed(message.route)
+        accepted, are_all_next = self._accept(engine, message, client)
+        if client is not None and not client.blocked and are_all_next:
+            self._context.effects.append((client.peer, sent))
+            for entry in accepted:
+                entry.forwarded = len(entry.generated) // TOKEN_BYTES
+        else:
+            self._send_to_each(accepted)
+        if engine.reserved:
+            self._dispatcher.check_trial(engine)
+
+    def _accept(self, engine: Engine, message: Partial, client: Client | None) -> tuple[list[Entry], bool]:
+        """Add the new tokens to the journal. Return the requests that got some, and whether all tokens of the message
+        are the next ones that `client` needs.
+        """
         accepted: list[Entry] = []
+        are_all_next = True
         position = 0
-        whole = client is not None and not client.blocked
         extras = message.extras
         share = len(extras) // max(1, len(message.entries))
         journal, in_flight = self._dispatcher.journal, engine.in_flight
@@ -75,10 +89,10 @@ class Replies:
                 or not entry.meta.streaming
             ):
                 self._counters.stale += 1
-                whole = False
+                are_all_next = False
                 continue
             if entry.client is not client or entry.forwarded != offset:
-                whole = False
+                are_all_next = False
             if not entry.model:
                 entry.model = engine.model
             if entry.uncached:
@@ -92,14 +106,7 @@ class Replies:
                 details_cost=share,
             )
             accepted.append(entry)
-        if whole and client is not None:
-            self._context.effects.append((client.peer, sent))
-            for entry in accepted:
-                entry.forwarded = len(entry.generated) // TOKEN_BYTES
-        else:
-            self._send_to_each(accepted)
-        if engine.reserved:
-            self._dispatcher.check_trial(engine)
+        return accepted, are_all_next
 
     def _send_to_each(self, accepted: Iterable[Entry]) -> None:
         """Send the new tokens of each request to its own client, or leave them in the journal if it reads slowly."""

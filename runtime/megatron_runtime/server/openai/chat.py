@@ -102,33 +102,14 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
     tools = _tool_use(body, service.chat_format)
     request.state.has_unread_calls = tools.is_unread
     variables = _template_variables(service, body)
-    lease = service.lease(request)
-    continues = bool(body.continue_final_message)
-    work = service.prompts.encode_chat(
-        body.messages,
-        lease=lease,
-        tools=body.offered_tools,
-        variables=variables,
-        continues=continues,
-        add_special=bool(body.add_special_tokens),
-        is_cut=body.truncate_prompt_tokens is not None,
-    )
-    characters = sum(message.size for message in body.messages)
-    rendered = await service.while_connected(request, work, characters=characters)
-    prompt = rendered.tokens
-    if rendered.media is not None:
-        _check_without_media(body)
-    if body.prevent_retokenization:
-        prompt = await _with_earlier_tokens(service, body, prompt, lease)
-    prompt = service.prompts.truncated(prompt, body)
-    prompt = service.prompts.checked(prompt, param="messages", add_bos=body.add_BOS)
+    prompt = await _prompt_of(service, request, body, variables)
     last = body.messages[-1]
     answer = service.chat_format.answer(
         AnswerRequest(
-            prompt=prompt,
+            prompt=prompt.tokens,
             tools=tools.offered,
             forced=tools.forced,
-            continues=continues,
+            continues=bool(body.continue_final_message),
             is_thought=bool(last.thought and not last.content),
             earlier_calls=sum(len(message.tool_calls or ()) for message in body.messages),
             variables=variables,
@@ -147,13 +128,37 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
     )
     parallel_calls = body.parallel_tool_calls is not False
     return PreparedChat(
-        Prompt(prompt, param="messages", media=rendered.media),
+        prompt,
         options,
         tools,
         answer,
         parallel_calls=parallel_calls,
         shows_reasoning=body.include_reasoning is not False,
     )
+
+
+async def _prompt_of(service: Service, request: Request, body: ChatRequest, variables: Mapping[str, Any]) -> Prompt:
+    """Render and tokenize the messages. Raises ApiError 400 for a prompt that the model cannot take."""
+    lease = service.lease(request)
+    work = service.prompts.encode_chat(
+        body.messages,
+        lease=lease,
+        tools=body.offered_tools,
+        variables=variables,
+        continues=bool(body.continue_final_message),
+        add_special=bool(body.add_special_tokens),
+        is_cut=body.truncate_prompt_tokens is not None,
+    )
+    characters = sum(message.size for message in body.messages)
+    rendered = await service.while_connected(request, work, characters=characters)
+    tokens = rendered.tokens
+    if rendered.media is not None:
+        _check_without_media(body)
+    if body.prevent_retokenization:
+        tokens = await _with_earlier_tokens(service, body, tokens, lease)
+    tokens = service.prompts.truncated(tokens, body)
+    tokens = service.prompts.checked(tokens, param="messages", add_bos=body.add_BOS)
+    return Prompt(tokens, param="messages", media=rendered.media)
 
 
 def _check_without_media(body: ChatRequest) -> None:

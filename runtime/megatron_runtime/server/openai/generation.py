@@ -18,7 +18,7 @@ from megatron_runtime.client.coordinator_client import RequestOptions
 from megatron_runtime.client.pending import TOKEN_BYTES
 from megatron_runtime.client.rejection import ModelChangedError, RequestFailedError, RequestRejectedError
 from megatron_runtime.process import tracing
-from megatron_runtime.process.tracing import Span
+from megatron_runtime.process.tracing import Attributes, Span
 from megatron_runtime.server.auth import ApiKey, tenant_salt, tenant_session
 from megatron_runtime.server.errors import ApiError, from_reply_error, try_again
 from megatron_runtime.server.formats.chat_format import AnswerFormat, AnswerParserError
@@ -121,17 +121,19 @@ def generation_of(
     adapter = service.adapter_of(body.model)
     span: Span | None = getattr(request.state, "span", None)
     if span is not None:
-        span.set(
-            {
-                tracing.REQUEST_N: body.n or 1,
-                tracing.MAX_TOKENS: options.max_tokens,
-                tracing.TEMPERATURE: body.temperature,
-                tracing.TOP_P: body.top_p,
-                tracing.RESPONSE_MODEL: adapter or settings.served_name,
-            }
-        )
+        span.set(_span_attributes(body, options, model=adapter or settings.served_name))
     session = tenant_session(tenant, body.prompt_cache_key or request.headers.get("x-session-id", ""))
     return Generation(service, key, adapter, jobs, field_names, request.state.request_id, session, span, answer)
+
+
+def _span_attributes(body: GenerationRequest, options: Options, *, model: str) -> Attributes:
+    return {
+        tracing.REQUEST_N: body.n or 1,
+        tracing.MAX_TOKENS: options.max_tokens,
+        tracing.TEMPERATURE: body.temperature,
+        tracing.TOP_P: body.top_p,
+        tracing.RESPONSE_MODEL: model,
+    }
 
 
 async def _events(
