@@ -188,7 +188,7 @@ class OperatorProcess:
         async def enough() -> bool:
             return await self.passes() >= count
 
-        await eventually(enough, seconds=60, what=f"{count} passes")
+        await eventually(enough, what=f"{count} passes")
 
     def lines(self, message: str) -> list[dict[str, Any]]:
         """Return the log lines with this message."""

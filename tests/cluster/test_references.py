@@ -17,7 +17,7 @@ from megatron_operator.cluster.kinds import CLAIM, POD, SECRET, SERVICE, kind_of
 
 from .conftest import condition
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 DEPLOYMENT = kind_of("apps/v1", "Deployment")
 SERVERS = "app.kubernetes.io/component=server"
