@@ -338,7 +338,7 @@ class Resource:
             found = Counter(event["reason"] for event in await self.events())
             return found >= Counter(reasons)
 
-        await eventually(reports, seconds=60, what=f"Events of {', '.join(reasons)}", look_seconds=0.2)
+        await eventually(reports, what=f"Events of {', '.join(reasons)}", look_seconds=0.2)
         return await self.events()
 
     async def children(self) -> dict[str, dict[str, Any]]:

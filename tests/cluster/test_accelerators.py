@@ -61,7 +61,7 @@ async def bound(api: Any, namespace: str, pods: int) -> None:
     async def reached() -> bool:
         return sum("nodeName" in pod["spec"] for pod in await engine_pods(api, namespace)) == pods
 
-    await eventually(reached, seconds=60, what=f"{pods} pods of engines have a node")
+    await eventually(reached, what=f"{pods} pods of engines have a node")
 
 
 async def degraded(resource: Any, *words: str, reason: str = "Unschedulable") -> str:

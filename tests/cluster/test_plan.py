@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 SAMPLES = sorted((Path(__file__).parents[2] / "manifests/samples").glob("*.yaml"))
 
