@@ -180,7 +180,7 @@ class ObjectStoreApi:
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Fetch a file as HubApi.get() does. Bytes that an earlier attempt or process received are not transferred
+        """Fetch a file as HubApi.get() does. Bytes that an earlier try or process received are not transferred
         again: writes are unbuffered."""
         repository = cache / self._reference.cache_name
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
@@ -442,7 +442,7 @@ def _library_store(reference: ObjectReference) -> ObjectStore:
                 f"the file of SSL_CERT_FILE cannot be read ({error.strerror}): name a PEM file"
             ) from None
     prefix = reference.directory[0] or None
-    # The download counts attempts and resumes. The library would start a request again from its first byte.
+    # The download counts tries and resumes. The library would start a request again from its first byte.
     retries: Any = {"max_retries": 0}
     if reference.scheme == "s3":
         return S3Store(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)

@@ -204,7 +204,7 @@ class CoordinatorCore:
         self._settle()
 
     def _settle(self) -> None:
-        """Carry out the consequences of the event: dispatch, and end a DRAIN, until nothing is left to do."""
+        """Carry out the consequences of the event: dispatch, and end a DRAIN, until all changes are complete."""
         while True:
             if self.context.needs_pump:
                 self.dispatcher.pump()
