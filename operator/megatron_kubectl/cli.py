@@ -208,7 +208,9 @@ def logs(
     if engine is not None and component not in (None, "engine"):
         raise click.UsageError(f"--engine: not allowed with --component {component}; remove one of the two")
     if follow and previous:
-        raise click.UsageError("--previous: not allowed with --follow, because that container has ended; remove one")
+        raise click.UsageError(
+            "--previous: not allowed with --follow, because that container has exited; remove one of the two"
+        )
     only = "engine" if engine is not None else component
     selection = Selection(name, only, None if engine is None else f"{name}-engine-{engine}")
     errors: list[str] = []
@@ -275,7 +277,7 @@ def scale(*, name: str, namespace: str | None, context: str | None, replicas: in
             return
         wanted = (resource.get("spec") or {}).get("desiredState", "Running")
         if wanted != DesiredState.RUNNING:
-            say(f"{name}: {replicas} engines when it runs; it is {wanted} as requested")
+            say(f"{name}: {replicas} engines as soon as it runs; it is {wanted} as requested")
             return
         _follow_rollout(client, name, timeout=timeout, quiet=False)
 

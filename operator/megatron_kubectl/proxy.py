@@ -207,10 +207,10 @@ class KubectlProxy:
         given = {key: value for key, value in (query or {}).items() if value is not None}
         url = quote(path, safe="/:") + (f"?{urlencode(given)}" if given else "")
         try:
-            for attempt in (1, 2):
+            for tries in (1, 2):
                 connection.request(method, url, body=body, headers={"Accept": "application/json", **(headers or {})})
                 answer = connection.getresponse()
-                if answer.status != 401 or attempt == 2:  # after a 401, kubectl gets new credentials
+                if answer.status != 401 or tries == 2:  # after a 401, kubectl gets new credentials
                     break
                 connection.close()
             yield answer

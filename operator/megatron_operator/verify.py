@@ -83,9 +83,9 @@ async def _served(api: KubeApi) -> str:
 
 async def _ready(http: aiohttp.ClientSession, url: str) -> str:
     async with http.get(f"{url.rstrip('/')}/readyz") as response:
-        said = await _json(response)
-        if response.status != 200 or said.get("ready") is not True:
-            raise VerificationError(f"{url} is not ready: {', '.join(said.get('missing', ())) or response.status}")
+        readiness = await _json(response)
+        if response.status != 200 or readiness.get("ready") is not True:
+            raise VerificationError(f"{url} is not ready: {', '.join(readiness.get('missing', ())) or response.status}")
     return url
 
 

@@ -210,6 +210,6 @@ def _entry(secret: Object, entry: str, *, whole: bool = False) -> bytes:
     if not text.split() or any(len(line) != KEY_CHARACTERS for line in text.split()):
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: entry {entry} is missing or no key; delete the Secret to have it created again"
+            f"Secret {name}: entry {entry} is missing or not a key; delete the Secret, and the operator re-creates it"
         )
     return text if whole else text.split()[0]

@@ -235,7 +235,7 @@ class Elector:
             # Watches at versions of the future show nothing, and known objects count as newer than those that exist.
             self._trusted_until = float("-inf")
             raise LeadershipLostError(
-                f"lease {self._settings.name}: its version went back, so etcd was restored: reading everything again"
+                f"lease {self._settings.name}: its version decreased, so etcd was restored: reading everything again"
             )
         self._lease = lease
 

@@ -98,10 +98,10 @@ class Blockers:
         if failed is not None and engine.incomplete:
             return creation_error("its pods", failed, component=ENGINE)
         if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
-            message = f"engine {engine.name} sends no heartbeats; its requests go to other engines"
+            message = f"engine {engine.name} sends no heartbeats; its requests are routed to other engines"
             return Reason.ENGINE_UNRESPONSIVE, message
         if self.losses.is_lost(engine):
-            message = f"the pods of engine {engine.name} run and it is not registered at its coordinator"
+            message = f"the pods of engine {engine.name} run, but it is not registered with the coordinator"
             return Reason.ENGINE_LOST, message
         return None
 

@@ -146,13 +146,13 @@ class _Termination:
 
 def _termination_message(pod: PodView) -> _Termination:
     try:
-        told = json.loads(pod.last_message)
-        rank = told.get("rank")
+        document = json.loads(pod.last_message)
+        rank = document.get("rank")
         return _Termination(
-            text=str(told["message"]),
-            reason=str(told.get("reason") or ""),
+            text=str(document["message"]),
+            reason=str(document.get("reason") or ""),
             rank=rank if isinstance(rank, int) else None,
-            remedy=str(told.get("remedy") or ""),
+            remedy=str(document.get("remedy") or ""),
         )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return _Termination(pod.last_message)
@@ -162,22 +162,25 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
     """Return the error of a pod, or None while it starts or runs. `references`: the objects that the spec names."""
     if pod.deleting or pod.ready:
         return None
-    said = f": {pod.message}" if pod.message else ""
+    detail = f": {pod.message}" if pod.message else ""
     if pod.reason in _PULL:
-        return Reason.IMAGE_PULL_FAILED, f"pod {pod.name}: {pod.reason}{said}; check the image's name and pull secrets"
+        return (
+            Reason.IMAGE_PULL_FAILED,
+            f"pod {pod.name}: {pod.reason}{detail}; check the image's name and pull secrets",
+        )
     missing = missing_object(pod.message)
     if pod.reason in _CONFIG or pod.reason in _VOLUME:
         reason = Reason.VOLUME_FAILED if pod.reason in _VOLUME and missing is None else Reason.CONTAINER_CONFIG_ERROR
         remedy = f"; {missing.remedy(references, component=pod.component)}" if missing is not None else ""
-        return reason, f"pod {pod.name}: {pod.reason}{said}{remedy}"
+        return reason, f"pod {pod.name}: {pod.reason}{detail}{remedy}"
     if pod.reason in ("Unschedulable", "SchedulingGated"):
-        said = f": {_without_repetition(pod.message)}" if pod.message else ""
+        detail = f": {_without_repetition(pod.message)}" if pod.message else ""
         cause = find_cause(pod.message, SCHEDULING)
         if cause is not None and missing is not None:
             remedy = missing.remedy(references, component=pod.component)
-            return cause.reason, f"pod {pod.name} has no node{said}; {remedy}"
+            return cause.reason, f"pod {pod.name} has no node{detail}; {remedy}"
         remedy = f"; {cause.remedy}" if cause else ""
-        return (cause.reason if cause else Reason.UNSCHEDULABLE), f"pod {pod.name} has no node{said}{remedy}"
+        return (cause.reason if cause else Reason.UNSCHEDULABLE), f"pod {pod.name} has no node{detail}{remedy}"
     ended = pod.exit_code is not None
     if ended and pod.exit_reason == "OOMKilled":
         return termination(pod)
@@ -213,8 +216,8 @@ def termination(pod: PodView) -> tuple[Reason, str]:
     rank = f", rank {termination.rank}" if termination.rank is not None and pod.ended not in _BEFORE else ""
     who = f"pod {pod.name} (node rank {pod.index} of {pod.engine}{rank})" if pod.engine else f"pod {pod.name}"
     cause = find_cause(f"{termination.reason}: {termination.text}")
-    said = termination.remedy or (cause.remedy if cause else "")
-    remedy = f"; {said}" if said else ""
+    action = termination.remedy or (cause.remedy if cause else "")
+    remedy = f"; {action}" if action else ""
     reason = cause.reason if cause else Reason.CRASH_LOOPING
     what = f"container {pod.ended}" if pod.ended in _BEFORE else "its container"
     return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted(cause)}{remedy}"
@@ -240,8 +243,8 @@ def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Re
     return None
 
 
-def creation_error(what: str, said: str, *, component: str) -> tuple[Reason, str]:
+def creation_error(what: str, error: str, *, component: str) -> tuple[Reason, str]:
     """Return why pods of a component cannot be created, from the words of the API server. `what` names the pods."""
-    cause = find_cause(said, CREATION)
+    cause = find_cause(error, CREATION)
     remedy = f"; {cause.remedy.format(pod_template=pod_template(component))}" if cause else ""
-    return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {said}{remedy}"
+    return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {error}{remedy}"

@@ -322,7 +322,7 @@ RULES = (
     RolloutRule(
         "wait for capacity",
         lambda now: True,
-        lambda now: Await(now.missing, "to register before the next engine is taken"),
+        lambda now: Await(now.missing, "to register before the next engine is replaced"),
     ),
 )
 """The rules of a rollout, in their order. The first that applies gives the step."""

@@ -496,7 +496,7 @@ def _progressing(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, st
     deferred = _deferred(scene)
     if deferred:
         return "Unknown", verdict.reason, f"changes to {', '.join(deferred[:8])} wait until the resource runs"
-    return "False", Reason.SETTLED, "nothing is left to do"
+    return "False", Reason.SETTLED, "all changes are complete"
 
 
 def _deferred(scene: Scene) -> list[str]:
@@ -560,7 +560,7 @@ def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding 
     step, on = progress[1:]
     if (printable(step), printable(on)) != world.waiting:
         return None
-    return Reason.DEADLINE_EXCEEDED, f"{step}: waiting for {on}, for more than {WAIT_SECONDS // 60:.0f} min"
+    return Reason.DEADLINE_EXCEEDED, f"{step}: waiting for {on} for more than {WAIT_SECONDS // 60:.0f} min"
 
 
 def _contested(scene: Scene) -> Finding | None:

@@ -163,7 +163,9 @@ def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
     if not pods:
         return []
     names = tuple((pod.name, pod.uid) for pod in pods)
-    return [DeletePods(engine.name, names, "no other node had room, and the node of the failed GPU may be used again")]
+    return [
+        DeletePods(engine.name, names, "no other node had capacity, and the node of the failed GPU may be used again")
+    ]
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:

@@ -169,7 +169,7 @@ class Download:
 
     pod: str
     bytes: int
-    """Bytes that are there, also from earlier attempts."""
+    """Bytes that are there, also from earlier downloads."""
     total_bytes: int
     bytes_per_second: int
     """Rate of the last half minute; 0 if unknown."""

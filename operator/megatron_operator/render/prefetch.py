@@ -111,7 +111,7 @@ def _labels(ctx: RenderContext) -> dict[str, str]:
 def _pinned(ctx: RenderContext) -> tuple[str, str]:
     source = ctx.spec.model.source.hugging_face
     if source is None:
-        raise NothingToPrefetch("spec.model.source: is no huggingFace repository; only those are fetched")
+        raise NothingToPrefetch("spec.model.source: is not a huggingFace repository; prefetch supports only those")
     revision = source.revision or (ctx.spec.weights.revision if ctx.spec.weights else None)
     if revision is None:
         raise NothingToPrefetch(

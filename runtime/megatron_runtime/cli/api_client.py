@@ -58,7 +58,7 @@ class EventReader:
             if self.is_done:
                 return
         if len(self._rest) + len(rest) > MAX_EVENT_BYTES:
-            raise StreamFormatError(f"a line of its stream has more than {MAX_EVENT_BYTES} bytes")
+            raise StreamFormatError(f"a line of the stream has more than {MAX_EVENT_BYTES} bytes")
         self._rest += rest
 
     def _event(self, line: bytes) -> dict[str, Any] | None:

@@ -77,7 +77,7 @@ FIRST_REPORT_SECONDS = 10.0
 REPORT_SECONDS = 30.0
 """Time from the start to the first log message about a coordinator that does not answer, and between such messages."""
 WEIGHTS_RETRY_SECONDS = 1.0
-"""Time between two attempts of a starting engine to get the weights of a trainer."""
+"""Time between two tries of a starting engine to get the weights of a trainer."""
 LOAD_SILENCE_SECONDS = 600.0
 """Allowed silence towards the coordinator while weights load, because loading can hold the interpreter lock."""
 

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 30.0
 RETRY_SECONDS = 0.5
-"""Time between two attempts while another operation is under way, or the coordinator is recovering."""
+"""Time between two tries while another operation is under way, or the coordinator is recovering."""
 CHECK_SECONDS = 5.0
 
 

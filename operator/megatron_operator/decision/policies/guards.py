@@ -69,7 +69,7 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
         return None
     _, on = blockers.desired_engines()
     retry_at = min((time for engine in engines.wanted if (time := engine.budget.retry_at)), default=None)
-    event = f"the next attempt at {retry_at}" if retry_at else "another spec of the engines or kubectl megatron restart"
+    event = f"the next start at {retry_at}" if retry_at else "another spec of the engines or kubectl megatron restart"
     return waiting(Reason.RESTART_BUDGET_EXHAUSTED, "starting engines", f"{event}; {on}")
 
 

@@ -27,7 +27,7 @@ class Verdict:
     operation: Operation | Recorded | None = Recorded.UNCHANGED
     """The operation to record; None: the recorded one has ended."""
     step: str = ""
-    """The current step; empty if nothing is left to do."""
+    """The current step; empty if all changes are complete."""
     waiting_on: str = ""
     """What the step waits for."""
     actions: tuple[Action, ...] = ()

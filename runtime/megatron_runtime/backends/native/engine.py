@@ -45,7 +45,7 @@ _UNSUPPORTED = {
     "paused_buffer_size_gb": "this engine preempts requests instead of pausing them",
     "static_kv_memory_pointers": "this engine releases the addresses of the KV cache",
     "sampling_backend": "this engine samples with its own code",
-    "async_sched_mode": "this engine plans a step when the last one has ended",
+    "async_sched_mode": "this engine plans a step only after the previous step has ended",
 }
 """Fields of InferenceConfig that must have their default, and why."""
 

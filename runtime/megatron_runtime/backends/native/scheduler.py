@@ -340,7 +340,7 @@ class Scheduler:
         if self._tenants != Counter(request.tenant for request in self.open.values()):
             raise AssertionError("the requests of a tenant are miscounted")
         if not self._has_changed and [request.rank[1] for request in self.open.values()] != self._places():
-            raise AssertionError("a request is in the wrong place among those of its tenant")
+            raise AssertionError("a request is out of order among the requests of its tenant")
         if any(request.slot >= 0 for request in self.waiting):
             raise AssertionError("a waiting request holds a slot")
         if sorted(request.slot for request in self.running) != self._context.taken_slots():

@@ -59,7 +59,7 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
 
     own_rank: rank of this process. If it is the rank that failed, write a traceback of every thread to standard error.
     """
-    print(f"the engine ends: {error}", file=sys.stderr, flush=True)
+    print(f"the engine exits: {error}", file=sys.stderr, flush=True)
     if error.rank == own_rank:
         faulthandler.dump_traceback(all_threads=True)
     write_termination_message(error)
