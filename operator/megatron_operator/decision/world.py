@@ -267,6 +267,8 @@ class EngineReport:
     """Digest of its weights; empty if unknown."""
     source: str | None = None
     """Source of its weights, if they were updated in place; empty if they were not, None if unknown."""
+    weights_unavailable: str | None = None
+    """Why it waits for the weights of a trainer; None if it does not."""
     in_flight: int = 0
     serving: bool = True
     """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""
@@ -335,6 +337,8 @@ class KeysView:
     """Public half of the coordinator's own key; at Restarting, of the next one."""
     admin_admitted: bool = True
     """Whether the admin port accepts this operator's admin key."""
+    has_trainer: bool = False
+    """Whether there is a pair for a trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -572,12 +576,13 @@ class AdoptKeys:
 
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
-    """Bring `NAME-keys` from the previous stage to this stage of this generation, and let it accept only this
-    operator's admin key. Does nothing if that is already so."""
+    """Bring `NAME-keys` from the previous stage to this stage of this generation, let it accept only this operator's
+    admin key, and add a pair for a trainer if it shall have one. Does nothing if that is already so."""
 
     name: str
     generation: int
     stage: KeyStage
+    has_trainer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "it.",
         Reason.WEIGHTS_MISSING: "Correct spec.model.source or spec.weights.revision. For a volume, check that the "
         "path exists in it.",
+        Reason.WEIGHTS_UNAVAILABLE: "Start the trainer where the message says, and publish the same weights under the "
+        "same epoch, or others under a higher one. Check that spec.weights.trainer.from selects the trainer's pods.",
         Reason.ACCESS_DENIED: "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the "
         "repository.",
         Reason.RENDEZVOUS_FAILED: "Check that all pods of the engine are scheduled, and that NetworkPolicies let them "
@@ -131,7 +133,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "object, its node and its controller. The operator continues by itself when it arrives.",
         Reason.WRONG_WEIGHTS: "Wait: the operator lets every engine load the weights again. If "
         "status.weights.differentDigests remains, the files differ between nodes or were changed in place: make them "
-        "equal, and use another spec.weights.revision.",
+        "equal, and use another spec.weights.revision. With spec.weights.trainer the operator does not update the "
+        "weights: publish them again.",
         Reason.SIGNAL_FAILED: "Read the coordinator's message in status.lifecycle.message. The operator repeats the "
         "signal after 5 s. Setting another desiredState is safe at any moment.",
         Reason.CANARY_FAILED: "Apply the previous spec, or correct the change. The other engines still run the "

@@ -66,9 +66,17 @@ class LifecycleStatus(ApiModel):
 
 
 class WeightsStatus(ApiModel):
-    revision: str = Field(description="Revision of the weights that engines hold.")
+    revision: str | None = Field(
+        default=None, description="Revision of the weights that engines hold; absent with spec.weights.trainer."
+    )
     model: str = Field(description="Hash of the model.")
     epoch: int | None = Field(default=None, description="Epoch of the last update in place; absent if there was none.")
+    source: str | None = Field(
+        default=None, description="With spec.weights.trainer: source of the weights that all engines serve."
+    )
+    digest: str | None = Field(
+        default=None, description="With spec.weights.trainer: digest of these weights, the same on all engines."
+    )
     different_digests: list[str] | None = Field(
         default=None,
         description="Digests of engines of one revision that differ although every engine has loaded the weights "
