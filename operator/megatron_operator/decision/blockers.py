@@ -100,6 +100,8 @@ class Blockers:
         if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
             message = f"engine {engine.name} sends no heartbeats; its requests are routed to other engines"
             return Reason.ENGINE_UNRESPONSIVE, message
+        if engine.report is not None and engine.report.weights_unavailable:
+            return Reason.WEIGHTS_UNAVAILABLE, f"engine {engine.name}: {engine.report.weights_unavailable}"
         if self.losses.is_lost(engine):
             message = f"the pods of engine {engine.name} run, but it is not registered with the coordinator"
             return Reason.ENGINE_LOST, message

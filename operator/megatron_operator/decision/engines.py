@@ -118,11 +118,10 @@ class Engines:
         """Digest of the inputs of the engines and the last restart command; another one begins new restart budgets."""
         resource = self.world.resource
         manifest = self.rendered.engine_manifest(0)
-        wanted = resource.spec.weights
         return digest(
             [
                 engine_revision(manifest) if manifest is not None else "",
-                wanted.revision if wanted is not None else "",
+                resource.spec.weights_revision,
                 resource.spec.lifecycle.restart_budget.model_dump(mode="json"),
                 resource.restarted_at,
             ]

@@ -136,7 +136,9 @@ class Rendered:
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
         view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
         weights = self.ctx.spec.weights
-        if not pods or weights is None or view is None or view.model_hash != self.model_hash:
+        if weights is None or weights.revision is None:
+            return self.ctx
+        if not pods or view is None or view.model_hash != self.model_hash:
             return self.ctx
         started = weights.model_copy(update={"revision": pods[-1].weights or weights.revision})
         return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))

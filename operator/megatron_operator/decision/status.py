@@ -175,6 +175,9 @@ def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | 
         return None
     if any(engine in scene.engines.old_model for engine in serving):
         return scene.world.resource.status.get("weights")
+    if wanted.revision is None:
+        published = scene.weights.published
+        return {**published, "model": scene.rendered.model_hash} if published else None
     held = scene.weights.confirmed.revision or (wanted.revision if serving else None)
     if held is None:
         return None

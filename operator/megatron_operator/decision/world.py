@@ -269,6 +269,8 @@ class KeysView:
     """Public half of the coordinator's own key; at Restarting, of the next one."""
     admin_admitted: bool = True
     """Whether the admin port accepts this operator's admin key."""
+    has_trainer: bool = False
+    """Whether there is a pair for a trainer."""
 
 
 @dataclass(frozen=True, slots=True)

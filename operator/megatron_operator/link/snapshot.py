@@ -102,6 +102,8 @@ def rejection_of(ack: ControlAck) -> OperationReport:
 def _engine(engine: EngineStatus) -> EngineReport:
     values = {each.name: getattr(engine, each.name) for each in fields(EngineReport)}
     texts = {name: printable(values[name], NAME_CHARACTERS) for name in ("name", "revision", "digest")}
+    if engine.weights_unavailable is not None:
+        texts["weights_unavailable"] = printable(engine.weights_unavailable, MESSAGE_CHARACTERS)
     return EngineReport(**{**values, **texts})
 
 

@@ -197,6 +197,11 @@ def bounded_memory(
 KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.security else None)
 
 
+def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
+    """Return the entries of the keys Secret by which a coordinator and engines know the trainer; none without one."""
+    return ("trainer.pub",) if ctx.spec.has_trainer else ()
+
+
 def http_probe(path: str, **timing: int) -> dict[str, Any]:
     return {"httpGet": {"path": path, "port": PORT_HEALTH}, "timeoutSeconds": 3, **timing}
 

@@ -222,6 +222,7 @@ class EngineWorker:
             started_ms=self._started_ms,
             backend=info.name,
             task=info.task,
+            weights_unavailable=self._weights_unavailable or None,
             lacks=info.lacks or None,
             parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )

@@ -151,6 +151,8 @@ class Hello(ControlMessage):
     """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
     task: Label | None = None
     """Engines: what its pooling model computes instead of tokens. None: it generates tokens."""
+    weights_unavailable: Words | None = None
+    """Engines: why the weights of a trainer that HELLO_ACK named cannot be loaded. The engine serves when they are."""
     formats: AnswerFormats | None = None
     """OpenAI servers: the formats of answers that they read. None: another client, or a release
     that does not report them."""
@@ -325,6 +327,8 @@ class EngineStatus(_Map):
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
     """The limits from its HELLO. None: unknown."""
+    weights_unavailable: Words | None = None
+    """Why it waits for the weights of a trainer, from its HELLO. None: it does not."""
 
 
 class AdapterStatus(_Map):

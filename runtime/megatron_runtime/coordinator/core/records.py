@@ -151,6 +151,7 @@ class Engine:
     parameters: sampling parameters that it knows.
     task:      what its pooling model computes instead of tokens; empty: it generates tokens.
     started_ms: when its process started; 0: unknown.
+    weights_unavailable: why it waits for the weights of a trainer; None: it does not.
     limits:    the limits (LIMITS) that it announced, for STATUS.
     full:      its connection is full, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
@@ -191,6 +192,7 @@ class Engine:
     parameters: frozenset[str] = FIRST_PARAMETERS
     task: str = ""
     started_ms: int = 0
+    weights_unavailable: str | None = None
     max_requests: int = UNLIMITED_REQUESTS
     limits: Mapping[str, int] = field(default_factory=dict)
     block_size_tokens: int = 0
@@ -326,6 +328,7 @@ class Engine:
         self.parameters = FIRST_PARAMETERS if hello.parameters is None else frozenset(hello.parameters)
         self.task = hello.task or ""
         self.started_ms = hello.started_ms or 0
+        self.weights_unavailable = hello.weights_unavailable
         if hello.state is not None:
             self.state = hello.state
 
@@ -343,6 +346,7 @@ class Engine:
             draining=self.draining,
             digest=self.digest,
             source=self.source or "",
+            weights_unavailable=self.weights_unavailable,
             **self.limits,
         )
 
