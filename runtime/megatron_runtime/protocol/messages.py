@@ -50,6 +50,13 @@ from megatron_runtime.protocol.text import shown
 
 # --- control messages -------------------------------------------------------------------------------------------------
 
+
+def _whole_digests(digests: bytes) -> bytes:
+    if len(digests) % 32:
+        raise ValueError(f"{len(digests)} bytes: want 32 for each block")
+    return digests
+
+
 U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Name = Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
@@ -70,6 +77,9 @@ Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARAC
 """An error or a reason. A longer text is cut, not rejected."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
 """The error of one adapter. A longer text is cut, not rejected."""
+Digests = Annotated[bytes, Field(max_length=limits.MAX_TRANSFER_BLOCKS * 32), AfterValidator(_whole_digests)]
+"""Digests of blocks of the prefix cache, 32 bytes each, in the order of the prompt."""
+Ticket = Annotated[bytes, Field(min_length=limits.TICKET_BYTES, max_length=limits.TICKET_BYTES)]
 Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
 """By the name of an adapter."""
@@ -99,6 +109,16 @@ class AnswerFormats(_Map):
     """Empty: unknown, or tools are not offered. Calls that the model chooses to make are then text."""
     reasoning: Label = ""
     """Empty: reasoning is part of the text."""
+
+
+class KVPort(_Map):
+    """Where an engine exports and imports blocks of its prefix cache. Engines exchange blocks of equal layouts only."""
+
+    address: Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
+    """`tcp://HOST:PORT`."""
+    layout: Label
+    """Data type, sizes and block size of its KV cache, and how it divides the model."""
+    block_bytes: Annotated[int, Field(ge=1, lt=1 << 40)]
 
 
 class Hello(ControlMessage):
@@ -150,6 +170,10 @@ class Hello(ControlMessage):
     """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
     task: Label | None = None
     """Engines: what its pooling model computes, in place of tokens. None: it generates tokens."""
+    engine_role: Literal["prefill", "decode"] | None = None
+    """Engines: the stage of requests that they are preferred for. None: both."""
+    kv: KVPort | None = None
+    """Engines: the port of their KV cache. None: their backend has none."""
     formats: AnswerFormats | None = None
     """OpenAI servers: the formats of answers that they read. None: another client, or a release
     that does not report them."""
@@ -216,6 +240,9 @@ class Heartbeat(ControlMessage):
     not counted."""
     last_dispatch: U64 | None = None
     """Engines: the highest dispatch id that `queued_tokens` includes."""
+    free_blocks: Count | None = None
+    """Engines: blocks that an import can take now: the free ones, and cached ones that no request holds. None: not
+    counted."""
 
 
 class Control(ControlMessage):
@@ -322,6 +349,10 @@ class EngineStatus(_Map):
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
     """The limits of its HELLO. None: unknown."""
+    role: Label | None = None
+    """`engine_role` of its HELLO."""
+    recomputes: Words | None = None
+    """Why it computes prompts that a prefill engine has computed. None: it imports them, or there is no such engine."""
 
 
 class AdapterStatus(_Map):
@@ -468,6 +499,61 @@ class Charge(ControlMessage):
     """With negative tokens: `window` of the QUOTA that reserved them. Of an earlier minute nothing is returned."""
 
 
+class Exported(ControlMessage):
+    """Engine to coordinator: PREFILL has ended. The engine keeps the blocks until RELEASE or its own deadline."""
+
+    header = Header.EXPORTED
+    dispatch_id: U64
+    digests: Digests = b""
+    """Of the blocks that it keeps; empty: it could not compute or keep any."""
+    weights: Label = ""
+    """The weights and the epoch that computed them. Engines import blocks of their own weights only."""
+
+
+class Transfer(ControlMessage):
+    """Coordinator to both engines: the second one imports blocks of the first.
+
+    The exporting engine gets it without `address`. The ticket opens the blocks once.
+    """
+
+    header = Header.TRANSFER
+    export_id: U64
+    """Dispatch id of the PREFILL."""
+    dispatch_id: U64
+    """Of the import."""
+    ticket: Ticket
+    digests: Digests
+    weights: Label
+    key: Key = ""
+    """Public key of the other engine, Z85; empty without keys."""
+    seconds: Seconds
+    """The ticket expires after this time."""
+    address: Text | None = None
+    """Importing engine: of the other engine's KV port."""
+
+
+class Imported(ControlMessage):
+    """Engine to coordinator: an import has ended. If it succeeded, the engine pins the blocks for the next request that
+    begins with them, or until RELEASE or its own deadline.
+    """
+
+    header = Header.IMPORTED
+    dispatch_id: U64
+    ok: bool
+    has_room: bool = True
+    """False: too few blocks are free. The engine has not asked for any."""
+    received_bytes: U64 = 0
+    seconds: Seconds = 0.0
+    error: Words | None = None
+
+
+class Release(ControlMessage):
+    """Coordinator to engine: drop the blocks of an export or an import. An unknown id is ignored."""
+
+    header = Header.RELEASE
+    dispatch_id: U64
+
+
 ENGINE_FAILED = "engine failed"
 """Reason in the DISCONNECT of an engine that ends because a step raised an exception or a rank ended."""
 ENGINE_LEAVES, ENGINE_STOPPED = "engine leaves", "stopped"
@@ -484,7 +570,7 @@ class Disconnect(ControlMessage):
 
 # --- the request path -------------------------------------------------------------------------------------------------
 
-_SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
+_SUBMIT, _DISPATCH, _PREFILL = int(Header.SUBMIT), int(Header.DISPATCH), int(Header.PREFILL)
 _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 
@@ -522,6 +608,21 @@ class Dispatch(NamedTuple):
         dispatch_id, uid, route, meta, prompt, generated, params, media = self
         items = dispatch_id, uid, route, meta.items(), prompt, generated, params, *_optional(media)
         return [pack((_DISPATCH, *items))]
+
+
+class Prefill(NamedTuple):
+    """PREFILL: coordinator to engine, a DISPATCH of which only the complete blocks of the prompt are computed."""
+
+    dispatch: Dispatch
+
+    @property
+    def dispatch_id(self) -> int:
+        return self.dispatch.dispatch_id
+
+    def to_frames(self) -> Frames:
+        dispatch_id, uid, route, meta, prompt, generated, params, media = self.dispatch
+        items = dispatch_id, uid, route, meta.items(), prompt, generated, params, *_optional(media)
+        return [pack((_PREFILL, *items))]
 
 
 def _optional(media: Media | None) -> tuple[list[bytes], ...]:
@@ -640,6 +741,10 @@ def _decode_dispatch(items: list[Any]) -> Dispatch:
     return Dispatch(*head, request, *bodies, _body("params", params), _media(items[8:], request, prompt))
 
 
+def _decode_prefill(items: list[Any]) -> Prefill:
+    return Prefill(_decode_dispatch(items))
+
+
 def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
     """Return the optional last element of a request. Its items have tokens within the prompt."""
     if not rest or rest[0] is None:
@@ -688,7 +793,7 @@ class Plain:
     items: list[Any]
 
 
-RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | CachedBlocks
+RequestMessage: TypeAlias = Submit | Dispatch | Prefill | Partial | Final | Abort | CachedBlocks
 NativeMessage: TypeAlias = ControlMessage | RequestMessage
 Message: TypeAlias = NativeMessage | Plain
 Outgoing: TypeAlias = Frames | NativeMessage
@@ -710,6 +815,7 @@ def size_of(message: Outgoing) -> int:
 _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),  # and media
     int(Header.DISPATCH): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_dispatch),  # and media
+    int(Header.PREFILL): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_prefill),  # and media
     int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),
     int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
     int(Header.ABORT_REQUEST): ("id", _decode_abort),
@@ -721,7 +827,7 @@ _FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PAT
 
 _KINDS = (
     *(Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState),
-    *(Reserve, Quota, Charge),
+    *(Reserve, Quota, Charge, Exported, Transfer, Imported, Release),
 )
 _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.environment import PeerId
@@ -25,6 +25,7 @@ from megatron_runtime.protocol.messages import (
     EngineStatus,
     Heartbeat,
     Hello,
+    KVPort,
     Outgoing,
     RequestMeta,
     size_of,
@@ -103,6 +104,39 @@ class Client:
         return uid, message, size
 
 
+class Stage(StrEnum):
+    """How far a request is. Only the coordinator moves it; transfers.py has the table.
+
+    A request that is not split goes from QUEUED to DECODING.
+    """
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    """A prefill engine computes the complete blocks of its prompt."""
+    EXPORTED = "exported"
+    """The prefill engine keeps them. The request waits for an engine with room for it."""
+    IMPORTING = "importing"
+    """An engine receives them."""
+    DECODING = "decoding"
+    """An engine computes what is left of the prompt, and every token of the answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """Blocks of a prompt that a prefill engine keeps.
+
+    id:      dispatch id of the prefill.
+    weights: that computed them, as the engine names them.
+    until:   when the coordinator gives them up if no engine has room.
+    """
+
+    engine: Engine
+    id: int
+    digests: bytes
+    weights: str
+    until: float
+
+
 class CrashEvidence(Enum):
     """Whether the way in which an engine ended is evidence against the requests that it ran."""
 
@@ -151,6 +185,9 @@ class Engine:
     task:      what its pooling model computes in place of tokens; empty: it generates tokens.
     started_ms: when its process started; 0: unknown.
     limits:    those of LIMITS that it announced, for STATUS.
+    role:      "prefill" or "decode", the stage that it is preferred for; empty: both.
+    kv:        the port of its KV cache; None: it neither exports nor imports.
+    free_blocks: blocks that it reported as free, less those of later imports; None: unknown.
     full:      its connection accepted no more, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
     welcomed:  when the state to be in was last sent to it.
@@ -193,6 +230,9 @@ class Engine:
     max_requests: int = UNLIMITED_REQUESTS
     limits: Mapping[str, int] = field(default_factory=dict)
     block_size_tokens: int = 0
+    role: str = ""
+    kv: KVPort | None = None
+    free_blocks: int | None = None
     busy_until: float = 0.0
     draining: bool = False
     full: bool = False
@@ -264,6 +304,7 @@ class Engine:
         sent the heartbeat stay as they are.
         """
         self.heartbeat, before = heartbeat, self.queued
+        self.free_blocks = heartbeat.free_blocks
         if heartbeat.queued_tokens is None or not before:
             return False
         last = heartbeat.last_dispatch or 0
@@ -323,10 +364,13 @@ class Engine:
         self.parameters = FIRST_PARAMETERS if hello.parameters is None else frozenset(hello.parameters)
         self.task = hello.task or ""
         self.started_ms = hello.started_ms or 0
+        self.role = hello.engine_role or ""
+        self.kv = hello.kv
         if hello.state is not None:
             self.state = hello.state
 
-    def describe(self, now: float) -> EngineStatus:
+    def describe(self, now: float, *, recomputes: str | None = None) -> EngineStatus:
+        """recomputes: as in EngineStatus."""
         return EngineStatus(
             name=self.name,
             state=self.state,
@@ -340,6 +384,8 @@ class Engine:
             draining=self.draining,
             digest=self.digest,
             source=self.source or "",
+            role=self.role or None,
+            recomputes=recomputes,
             **self.limits,
         )
 
@@ -370,6 +416,8 @@ class Entry:
     media_route: route of the client that sent them.
     uncached:   tokens that its engine has to compute before its next token, as estimated; 0 after that token.
     size:       tokens of prompt and answer when it was dispatched. A text counts a token for four bytes.
+    stage, export, promised, splits: see Transfers. `promised`: blocks of it that a decode engine has to have free.
+                `splits`: False once its blocks could not be exported or imported.
     """
 
     uid: bytes
@@ -405,6 +453,10 @@ class Entry:
     media_route: int = 0
     uncached: int = 0
     size: int = 0
+    stage: Stage = Stage.QUEUED
+    export: Export | None = None
+    promised: int = 0
+    splits: bool = True
 
     @property
     def tokens_so_far(self) -> int:
@@ -552,4 +604,8 @@ class Counters:
     engine_crashes: int = counter("engine_crashes", "Engines that crashed while they had requests.")
     suspects: int = counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
     acquitted: int = counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
+    split_requests: int = counter("split_requests", "Requests whose prompt a prefill engine was given.")
+    imports: int = counter("kv_imports", "Requests whose prompt an engine imported from a prefill engine.")
+    failed_imports: int = counter("failed_kv_imports", "Requests whose prompt was computed again after its prefill.")
+    imported_bytes: int = counter("kv_imported_bytes", "Bytes of KV that engines imported.")
     poison_requests: int = counter("poison_requests", "Requests failed because they end engines.")
