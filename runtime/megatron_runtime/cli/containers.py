@@ -99,6 +99,18 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     default="recompute",
     help="What a suspend does with the KV cache.",
 )
+@click.option(
+    "--role",
+    type=click.Choice(["prefill", "decode"]),
+    help="Preferred stage of requests. prefill: compute long prompts for other engines. decode: import them and "
+    "generate. Absent: both on one engine.",
+)
+@click.option(
+    "--kv-port",
+    type=PORT,
+    default=0,
+    help="Port on which engines with a role exchange the KV of prompts. 0 chooses a free one.",
+)
 @click.option("--model-hash", default="", show_default=False, help="Reject requests made for a model of another hash.")
 @click.option("--revision", default="", show_default=False, help="Revision of this engine, shown in the status.")
 @click.option("--health-port", type=OPTIONAL_PORT, default="8080", help="Probes and metrics.")

@@ -547,7 +547,7 @@ class Imported(ControlMessage):
     error: Words | None = None
 
 
-class Release(ControlMessage):
+class ReleaseBlocks(ControlMessage):
     """Coordinator to engine: drop the blocks of an export or an import. An unknown id is ignored."""
 
     header = Header.RELEASE
@@ -827,7 +827,7 @@ _FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PAT
 
 _KINDS = (
     *(Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState),
-    *(Reserve, Quota, Charge, Exported, Transfer, Imported, Release),
+    *(Reserve, Quota, Charge, Exported, Transfer, Imported, ReleaseBlocks),
 )
 _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},

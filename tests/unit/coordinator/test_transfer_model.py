@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from soak import size
 
-from megatron_runtime.coordinator.core.records import Entry, Stage
+from megatron_runtime.coordinator.core.records import Entry, RequestStage
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.coordinator.core.transfers import EXPORTED_SECONDS, TABLE, Change
+from megatron_runtime.coordinator.core.transfers import EXPORTED_SECONDS, TABLE, StageChange
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (
@@ -32,7 +32,7 @@ from megatron_runtime.protocol.messages import (
     Imported,
     KVPort,
     Prefill,
-    Release,
+    ReleaseBlocks,
     RequestMeta,
     Submit,
     Transfer,
@@ -175,7 +175,7 @@ class World:
             case Dispatch() as dispatch:
                 engine.decodes[dispatch.dispatch_id] = dispatch
                 engine.kept.clear()  # the request that was announced begins with these blocks
-            case Abort(id=int() as dispatch_id) | Release(dispatch_id=dispatch_id):
+            case Abort(id=int() as dispatch_id) | ReleaseBlocks(dispatch_id=dispatch_id):
                 engine.drop(dispatch_id)
             case Control() as control:
                 ack = ControlAck(operation_id=control.operation_id or "-", ok=True, state=EngineState.RUNNING, ranks=1)
@@ -285,37 +285,37 @@ class World:
 
     # --- a request at a stage -------------------------------------------------------------------------------------
 
-    def at(self, stage: Stage) -> tuple[bytes, Engine, Engine | None]:
+    def at(self, stage: RequestStage) -> tuple[bytes, Engine, Engine | None]:
         """Submit a request and take it to `stage`. Return it, its prefill engine, and its decode engine."""
         uid = self.submit(1)
         self.read_all()
         prefiller = next(engine for engine in self.engines if engine.prefills)
-        if stage is Stage.PREFILLING:
+        if stage is RequestStage.PREFILLING:
             return uid, prefiller, None
-        if stage is Stage.EXPORTED:
+        if stage is RequestStage.EXPORTED:
             for engine in self.engines:
                 if engine.stage == "decode":
                     engine.free_blocks = 0
                     self.driver.say(engine.peer, engine.beat())
         self.export(prefiller)
         self.read_all()
-        if stage is Stage.EXPORTED:
+        if stage is RequestStage.EXPORTED:
             return uid, prefiller, None
         decoder = next(engine for engine in self.engines if engine.imports)
-        if stage is Stage.DECODING:
+        if stage is RequestStage.DECODING:
             self.finish_import(decoder)
             self.read_all()
         return uid, prefiller, decoder
 
 
-def cause(world: World, change: Change, uid: bytes, prefiller: Engine, decoder: Engine | None) -> None:
+def cause(world: World, change: StageChange, uid: bytes, prefiller: Engine, decoder: Engine | None) -> None:
     """Have a change happen to a request."""
     match change:
-        case Change.PREFILL_LOST:
+        case StageChange.PREFILL_LOST:
             world.engines.remove(prefiller)  # it does not return
             world.inboxes.pop(prefiller.peer)
             world.driver.connection_lost(prefiller.peer, by_peer=True)
-        case Change.DECODE_LOST:
+        case StageChange.DECODE_LOST:
             for engine in [engine for engine in world.engines if engine.stage == "decode"]:
                 if engine is not decoder:  # so that the request stays where the table says
                     engine.free_blocks = 0
@@ -324,41 +324,41 @@ def cause(world: World, change: Change, uid: bytes, prefiller: Engine, decoder: 
             world.engines.remove(decoder)
             world.inboxes.pop(decoder.peer)
             world.driver.connection_lost(decoder.peer, by_peer=True)
-        case Change.NO_ROOM:
+        case StageChange.NO_ROOM:
             for engine in [engine for engine in world.engines if engine.stage == "decode" and engine is not decoder]:
                 engine.free_blocks = 0
                 world.driver.say(engine.peer, engine.beat())
             assert decoder is not None
             world.finish_import(decoder, has_room=False)
-        case Change.FAILED if decoder is None:
+        case StageChange.FAILED if decoder is None:
             world.export(prefiller, blocks=0)
-        case Change.FAILED:
+        case StageChange.FAILED:
             world.finish_import(decoder, ok=False)
-        case Change.EXPIRED:
+        case StageChange.EXPIRED:
             world.driver.advance(EXPORTED_SECONDS + 2 * HEARTBEAT)
-        case Change.VERB:
+        case StageChange.VERB:
             world.verb()
-        case Change.ENDED:
+        case StageChange.ENDED:
             world.abort(uid)
-        case Change.COORDINATOR_LOST:
+        case StageChange.COORDINATOR_LOST:
             raise AssertionError("engines drop what they have when they register with another coordinator")
 
 
-ROWS = [(stage, change) for stage, change in TABLE if change is not Change.COORDINATOR_LOST]
+ROWS = [(stage, change) for stage, change in TABLE if change is not StageChange.COORDINATOR_LOST]
 
 
 @pytest.mark.parametrize(("stage", "change"), ROWS, ids=[f"{stage} {change}" for stage, change in ROWS])
-def test_a_change_moves_a_request_as_the_table_says(stage: Stage, change: Change) -> None:
+def test_a_change_moves_a_request_as_the_table_says(stage: RequestStage, change: StageChange) -> None:
     world, row = World(), TABLE[stage, change]
     uid, prefiller, decoder = world.at(stage)
     entry = world.entry(uid)
     assert entry is not None
     assert entry.stage is stage
-    stages: list[Stage] = []
+    stages: list[RequestStage] = []
     transfers = world.driver.core.dispatcher.transfers
     move = transfers.move
 
-    def watched(moved: Entry, to: Stage) -> None:
+    def watched(moved: Entry, to: RequestStage) -> None:
         if moved is entry:
             stages.append(to)
         move(moved, to)
@@ -372,7 +372,7 @@ def test_a_change_moves_a_request_as_the_table_says(stage: Stage, change: Change
     else:
         assert reached is row.to, stages
     peers = {"prefill": prefiller.peer, "decode": None if decoder is None else decoder.peer}
-    released = {peer for peer, message in world.sent if isinstance(message, Abort | Release)}
+    released = {peer for peer, message in world.sent if isinstance(message, Abort | ReleaseBlocks)}
     assert released == {peers[name] for name in row.releases.split(" and ") if name}
     accused = {crash.engine for crash in entry.crashes}
     engines = {"prefill": prefiller.name, "decode": "" if decoder is None else decoder.name}
@@ -399,13 +399,13 @@ def test_events_in_any_order_end_every_request_once_and_leave_no_block() -> None
             assert (engine.prefills, engine.exports, engine.imports) == (set(), set(), {}), (seed, engine)
         transfers = world.driver.core.dispatcher.transfers
         assert (transfers._promised, transfers._exported) == (0, {}), seed
-    assert reached == set(Stage)
+    assert reached == set(RequestStage)
 
 
 @pytest.mark.parametrize("late", [Exported(dispatch_id=77, digests=bytes(32)), Imported(dispatch_id=77, ok=True)])
 def test_an_answer_with_an_id_of_another_stage_is_released(late: Exported | Imported) -> None:
     world = World()
-    uid, prefiller, _ = world.at(Stage.PREFILLING)
+    uid, prefiller, _ = world.at(RequestStage.PREFILLING)
     world.sent.clear()
     world.driver.say(prefiller.peer, late)
     assert [(peer, message.dispatch_id) for peer, message in world.sent] == [(prefiller.peer, 77)]
@@ -427,7 +427,7 @@ def test_short_prompts_and_requests_about_the_prompt_are_not_split() -> None:
 
 def test_a_prefix_that_the_decode_engine_holds_is_not_computed_again() -> None:
     world = World(stages=("prefill", "decode"))
-    world.at(Stage.DECODING)
+    world.at(RequestStage.DECODING)
     world.settle()
     world.driver.say(
         world.client,

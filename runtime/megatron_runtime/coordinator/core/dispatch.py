@@ -20,7 +20,7 @@ from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId, Stage
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
 from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, Transfers
@@ -43,6 +43,7 @@ from megatron_runtime.protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
+_QUEUED, _PREFILLING, _EXPORTED, _IMPORTING, _DECODING = RequestStage  # see records.py
 NO_ROUTE = 0
 """Route of partials that the coordinator keeps to itself; those of clients begin at 1."""
 REMEMBERED_DISPATCHES = 4
@@ -151,7 +152,7 @@ class Dispatcher:
         """Dispatch, or reject, a request that has not been in the queue. False if no engine that may has room."""
         if entry.meta.engine:
             pinned = self._engines.named(entry.meta.engine)
-            chosen = None if pinned is None else (pinned, Stage.DECODING)
+            chosen = None if pinned is None else (pinned, _DECODING)
         else:
             chosen = self._choose(entry)
         if chosen is not None:
@@ -191,7 +192,7 @@ class Dispatcher:
         If an engine had it, the caller has taken it from that engine's table.
         """
         self._leave_engine(entry)
-        stage = Stage.QUEUED if entry.export is None else Stage.EXPORTED
+        stage = _QUEUED if entry.export is None else _EXPORTED
         if entry.stage is not stage:
             self.transfers.move(entry, stage)
         if entry.crashes and self.quarantine.suspects(entry):
@@ -212,14 +213,14 @@ class Dispatcher:
             return bool(self._engines.available())
         return next(self._engines.with_room(), None) is not None
 
-    def _choose(self, entry: Entry) -> tuple[Engine, Stage] | None:
+    def _choose(self, entry: Entry) -> tuple[Engine, RequestStage] | None:
         """Return the engine for a request, and its next stage; None if no engine with room may have it."""
         if self._engines.has_roles:
             if entry.hashes is None:
                 entry.hashes = self._hashes_of(entry)
             return self.transfers.choose(entry, self._cheapest)
         engine = self._cheapest(entry)
-        return None if engine is None else (engine, Stage.DECODING)
+        return None if engine is None else (engine, _DECODING)
 
     def _cheapest(self, entry: Entry, accepts: Callable[[Engine], bool] | None = None) -> Engine | None:
         """Return the engine that the routing policy chooses among those with room, which may answer the request.
@@ -281,7 +282,7 @@ class Dispatcher:
             self.fail(entry, rejection)
         return rejection is not None
 
-    def _dispatch(self, entry: Entry, engine: Engine, stage: Stage = Stage.DECODING) -> None:
+    def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
         """Give a request to an engine, to decode it or for a stage before. Transfers.begin() then sends the message of
         an import, which has no prompt.
         """
@@ -309,9 +310,9 @@ class Dispatcher:
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media
-        if stage is not Stage.IMPORTING:
+        if stage is not _IMPORTING:
             dispatch = Dispatch(dispatch_id, entry.uid, route, meta, *bodies)
-            self._context.effects.append((engine.peer, Prefill(dispatch) if stage is Stage.PREFILLING else dispatch))
+            self._context.effects.append((engine.peer, Prefill(dispatch) if stage is _PREFILLING else dispatch))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
@@ -321,7 +322,7 @@ class Dispatcher:
         entry.dispatches += 1
         if stage is not entry.stage:
             self.transfers.move(entry, stage)
-        if stage is Stage.DECODING and entry.export is not None:
+        if stage is _DECODING and entry.export is not None:
             self.transfers.drop(entry)
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
@@ -329,7 +330,7 @@ class Dispatcher:
         if entry.hashes is None:  # without a choice of engines, the request need not wait for them
             entry.hashes = self._hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
-        if stage is Stage.IMPORTING:
+        if stage is _IMPORTING:
             cached = max(cached, self.transfers.begin(entry, engine))
         engine.give(entry, cached)
         self._engines.load_changed(engine)
@@ -371,7 +372,7 @@ class Dispatcher:
     def exported(self, engine: Engine, message: Exported) -> None:
         """A prefill engine has computed the blocks of a prompt, or could not."""
         entry = engine.in_flight.get(message.dispatch_id)
-        if entry is None or entry.stage is not Stage.PREFILLING:
+        if entry is None or entry.stage is not _PREFILLING:
             self._counters.stale += 1
             self.transfers.release(engine, message.dispatch_id)
             return
@@ -386,7 +387,7 @@ class Dispatcher:
     def imported(self, engine: Engine, message: Imported) -> None:
         """An engine has the blocks of a request, which is dispatched to it now; or it could not import them."""
         entry = engine.in_flight.get(message.dispatch_id)
-        if entry is None or entry.stage is not Stage.IMPORTING:
+        if entry is None or entry.stage is not _IMPORTING:
             self._counters.stale += 1
             self.transfers.release(engine, message.dispatch_id)
             return
@@ -448,7 +449,7 @@ class Dispatcher:
         return (
             engine.available()
             and not engine.reserved
-            and other.stage is Stage.DECODING
+            and other.stage is _DECODING
             and engine.runs(entry)
             and len(engine.in_flight) <= engine.max_requests
             and not other.meta.engine
@@ -558,9 +559,9 @@ class Dispatcher:
             entry.former.clear()
         if entry.crashes:
             self.quarantine.forget(entry)
-        if entry.stage is not Stage.DECODING:
+        if entry.stage is not _DECODING:
             self.transfers.drop(entry)
-            self.transfers.move(entry, Stage.QUEUED)
+            self.transfers.move(entry, _QUEUED)
         if entry.engine is not None:
             entry.engine.take(entry.dispatch_id)
             self._engines.load_changed(entry.engine)

@@ -104,7 +104,7 @@ class Client:
         return uid, message, size
 
 
-class Stage(StrEnum):
+class RequestStage(StrEnum):
     """How far a request is. Only the coordinator moves it; transfers.py has the table.
 
     A request that is not split goes from QUEUED to DECODING.
@@ -453,7 +453,7 @@ class Entry:
     media_route: int = 0
     uncached: int = 0
     size: int = 0
-    stage: Stage = Stage.QUEUED
+    stage: RequestStage = RequestStage.QUEUED
     export: Export | None = None
     promised: int = 0
     splits: bool = True

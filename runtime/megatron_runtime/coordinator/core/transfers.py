@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_runtime.coordinator.core.context import Context
-from megatron_runtime.coordinator.core.records import Engine, Entry, Export, Stage
+from megatron_runtime.coordinator.core.records import Engine, Entry, Export, RequestStage
 from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.protocol import limits
-from megatron_runtime.protocol.messages import Exported, Imported, Release, Transfer
+from megatron_runtime.protocol.messages import Exported, Imported, ReleaseBlocks, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _RECENT = 0.2
 """Weight of the last import in the measured bandwidth."""
 
 
-class Change(StrEnum):
+class StageChange(StrEnum):
     """An event that moves a request out of the order of its stages."""
 
     PREFILL_LOST = "the prefill engine is lost"
@@ -55,35 +55,35 @@ class Row:
     accuses:  the engine whose requests a crash counts against.
     """
 
-    to: Stage | None
+    to: RequestStage | None
     releases: str = ""
     accuses: str = ""
 
 
-_Q, _P, _E, _I, _D = Stage.QUEUED, Stage.PREFILLING, Stage.EXPORTED, Stage.IMPORTING, Stage.DECODING
-TABLE: dict[tuple[Stage, Change], Row] = {
-    (_P, Change.PREFILL_LOST): Row(to=_Q, accuses="prefill"),
-    (_P, Change.FAILED): Row(to=_Q),
-    (_P, Change.VERB): Row(to=_Q, releases="prefill"),
-    (_P, Change.ENDED): Row(to=None, releases="prefill"),
-    (_P, Change.COORDINATOR_LOST): Row(to=None, releases="prefill"),
-    (_E, Change.PREFILL_LOST): Row(to=_Q),
-    (_E, Change.EXPIRED): Row(to=_Q, releases="prefill"),
-    (_E, Change.VERB): Row(to=_Q, releases="prefill"),
-    (_E, Change.ENDED): Row(to=None, releases="prefill"),
-    (_E, Change.COORDINATOR_LOST): Row(to=None, releases="prefill"),
-    (_I, Change.PREFILL_LOST): Row(to=_I),
-    (_I, Change.DECODE_LOST): Row(to=_E, accuses="decode"),
-    (_I, Change.NO_ROOM): Row(to=_E),
-    (_I, Change.FAILED): Row(to=_D, releases="prefill"),
-    (_I, Change.VERB): Row(to=_Q, releases="prefill and decode"),
-    (_I, Change.ENDED): Row(to=None, releases="prefill and decode"),
-    (_I, Change.COORDINATOR_LOST): Row(to=None, releases="prefill and decode"),
-    (_D, Change.PREFILL_LOST): Row(to=_D),
-    (_D, Change.DECODE_LOST): Row(to=_Q, accuses="decode"),
-    (_D, Change.VERB): Row(to=_D),
-    (_D, Change.ENDED): Row(to=None, releases="decode"),
-    (_D, Change.COORDINATOR_LOST): Row(to=None, releases="decode"),
+_Q, _P, _E, _I, _D = RequestStage  # in the order of the class
+TABLE: dict[tuple[RequestStage, StageChange], Row] = {
+    (_P, StageChange.PREFILL_LOST): Row(to=_Q, accuses="prefill"),
+    (_P, StageChange.FAILED): Row(to=_Q),
+    (_P, StageChange.VERB): Row(to=_Q, releases="prefill"),
+    (_P, StageChange.ENDED): Row(to=None, releases="prefill"),
+    (_P, StageChange.COORDINATOR_LOST): Row(to=None, releases="prefill"),
+    (_E, StageChange.PREFILL_LOST): Row(to=_Q),
+    (_E, StageChange.EXPIRED): Row(to=_Q, releases="prefill"),
+    (_E, StageChange.VERB): Row(to=_Q, releases="prefill"),
+    (_E, StageChange.ENDED): Row(to=None, releases="prefill"),
+    (_E, StageChange.COORDINATOR_LOST): Row(to=None, releases="prefill"),
+    (_I, StageChange.PREFILL_LOST): Row(to=_I),
+    (_I, StageChange.DECODE_LOST): Row(to=_E, accuses="decode"),
+    (_I, StageChange.NO_ROOM): Row(to=_E),
+    (_I, StageChange.FAILED): Row(to=_D, releases="prefill"),
+    (_I, StageChange.VERB): Row(to=_Q, releases="prefill and decode"),
+    (_I, StageChange.ENDED): Row(to=None, releases="prefill and decode"),
+    (_I, StageChange.COORDINATOR_LOST): Row(to=None, releases="prefill and decode"),
+    (_D, StageChange.PREFILL_LOST): Row(to=_D),
+    (_D, StageChange.DECODE_LOST): Row(to=_Q, accuses="decode"),
+    (_D, StageChange.VERB): Row(to=_D),
+    (_D, StageChange.ENDED): Row(to=None, releases="decode"),
+    (_D, StageChange.COORDINATOR_LOST): Row(to=None, releases="decode"),
 }
 """By stage and change. A pair that is absent cannot occur. An answer with the dispatch id of another stage than the
 present one moves nothing: its engine is sent RELEASE.
@@ -129,9 +129,9 @@ class Transfers:
         self._bytes_per_second = 0.0
         """Measured; 0: not yet."""
 
-    def move(self, entry: Entry, stage: Stage) -> None:
+    def move(self, entry: Entry, stage: RequestStage) -> None:
         """Set the stage of a request."""
-        promised = self._blocks(entry) if stage in (Stage.PREFILLING, Stage.EXPORTED) else 0
+        promised = self._blocks(entry) if stage in (RequestStage.PREFILLING, RequestStage.EXPORTED) else 0
         self._promised += promised - entry.promised
         entry.stage, entry.promised = stage, promised
 
@@ -141,14 +141,14 @@ class Transfers:
 
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
-    def choose(self, entry: Entry, among: Among) -> tuple[Engine, Stage] | None:
+    def choose(self, entry: Entry, among: Among) -> tuple[Engine, RequestStage] | None:
         """Return the engine for a request and the stage that it begins there; None: it has to wait.
 
         Roles are preferences: without a decode engine, prefill engines decode.
         """
         if not any(engine.role != PREFILL for engine in self._engines.available()):
             engine = among(entry, lambda _: True)
-            return None if engine is None else (engine, Stage.DECODING)
+            return None if engine is None else (engine, RequestStage.DECODING)
         if entry.export is not None:
             decoder = among(entry, lambda engine: engine.role != PREFILL and self._may_import(engine, entry))
             return None if decoder is None else (decoder, self.stage_at(decoder, entry))
@@ -159,17 +159,17 @@ class Transfers:
             chosen = decoder
             prefiller = among(entry, lambda engine: engine.role == PREFILL and not mismatch(engine, chosen))
             if prefiller is not None and self._is_cheaper(entry, prefiller, decoder):
-                return prefiller, Stage.PREFILLING
-        return decoder, Stage.DECODING
+                return prefiller, RequestStage.PREFILLING
+        return decoder, RequestStage.DECODING
 
-    def stage_at(self, engine: Engine, entry: Entry) -> Stage:
+    def stage_at(self, engine: Engine, entry: Entry) -> RequestStage:
         """Return the stage that a request begins at an engine that decodes."""
         can_import = entry.export is not None and not mismatch(entry.export.engine, engine)
-        return Stage.IMPORTING if can_import else Stage.DECODING
+        return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _may_import(self, engine: Engine, entry: Entry) -> bool:
         """Whether an engine can take an exported request now. One that cannot import blocks computes them."""
-        return self.stage_at(engine, entry) is Stage.DECODING or (
+        return self.stage_at(engine, entry) is RequestStage.DECODING or (
             engine.free_blocks is None or engine.free_blocks >= entry.promised
         )
 
@@ -180,7 +180,7 @@ class Transfers:
         return (
             entry.splits
             and not entry.crashes
-            and not entry.meta.text
+            and not (entry.meta.text or entry.meta.adapter)
             and entry.media is None
             and entry.num_tokens > CHUNK_TOKENS
             and not any(need in _NOT_SPLIT for need in needs)
@@ -222,7 +222,7 @@ class Transfers:
 
     def release(self, engine: Engine, dispatch_id: int) -> None:
         """Have an engine drop an export or an import, or what a stale id stands for."""
-        self._context.send(engine.peer, Release(dispatch_id=dispatch_id))
+        self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 
     def engine_lost(self, engine: Engine) -> None:
         """The exports of an engine are gone. An import in progress reports its end."""
@@ -230,14 +230,14 @@ class Transfers:
             assert entry.export is not None
             del self._exported[entry.export.id]
             entry.export = None
-            if entry.stage is Stage.EXPORTED:
-                self.move(entry, TABLE[entry.stage, Change.PREFILL_LOST].to or Stage.QUEUED)
+            if entry.stage is RequestStage.EXPORTED:
+                self.move(entry, TABLE[entry.stage, StageChange.PREFILL_LOST].to or RequestStage.QUEUED)
 
     def _expire(self) -> None:
         """Give up the exports that waited for too long, and queue their requests as any others."""
         now = self._context.now
         for entry in [entry for entry in self._exported.values() if entry.export and entry.export.until <= now]:
-            if entry.stage is Stage.EXPORTED:
+            if entry.stage is RequestStage.EXPORTED:
                 entry.splits = False
                 self.drop(entry)
                 self._requeue(entry)
