@@ -180,7 +180,7 @@ class EngineCore:
     ) -> RequestOutput:
         """Close `request` and return its last output. newest: the last token of prompt and answer."""
         routing = self._routing_of(request)
-        if request.slot >= 0:
+        if request.slot >= 0 and not request.request.prefill_only:
             self._rates.ended(int(self.context.num_tokens[request.slot]) - request.prompt_length)
         self._scheduler.remove(request)
         output = request.end(request.output(tokens), reason, now=self._clock())

@@ -322,6 +322,7 @@ class Dispatcher:
         entry.dispatches += 1
         if stage is not entry.stage:
             self.transfers.move(entry, stage)
+            self._counters.split_requests += stage is _PREFILLING
         if stage is _DECODING and entry.export is not None:
             self.transfers.drop(entry)
         if entry.dispatched_at is None:
