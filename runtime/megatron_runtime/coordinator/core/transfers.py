@@ -164,7 +164,8 @@ class Transfers:
 
     def stage_at(self, engine: Engine, entry: Entry) -> RequestStage:
         """Return the stage that a request begins at an engine that decodes."""
-        can_import = entry.export is not None and not mismatch(entry.export.engine, engine)
+        export = entry.export
+        can_import = export is not None and not export.engine.suspect and not mismatch(export.engine, engine)
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _may_import(self, engine: Engine, entry: Entry) -> bool:
