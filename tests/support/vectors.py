@@ -38,6 +38,7 @@ from megatron_runtime.protocol.messages import (
     Prefill,
     Quota,
     ReleaseBlocks,
+    RequestMessage,
     RequestMeta,
     Reserve,
     Status,
@@ -59,7 +60,7 @@ _PLAIN_PARAMS = {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "num_tokens_to_ge
 
 _DIGEST = bytes(range(32))
 _TRANSFER = Transfer(
-    export_id=5, dispatch_id=6, ticket=bytes(range(32, 64)), digests=_DIGEST, weights="7 5eed", seconds=30.0
+    export_id=5, dispatch_id=6, ticket=bytes(range(32, 64)), digests=_DIGEST, weights="7 5eed", key="", seconds=30.0
 )
 
 
@@ -78,9 +79,7 @@ class _EmptyFrame:
         return [b""]
 
 
-Vector = (
-    ControlMessage | Submit | Dispatch | Prefill | Partial | Final | Abort | CachedBlocks | _PlainFrames | _EmptyFrame
-)
+Vector = ControlMessage | RequestMessage | _PlainFrames | _EmptyFrame
 
 
 def _control(kind: Header, **fields: object) -> Control:
@@ -198,7 +197,7 @@ VECTORS: dict[str, Vector] = {
     "PREFILL": Prefill(Dispatch(5, UID, 1, _META, _PROMPT, _NONE, _PARAMS)),
     "EXPORTED": Exported(dispatch_id=5, digests=_DIGEST, weights="7 5eed"),
     "TRANSFER, to the exporting engine": _TRANSFER,
-    "TRANSFER, to the importing engine": _TRANSFER.model_copy(update={"address": "tcp://10.0.0.7:5558"}),
+    "TRANSFER, to the importing engine": _TRANSFER._replace(address="tcp://10.0.0.7:5558"),
     "IMPORTED": Imported(dispatch_id=6, ok=True, received_bytes=11_796_480, seconds=0.25),
     "IMPORTED, without room": Imported(dispatch_id=6, ok=False, has_room=False),
     "RELEASE": ReleaseBlocks(dispatch_id=5),

@@ -109,7 +109,7 @@ class KVExchange:
 
     def transfer(self, message: Transfer) -> None:
         """Serve the blocks of an export, or import them, whichever the message says."""
-        if message.address is None:
+        if not message.address:
             self._server.grant(message)
         else:
             self._imports[message.dispatch_id] = asyncio.create_task(self._import(message))

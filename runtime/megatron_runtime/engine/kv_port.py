@@ -19,7 +19,7 @@ from megatron_runtime.engine.kv_transfer import KVTransfer, TransferEndedError
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import Frames, MalformedMessageError, UnpackLimits, pack, unpack
 from megatron_runtime.protocol.headers import Role
-from megatron_runtime.protocol.messages import Imported, Transfer
+from megatron_runtime.protocol.messages import DIGEST_BYTES, Imported, Transfer
 from megatron_runtime.transport.security import PeerKeys, public_keys
 from megatron_runtime.transport.zmtp.connection import PeerId
 from megatron_runtime.transport.zmtp.dealer import Dealer
@@ -40,7 +40,6 @@ SILENCE_SECONDS = 5.0
 """A transfer ends if its other side neither sends nor accepts bytes for this long."""
 MAX_EARLY = 64
 """Requests that may wait for their ticket, which the coordinator sends to both engines at the same time."""
-DIGEST_BYTES = 32
 _MESSAGE = UnpackLimits(elements=8, containers=2, depth=2, frame_bytes=4096)
 _CHECK_SECONDS = 5.0
 
@@ -257,7 +256,7 @@ class BlockReceiver:
             own = PeerKeys.load(self._keys_dir, Role.ENGINE).own
             keys = PeerKeys(own, transfer.key.encode())
         dealer = Dealer(
-            transfer.address or "",
+            transfer.address,
             inbox.put_nowait,
             on_open=opened.set,
             on_lost=inbox.put_nowait,
@@ -305,4 +304,4 @@ def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
 def _cause(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"the other engine did not connect, send or accept bytes for {SILENCE_SECONDS:g} s"
-    return str(error) or type(error).__name__
+    return (str(error) or type(error).__name__)[: limits.MAX_TEXT_CHARACTERS]

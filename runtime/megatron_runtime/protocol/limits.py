@@ -35,7 +35,7 @@ MAX_ADMIN_MESSAGE_BYTES = 1 << 20
 UID_BYTES = 16
 TICKET_BYTES = 32
 MAX_TRANSFER_BLOCKS = 2048
-"""Blocks of one prompt that engines exchange; the rest is computed. Their digests fill a text of a control message."""
+"""Blocks of one prompt that engines exchange; the rest is computed."""
 
 HEARTBEAT_SECONDS = 0.5
 SUSPECT_SECONDS = 2.0

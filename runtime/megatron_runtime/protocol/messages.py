@@ -50,13 +50,6 @@ from megatron_runtime.protocol.text import shown
 
 # --- control messages -------------------------------------------------------------------------------------------------
 
-
-def _whole_digests(digests: bytes) -> bytes:
-    if len(digests) % 32:
-        raise ValueError(f"{len(digests)} bytes: want 32 for each block")
-    return digests
-
-
 U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Name = Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
@@ -77,9 +70,6 @@ Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARAC
 """An error or a reason. A longer text is cut, not rejected."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
 """The error of one adapter. A longer text is cut, not rejected."""
-Digests = Annotated[bytes, Field(max_length=limits.MAX_TRANSFER_BLOCKS * 32), AfterValidator(_whole_digests)]
-"""Digests of blocks of the prefix cache, 32 bytes each, in the order of the prompt."""
-Ticket = Annotated[bytes, Field(min_length=limits.TICKET_BYTES, max_length=limits.TICKET_BYTES)]
 Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
 """By the name of an adapter."""
@@ -499,61 +489,6 @@ class Charge(ControlMessage):
     """With negative tokens: `window` of the QUOTA that reserved them. Of an earlier minute nothing is returned."""
 
 
-class Exported(ControlMessage):
-    """Engine to coordinator: PREFILL has ended. The engine keeps the blocks until RELEASE or its own deadline."""
-
-    header = Header.EXPORTED
-    dispatch_id: U64
-    digests: Digests = b""
-    """Of the blocks that it keeps; empty: it could not compute or keep any."""
-    weights: Label = ""
-    """The weights and the epoch that computed them. Engines import blocks of their own weights only."""
-
-
-class Transfer(ControlMessage):
-    """Coordinator to both engines: the second one imports blocks of the first.
-
-    The exporting engine gets it without `address`. The ticket opens the blocks once.
-    """
-
-    header = Header.TRANSFER
-    export_id: U64
-    """Dispatch id of the PREFILL."""
-    dispatch_id: U64
-    """Of the import."""
-    ticket: Ticket
-    digests: Digests
-    weights: Label
-    key: Key = ""
-    """Public key of the other engine, Z85; empty without keys."""
-    seconds: Seconds
-    """The ticket expires after this time."""
-    address: Text | None = None
-    """Importing engine: of the other engine's KV port."""
-
-
-class Imported(ControlMessage):
-    """Engine to coordinator: an import has ended. If it succeeded, the engine pins the blocks for the next request that
-    begins with them, or until RELEASE or its own deadline.
-    """
-
-    header = Header.IMPORTED
-    dispatch_id: U64
-    ok: bool
-    has_room: bool = True
-    """False: too few blocks are free. The engine has not asked for any."""
-    received_bytes: U64 = 0
-    seconds: Seconds = 0.0
-    error: Words | None = None
-
-
-class ReleaseBlocks(ControlMessage):
-    """Coordinator to engine: drop the blocks of an export or an import. An unknown id is ignored."""
-
-    header = Header.RELEASE
-    dispatch_id: U64
-
-
 ENGINE_FAILED = "engine failed"
 """Reason in the DISCONNECT of an engine that ends because a step raised an exception or a rank ended."""
 ENGINE_LEAVES, ENGINE_STOPPED = "engine leaves", "stopped"
@@ -639,6 +574,8 @@ class PartialEntry(NamedTuple):
 
 
 _ENTRY = struct.Struct("<16sQII")
+DIGEST_BYTES = 32
+"""Of a block of the prefix cache."""
 
 
 class Partial(NamedTuple):
@@ -670,6 +607,73 @@ class Final(NamedTuple):
     def to_frames(self) -> Frames:
         dispatch_id, uid, tokens, reply = self
         return [pack((_FINAL, dispatch_id, uid, tokens, reply if type(reply) is bytes else pack(reply)))]
+
+
+class Exported(NamedTuple):
+    """EXPORTED: engine to coordinator, PREFILL has ended. The engine keeps the blocks until RELEASE or its deadline.
+
+    digests: of the blocks that it keeps, 32 bytes each, in the order of the prompt; empty: it could not compute or keep
+             any.
+    weights: the weights and the epoch that computed them. Engines import blocks of their own weights only.
+    """
+
+    dispatch_id: int
+    digests: bytes = b""
+    weights: str = ""
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.EXPORTED), *self))]
+
+
+class Transfer(NamedTuple):
+    """TRANSFER: coordinator to both engines, the second one imports blocks of the first.
+
+    export_id:   dispatch id of the PREFILL.
+    dispatch_id: of the import.
+    ticket:      opens the blocks once, within `seconds`.
+    key:         public key of the other engine, Z85; empty without keys.
+    address:     of the exporting engine's KV port; empty in the message to that engine.
+    """
+
+    export_id: int
+    dispatch_id: int
+    ticket: bytes
+    digests: bytes
+    weights: str
+    key: str
+    seconds: float
+    address: str = ""
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.TRANSFER), *self))]
+
+
+class Imported(NamedTuple):
+    """IMPORTED: engine to coordinator, an import has ended.
+
+    ok:       the engine pins the blocks for the next request that begins with them, or until RELEASE or its deadline.
+    has_room: False: too few blocks are free. The engine has not asked for any.
+    seconds:  that the received bytes took.
+    """
+
+    dispatch_id: int
+    ok: bool
+    has_room: bool = True
+    received_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.IMPORTED), *self))]
+
+
+class ReleaseBlocks(NamedTuple):
+    """RELEASE: coordinator to engine, drop the blocks of an export or an import. An unknown id is ignored."""
+
+    dispatch_id: int
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.RELEASE), self.dispatch_id))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -775,6 +779,60 @@ def _decode_abort(items: list[Any]) -> Abort:
     return Abort(_uid(items[1]) if isinstance(items[1], bytes) else _u64("id", items[1]))
 
 
+def _digests(value: Any) -> bytes:
+    digests = _array("digests", value, DIGEST_BYTES)
+    if len(digests) > limits.MAX_TRANSFER_BLOCKS * DIGEST_BYTES:
+        raise MalformedMessageError(f"{len(digests) // DIGEST_BYTES} digests: at most {limits.MAX_TRANSFER_BLOCKS}")
+    return digests
+
+
+def _short(name: str, value: Any, limit: int) -> str:
+    if type(value) is not str or len(value) > limit:
+        raise MalformedMessageError(f"{name} {shown(value)}: want a text of at most {limit} characters")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= 86400:
+        raise MalformedMessageError(f"seconds {shown(value)}: want 0 to 86400")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise MalformedMessageError(f"{name} {shown(value)}: want true or false")
+    return value
+
+
+def _decode_exported(items: list[Any]) -> Exported:
+    return Exported(_u64("dispatch id", items[1]), _digests(items[2]), _short("weights", items[3], 128))
+
+
+def _decode_transfer(items: list[Any]) -> Transfer:
+    _, export, dispatch, ticket, digests, weights, key, seconds, address = items[:9]
+    if len(_body("ticket", ticket)) != limits.TICKET_BYTES:
+        raise MalformedMessageError(f"ticket of {len(ticket)} bytes: want {limits.TICKET_BYTES}")
+    ids = _u64("export id", export), _u64("dispatch id", dispatch)
+    texts = _short("weights", weights, 128), _short("key", key, 64)
+    return Transfer(*ids, ticket, _digests(digests), *texts, _seconds(seconds), _short("address", address, 4096))
+
+
+def _decode_imported(items: list[Any]) -> Imported:
+    _, number, ok, has_room, received, seconds, error = items[:7]
+    return Imported(
+        _u64("dispatch id", number),
+        _flag("ok", ok),
+        _flag("has_room", has_room),
+        _u64("received bytes", received),
+        _seconds(seconds),
+        _short("error", error, limits.MAX_TEXT_CHARACTERS),
+    )
+
+
+def _decode_release(items: list[Any]) -> ReleaseBlocks:
+    return ReleaseBlocks(_u64("dispatch id", items[1]))
+
+
 def _decode_cached(items: list[Any]) -> CachedBlocks:
     fields = items[1]
     if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
@@ -793,7 +851,9 @@ class Plain:
     items: list[Any]
 
 
-RequestMessage: TypeAlias = Submit | Dispatch | Prefill | Partial | Final | Abort | CachedBlocks
+StageMessage: TypeAlias = Prefill | Exported | Transfer | Imported | ReleaseBlocks
+"""Of requests whose prompt another engine computes."""
+RequestMessage: TypeAlias = Submit | Dispatch | StageMessage | Partial | Final | Abort | CachedBlocks
 NativeMessage: TypeAlias = ControlMessage | RequestMessage
 Message: TypeAlias = NativeMessage | Plain
 Outgoing: TypeAlias = Frames | NativeMessage
@@ -819,6 +879,13 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),
     int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
     int(Header.ABORT_REQUEST): ("id", _decode_abort),
+    int(Header.EXPORTED): ("dispatch_id, digests, weights", _decode_exported),
+    int(Header.TRANSFER): (
+        "export_id, dispatch_id, ticket, digests, weights, key, seconds, address",
+        _decode_transfer,
+    ),
+    int(Header.IMPORTED): ("dispatch_id, ok, has_room, received_bytes, seconds, error", _decode_imported),
+    int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
 """By header: the elements that follow it, and the function that reads them. More elements are ignored."""
@@ -827,7 +894,7 @@ _FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PAT
 
 _KINDS = (
     *(Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState),
-    *(Reserve, Quota, Charge, Exported, Transfer, Imported, ReleaseBlocks),
+    *(Reserve, Quota, Charge),
 )
 _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},

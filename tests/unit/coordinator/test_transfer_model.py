@@ -168,7 +168,7 @@ class World:
         match self.inboxes[engine.peer].popleft():
             case Prefill(dispatch=dispatch):
                 engine.prefills.add(dispatch.dispatch_id)
-            case Transfer(address=None):
+            case Transfer(address=""):
                 pass
             case Transfer() as transfer:
                 engine.imports[transfer.dispatch_id] = transfer

@@ -140,9 +140,9 @@ async def test_a_transfer_that_may_not_be_made_fails_with_its_reason(
     message = transfer(address, blocks=5, weights="x" if reason == "other weights" else "w")
     granted = message
     if reason == "expired":
-        granted = message.model_copy(update={"seconds": 0.0})
+        granted = message._replace(seconds=0.0)
     elif reason == "beyond":
-        granted = message.model_copy(update={"digests": message.digests[:64]})
+        granted = message._replace(digests=message.digests[:64])
     elif reason == "released":
         source.contents.clear()
     server.grant(granted)
@@ -256,15 +256,11 @@ async def test_with_keys_only_the_engine_that_the_ticket_names_gets_the_blocks(t
         server.grant(message)
         assert (await BlockReceiver(Blocks(), keys_dir=ours).receive(message)).ok
         # A key of another pool does not open the port; one that the ticket does not name opens no export.
-        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(
-            message.model_copy(update={"ticket": b"1" * 32})
-        )
+        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"1" * 32))
         assert not refused.ok
         (ours / "engine.pub").write_text(public + "\n" + (other / "engine.pub").read_text())
-        server.grant(message.model_copy(update={"ticket": b"2" * 32}))
-        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(
-            message.model_copy(update={"ticket": b"2" * 32})
-        )
+        server.grant(message._replace(ticket=b"2" * 32))
+        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"2" * 32))
         assert "ticket is not valid" in (refused.error or "")
     finally:
         server.close()

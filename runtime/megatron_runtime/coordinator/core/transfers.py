@@ -15,12 +15,11 @@ from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Engine, Entry, Export, RequestStage
 from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.protocol import limits
-from megatron_runtime.protocol.messages import Exported, Imported, ReleaseBlocks, Transfer
+from megatron_runtime.protocol.messages import DIGEST_BYTES, Exported, Imported, ReleaseBlocks, Transfer
 
 logger = logging.getLogger(__name__)
 
 PREFILL = "prefill"
-DIGEST_BYTES = 32
 EXPORTED_SECONDS = 10.0
 """Time that a request waits for a decode engine with room. Its blocks are released afterwards."""
 IMPORT_SECONDS = 30.0
@@ -264,8 +263,8 @@ class Transfers:
             seconds=IMPORT_SECONDS,
         )
         self._context.send(export.engine.peer, transfer)
-        source = {"key": export.engine.key.decode(), "address": export.engine.kv.address}
-        self._context.send(engine.peer, transfer.model_copy(update=source))
+        source = export.engine.key.decode(), export.engine.kv.address
+        self._context.send(engine.peer, transfer._replace(key=source[0], address=source[1]))
         if engine.free_blocks is not None:
             engine.free_blocks = max(0, engine.free_blocks - self._blocks(entry))
         return len(export.digests) // DIGEST_BYTES * engine.block_size_tokens
