@@ -63,21 +63,22 @@ async def test_the_operator_sees_the_objects_of_the_past_and_the_processes_of_th
 ) -> None:
     operator = make_operator("--lease-seconds", "10")
     await operator.start()
-    await resource.create(replicas=2, server={"replicas": 1})
-    await resource.settled("Running")
-    await resource.until(lambda status: "plan" not in status)
-    await asyncio.to_thread(backup.take)
-    lease = await api.get(LEASE, namespace, "megatron-operator")
-    await resource.patch(desiredState="Paused")
-    await resource.settled("Paused")
-
-    async def renewed() -> bool:
-        now = await api.get(LEASE, namespace, "megatron-operator")
-        return bool(now["metadata"]["resourceVersion"] != lease["metadata"]["resourceVersion"])
-
-    # The operator recognises a backup that is older than its last renewal.
-    await eventually(renewed, what="the Lease is renewed")
+    # It exits when etcd is away for longer than its Lease is valid.
     async with operator.kept_running():
+        await resource.create(replicas=2, server={"replicas": 1})
+        await resource.settled("Running")
+        await resource.until(lambda status: "plan" not in status)
+        await asyncio.to_thread(backup.take)
+        lease = await api.get(LEASE, namespace, "megatron-operator")
+        await resource.patch(desiredState="Paused")
+        await resource.settled("Paused")
+
+        async def renewed() -> bool:
+            now = await api.get(LEASE, namespace, "megatron-operator")
+            return bool(now["metadata"]["resourceVersion"] != lease["metadata"]["resourceVersion"])
+
+        # The operator recognises a backup that is older than its last renewal.
+        await eventually(renewed, what="the Lease is renewed")
         await asyncio.to_thread(backup.restore)
         assert (await resource.get())["spec"]["desiredState"] == "Running"
 
