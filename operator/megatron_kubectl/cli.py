@@ -48,7 +48,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a resource. Without a cluster there is nothing to complete."""
+    """Complete the name of a resource. Without a cluster, it completes nothing."""
     where = {key: context.params.get(key) for key in ("namespace", "context")}
     try:
         with ResourceClient(**where) as client:

@@ -117,7 +117,7 @@ def merged(
 
 
 class LogFollower:
-    """Follows the logs of a selection, also those of containers that start later."""
+    """Follows the logs of a selection, including containers that start later."""
 
     def __init__(self, client: ResourceClient, selection: Selection, *, tail: int | None) -> None:
         self._client = client

@@ -138,7 +138,7 @@ class KubectlProxy:
 
     @property
     def output(self) -> IO[bytes]:
-        """Standard output of kubectl, on which nothing arrives until kubectl ends."""
+        """Standard output of kubectl, which is silent until kubectl exits."""
         assert self._process.stdout is not None
         return self._process.stdout
 

@@ -13,7 +13,7 @@ from megatron_operator.resource.conditions import ConditionType, Reason
 from megatron_operator.resource.remedies import REMEDIES
 
 _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
-"""What each reason means, and what to do about it."""
+"""Meaning and remedy of each reason."""
 
 
 def explanation(resource: Mapping[str, Any], operators: str | None = None) -> list[str]:

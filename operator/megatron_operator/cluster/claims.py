@@ -32,7 +32,7 @@ class _Lease:
     mark: object
     """Changes with each renewal."""
     since: float
-    """When the mark was first seen."""
+    """When the operator first saw the mark."""
     read: float
     duration: float = DEFAULT_DURATION
     error: str = ""

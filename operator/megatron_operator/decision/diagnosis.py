@@ -46,7 +46,7 @@ class MissingObject:
     key: str = ""
 
     def remedy(self, references: References, *, component: str) -> str:
-        """Return what the user does, with the field of the spec; `component` is that of the pod."""
+        """Return what the user can do, with the field of the spec. component: of the pod."""
         field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
@@ -91,7 +91,7 @@ _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 
 
 def references(spec: Mapping[str, Any]) -> References:
-    """Return the objects that the fields of a spec, as in the API, name; except those of podTemplates."""
+    """Return the objects that the fields of a spec, as in the API, refer to, except in podTemplates."""
     found: dict[tuple[str, str], str] = {}
     for kind, section, key, shown in _FIELDS:
         value: Any = spec

@@ -41,7 +41,7 @@ LIMITS = {
     "maxRequests": "max_requests",
     "maxTokens": "max_tokens",
 }
-"""Fields of EngineReport by those of `status.limits`."""
+"""Fields of EngineReport by field of `status.limits`."""
 FULL_TEXTS = 64
 """Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
 ENGINE_TEXT, SHORT_TEXT = 1024, 80
@@ -142,7 +142,7 @@ def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
 
 
 def _revision(scene: Scene) -> str:
-    """Return the revision that engines should have; while an update is held, that of the first engine."""
+    """Return the revision that engines should have; while an update is held, the revision of the first engine."""
     if not scene.engines.wanted:
         return str(scene.world.resource.status.get("revision", ""))
     first = scene.engines.wanted[0]

@@ -1,4 +1,4 @@
-"""Policies that block all others, and those of the reached state."""
+"""Policies that block all others, and policies for a resource that has reached its state."""
 
 from __future__ import annotations
 
