@@ -38,14 +38,14 @@ class OperatorLease:
 
 def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
     """Return the Leases of operators among all Leases of a cluster, by name."""
-    found = []
+    leases = []
     for item in items:
         metadata, spec = item["metadata"], item.get("spec") or {}
         annotations = metadata.get("annotations") or {}
         if TERM_ANNOTATION not in annotations:
             continue
         renewed = spec.get("renewTime")
-        found.append(
+        leases.append(
             OperatorLease(
                 name=f"{metadata['namespace']}/{metadata['name']}",
                 holder=str(spec.get("holderIdentity") or ""),
@@ -54,7 +54,7 @@ def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
                 namespaces=frozenset(filter(None, annotations.get(NAMESPACES_ANNOTATION, "").split(","))),
             )
         )
-    return sorted(found, key=lambda lease: lease.name)
+    return sorted(leases, key=lambda lease: lease.name)
 
 
 def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now: datetime) -> str | None:
