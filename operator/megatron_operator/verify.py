@@ -90,7 +90,7 @@ async def _ready(http: aiohttp.ClientSession, url: str) -> str:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
-    """Have the first model of a server generate a token."""
+    """Request one token from the first model of a server."""
     base, headers = f"{url.rstrip('/')}/v1", {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with http.get(f"{base}/models", headers=headers) as response:
         model = (await _json(response, expect=200))["data"][0]["id"]

@@ -163,7 +163,9 @@ async def requests_every_action(page: Page, demo: Deployed, relay: TcpRelay) -> 
     story = demo.chat.stream(STORY, max_tokens=64)  # it waits until the engine runs again
     await relay.stop()
     await expect(connection).to_have_text("not live; retrying")
-    await expect(page.get_by_role("region", name="Logs").get_by_label("Log")).to_contain_text("The log broke off: ")
+    await expect(page.get_by_role("region", name="Logs").get_by_label("Log")).to_contain_text(
+        "The log ended unexpectedly: "
+    )
     assert not story.finished.is_set()
     demo.kube.patch_spec("demo", desiredState="Running")
     await asyncio.to_thread(story.wait)

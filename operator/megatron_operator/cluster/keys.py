@@ -121,8 +121,8 @@ def seal(metadata: Object, data: Object, admin: KeyPair) -> str:
 def is_sealed(secret: Object, admin: KeyPair) -> bool:
     """Return whether this operator wrote the data of a resource's Secret."""
     metadata = secret["metadata"]
-    found = (metadata.get("annotations") or {}).get(ANNOTATION_SEAL, "")
-    return hmac.compare_digest(found.encode(), seal(metadata, secret.get("data") or {}, admin).encode())
+    stored = (metadata.get("annotations") or {}).get(ANNOTATION_SEAL, "")
+    return hmac.compare_digest(stored.encode(), seal(metadata, secret.get("data") or {}, admin).encode())
 
 
 def keys_view(secret: Object, admin: KeyPair) -> KeysView:
@@ -170,8 +170,9 @@ def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: s
         begins = action.stage is KeyStage.ADMITTING
         follows = action.generation > generation if begins else action.generation == generation
         if AFTER[stage] is not action.stage or not follows:
-            found, wanted = f"{stage.value} of generation {generation}", f"{action.stage.value} of {action.generation}"
-            raise ValueError(f"Secret {action.name}: is at {found}, which is not the stage before {wanted}")
+            current = f"{stage.value} of generation {generation}"
+            wanted = f"{action.stage.value} of {action.generation}"
+            raise ValueError(f"Secret {action.name}: is at {current}, which is not the stage before {wanted}")
         fresh = generate_key_files(roles=("server", *PEERS, TRAINER)) if begins else {}
         files = next_files(files, action.stage, fresh=fresh)
         generation, stage, since = action.generation, action.stage, now if begins else since

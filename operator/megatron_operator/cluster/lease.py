@@ -277,14 +277,14 @@ class Elector:
 
 def _term(lease: Object) -> int:
     annotations = lease["metadata"].get("annotations") or {}
-    found = annotations.get(TERM_ANNOTATION) or (lease.get("spec") or {}).get("leaseTransitions") or 0
+    stored = annotations.get(TERM_ANNOTATION) or (lease.get("spec") or {}).get("leaseTransitions") or 0
     try:
-        term = int(found)
+        term = int(stored)
     except ValueError:
         term = -1
     if 0 <= term <= MAX_TERM:
         return term
-    logger.warning("the term of the lease is invalid; counting restarts", extra={"term": str(found)[:80]})
+    logger.warning("the term of the lease is invalid; counting restarts", extra={"term": str(stored)[:80]})
     return 0
 
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """Margin that lets the server end a watch before the client does."""
 DENIED_SECONDS = 4.0
-"""A watch that the server has rejected for so long is denied. An API server that starts rejects some for a moment."""
+"""A watch that the server has rejected for this long is denied. A starting API server rejects watches for a moment."""
 RETRY_SECONDS = (0.5, 1.0, 3.0, 5.0)
 """Pauses between tries of a rejected watch."""
 

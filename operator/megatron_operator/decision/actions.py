@@ -139,7 +139,7 @@ Action = OnChildren | Signal | AskCanary | EmitEvent
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions and the status. Reason and message of the deciding policy are those of the status."""
+    """The actions and the status. The status has the reason and message of the deciding policy."""
 
     policy: str
     """Name of the first policy that applied."""

@@ -46,7 +46,7 @@ class MissingObject:
     key: str = ""
 
     def remedy(self, references: References, *, component: str) -> str:
-        """Return what the user does, with the field of the spec; `component` is that of the pod."""
+        """Return what the user can do, with the field of the spec. component: of the pod."""
         field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
@@ -66,14 +66,14 @@ def pod_template(component: str) -> str:
 
 def missing_object(message: str) -> MissingObject | None:
     """Return the missing object that a message of the kubelet or the scheduler names; None if it names none."""
-    found = _MISSING_OBJECT.search(message)
-    if found is not None:
-        return MissingObject(found["kind"].lower(), found["name"])
-    found = _MISSING_KEY.search(message)
-    if found is not None:
-        return MissingObject(found["kind"].lower(), found["name"], found["key"])
-    found = _MISSING_VOLUME_KEY.search(message)
-    return None if found is None else MissingObject("volume", found["name"], found["key"])
+    match = _MISSING_OBJECT.search(message)
+    if match is not None:
+        return MissingObject(match["kind"].lower(), match["name"])
+    match = _MISSING_KEY.search(message)
+    if match is not None:
+        return MissingObject(match["kind"].lower(), match["name"], match["key"])
+    match = _MISSING_VOLUME_KEY.search(message)
+    return None if match is None else MissingObject("volume", match["name"], match["key"])
 
 
 _FIELDS = (
@@ -91,16 +91,16 @@ _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 
 
 def references(spec: Mapping[str, Any]) -> References:
-    """Return the objects that the fields of a spec, as in the API, name; except those of podTemplates."""
-    found: dict[tuple[str, str], str] = {}
+    """Return the objects that the fields of a spec, as in the API, refer to, except in podTemplates."""
+    names: dict[tuple[str, str], str] = {}
     for kind, section, key, shown in _FIELDS:
         value: Any = spec
         for part in (*section.split("."), key):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, str):
-            found[kind, value] = shown.format(section)
+            names[kind, value] = shown.format(section)
             if section in _VOLUMES:
-                found["volume", _VOLUMES[section]] = shown.format(section)
+                names["volume", _VOLUMES[section]] = shown.format(section)
     engine: Any = spec.get("engine") or {}
     for claim in (engine.get("accelerator") or {}).get("claims") or ():
         for kind, key in (
@@ -108,8 +108,8 @@ def references(spec: Mapping[str, Any]) -> References:
             ("resourceclaimtemplate", "resourceClaimTemplateName"),
         ):
             if claim.get(key):
-                found[kind, claim[key]] = f"spec.engine.accelerator.claims[].{key}"
-    return found
+                names[kind, claim[key]] = f"spec.engine.accelerator.claims[].{key}"
+    return names
 
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
@@ -237,9 +237,9 @@ def is_device_failure(pod: PodView) -> bool:
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:
     """Return the first diagnosis of the pods, by name."""
     for pod in sorted(pods, key=lambda pod: pod.name):
-        found = diagnose(pod, references)
-        if found is not None:
-            return found
+        finding = diagnose(pod, references)
+        if finding is not None:
+            return finding
     return None
 
 

@@ -54,7 +54,7 @@ class EngineView:
 
     @property
     def superseded(self) -> bool:
-        """The coordinator still reports a process of an earlier revision than that of its StatefulSet."""
+        """The coordinator still reports a process of an earlier revision than its StatefulSet."""
         reported = self.report.revision if self.report is not None else ""
         return not self.stale and self.statefulset is not None and reported not in ("", self.statefulset.revision)
 

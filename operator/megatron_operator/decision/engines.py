@@ -38,7 +38,7 @@ MAX_STARTING = 256
 """Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
 the nodes and the source of the weights start this many engines of one resource in parallel."""
 LOST, UNKNOWN, UNRESPONSIVE = "Lost", "Unknown", "Unresponsive"
-"""States of an engine in the status, besides those that it reports."""
+"""States of an engine in the status, in addition to the states that engines report."""
 REPORTED_STATES = frozenset(state.value for state in EngineState)
 
 

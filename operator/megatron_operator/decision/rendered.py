@@ -41,7 +41,7 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The shared children that can be rendered, and by name the errors of the others, which are left unchanged."""
+        """The shared children that can be rendered, and by name the errors of the others, which are not changed."""
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
         for name, build in builds.items():

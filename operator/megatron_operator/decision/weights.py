@@ -1,4 +1,4 @@
-"""Weights that the engines serve, against those of the spec."""
+"""Compares the weights that the engines serve with the weights of the spec."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Weights:
 
     @cached_property
     def wrong(self) -> tuple[EngineView, ...]:
-        """Serving engines with other weights than those of the last confirmed update."""
+        """Serving engines whose weights differ from the last confirmed update."""
         if self.engines.old_model:
             return ()
         right = (None, self.confirmed.revision)

@@ -70,7 +70,7 @@ def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
 
 
 def lost_node_tolerations(given: list[Any]) -> list[Any]:
-    """Return these tolerations, and those of a lost node that they do not contain."""
+    """Return these tolerations, plus the missing ones for a lost node."""
     keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
     missing = [key for key in NODE_TAINTS if key not in keys]
     effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}

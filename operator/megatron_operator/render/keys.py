@@ -67,7 +67,7 @@ def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: s
 
 
 def next_files(files: Files, stage: KeyStage, *, fresh: Files) -> dict[str, str]:
-    """Return the files of `stage`, from those of the previous stage.
+    """Return the files of `stage`, given the files of the previous stage.
 
     Args:
         fresh: the pairs of the new generation, used by ADMITTING only.

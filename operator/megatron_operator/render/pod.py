@@ -42,7 +42,7 @@ CONTAINER_SECURITY = {
 
 
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
-    """Return the security context of a pod. On OpenShift it has no IDs: admission assigns those of the namespace."""
+    """Return the security context of a pod. On OpenShift it has no IDs: admission assigns the IDs of the namespace."""
     return {
         "runAsNonRoot": True,
         **({} if ctx.settings.openshift else _FIXED_IDS),
