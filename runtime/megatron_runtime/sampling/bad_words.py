@@ -1,6 +1,6 @@
 """Texts that an answer may not contain, as token sequences. No torch.
 
-The rule is that of vLLM's `bad_words`: the last token of a sequence is not allowed where the answer ends with the
+The rule is the same as for vLLM's `bad_words`: the last token of a sequence is not allowed if the answer ends with the
 tokens before it. A text that the model writes with other tokens is not recognised.
 """
 
@@ -20,7 +20,7 @@ def token_sequences(
     number of its tokens. Sequences with a token that the model does not have are left out.
 
     encode:     returns the tokens of a text without those that begin a prompt.
-    vocab_size: of the model.
+    vocab_size: size of the model's vocabulary.
 
     Raises InvalidSamplingParamsError if the tokenizer has no tokens for a text.
     """

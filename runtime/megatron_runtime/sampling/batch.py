@@ -21,14 +21,16 @@ Float32 = npt.NDArray[np.float32]
 
 NO_LOG_PROBS = -1
 NO_TOKEN = -1
-"""In place of the token of a row that needs none."""
+"""Returned instead of a token for a row that needs none."""
 _FIRST_CAPACITY = 256
 _MIN_TOP_P = float(np.finfo(np.float32).tiny)
 """A smaller top_p is 0 in float32 or may become 0 on a device, and 0 keeps all tokens."""
 
 
 class RowFailure(IntEnum):
-    """In place of the token of a row that cannot have one: the row fails, the step and its other rows do not."""
+    """Returned instead of a token for a row that cannot be sampled. The row fails; the step and its other rows do
+    not.
+    """
 
     MODEL = -2
     EDITS = -3
@@ -114,7 +116,8 @@ class SamplingBatch:
     temperature, top_k, top_p, min_p: [n]; 0 means greedy, off, off, off.
     seeds:          uint64 [n]; with `positions` they fix the random number.
     positions:      int64 [n]; number of the generated token in its answer.
-    num_log_probs:  int32 [n]; likeliest tokens to report beside the sampled one; NO_LOG_PROBS for no report.
+    num_log_probs:  int32 [n]; number of most likely tokens to report in addition to the sampled one; NO_LOG_PROBS for
+                    no report.
     returns_hidden: bool [n]; report the hidden state from which the row's token is sampled.
     edits:          by row, for rows with edits.
     prompt_targets: by row, for rows that want log-probabilities of their prompt: int32 [m], the tokens after the first
@@ -166,7 +169,7 @@ class _TokenCounts:
 class _Edits:
     """The inputs of a slot's LogitEdits.
 
-    allowed: the bits of the only tokens that may be sampled; None: any.
+    allowed: bits of the tokens that may be sampled; None: any token.
     answer:  its generated tokens, if it has bad words.
     """
 
@@ -199,7 +202,7 @@ class _Edits:
 
 
 def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return LogitEdits.allowed of these tokens. It ends with the highest of them."""
+    """Return LogitEdits.allowed for these tokens. The array ends with the highest token."""
     ids = np.array(tokens, np.uint32)
     words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
@@ -207,7 +210,7 @@ def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 def _both(one: npt.NDArray[np.uint32] | None, other: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32] | None:
-    """Return the bits of the tokens that both allow. None allows all tokens."""
+    """Return the bits of the tokens that both sets allow. None allows all tokens."""
     if one is None or other is None:
         return one if other is None else other
     length = min(len(one), len(other))

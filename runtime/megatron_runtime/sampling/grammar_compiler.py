@@ -60,7 +60,7 @@ class InvalidGrammarError(ValueError):
 
     @classmethod
     def of(cls, message: str) -> InvalidGrammarError:
-        """message: of the compiler, which names its options and quotes the whole grammar."""
+        """message: message of the compiler, which names its options and quotes the whole grammar."""
         if (error := _ERROR.search(message)) is not None:
             return cls(error[1])
         if (keywords := _KEYWORDS.match(message)) is not None:
@@ -98,7 +98,7 @@ class VocabularyTable:
         return llguidance.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
 
     def pack(self) -> bytes:
-        """Encode everything but `encode`."""
+        """Encode all fields except `encode`."""
         return codec.pack([self.tokens, self.special_token_ids, self.eos_token_ids, self.vocab_size])
 
     @classmethod
@@ -189,7 +189,7 @@ def _prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process, without the free memory that earlier grammars left in the allocator."""
+    """Return the resident memory of this process, excluding free memory that earlier grammars left in the allocator."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
 """JSON schemas, regular expressions and grammars of other servers, as the grammar compiler reads them. No torch.
 
 A schema of a client has more keywords than the compiler knows. `normalised` removes those that only narrow the answer:
-an answer of the remaining schema is still JSON of the right shape. The sets below are those of llguidance 1 and of
-JSON Schema, drafts 4 to 2020-12.
+an answer of the remaining schema is still JSON of the right shape. The sets below describe llguidance 1 and JSON
+Schema, drafts 4 to 2020-12.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NARROWING = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     }
 )
-"""Keywords that the compiler lacks, and that allow nothing which the schema without them rejects."""
+"""Keywords that the compiler lacks and that only narrow a schema."""
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
 )
@@ -132,7 +132,7 @@ def _is_closed(schema: Mapping[str, Any]) -> bool:
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:
-    """Return whether the schemas in place of a schema declare properties of one object together."""
+    """Return whether several of the schemas that describe one value declare properties of the same object."""
     parts = [*(key for key in _IN_PLACE if key in schema), *(("$ref",) if "$ref" in schema else ())]
     members = schema.get("allOf")
     return "properties" in schema or len(parts) > 1 or (isinstance(members, list) and len(members) > 1)
@@ -176,9 +176,9 @@ def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
 
 
 def unsupported(pattern: str) -> str | None:
-    """Return what a regular expression has that no grammar can express, as it is written; None if nothing.
+    """Return the part of a regular expression that no grammar can express, as written; None if there is none.
 
-    Look-around and references to groups depend on text that is not next. The compiler reports other errors.
+    Look-around and group references depend on text other than the next characters. The compiler reports other errors.
     """
     in_class = 0
     for token in _TOKEN.findall(pattern):

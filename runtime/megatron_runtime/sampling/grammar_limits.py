@@ -2,8 +2,8 @@
 
 The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB it
 overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. These limits lie well below, and reject
-most hostile grammars early. They are no proof: a grammar within them is first compiled in a process that may crash
-(see grammar_compiler).
+most hostile grammars early. They are not a guarantee: a grammar within them is first compiled in a process that may
+crash (see grammar_compiler).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_REPETITIONS = 10_000  # highest bound of a repetition in a regular expressio
 MAX_MULTIPLE_OF = 10_000  # without its decimal point: the compiler creates as many states
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
-"""Of the compiler, for JSON: a small model may generate white space endlessly where JSON allows it."""
+"""Options of the compiler for JSON. They limit white space, which a small model may generate endlessly."""
 
 # Limits of the entries in one list or object of a JSON schema, by keyword.
 _MAX_ENTRIES = {
@@ -198,7 +198,7 @@ def _check_rules(kind: str, text: str) -> None:
 
 
 def _nesting(text: str) -> int:
-    """Return an upper bound of the nesting of brackets: escaped brackets and those of another kind count as well."""
+    """Return an upper bound of the nesting of brackets: escaped brackets and brackets of other kinds count as well."""
     depth = deepest = 0
     for character in text:
         if character in _OPENING:
@@ -257,7 +257,7 @@ def _values(root: Any) -> Iterator[tuple[Any, int]]:
 def _check_references(kind: str, schema: Any) -> None:
     """Check the longest chain of schemas, each of which contains the next or has a `$ref` to it.
 
-    The schemas of a chain are those that a `$ref` leads to, wherever they are in the root.
+    The schemas of a chain are the targets of `$ref`, wherever they are in the root.
     """
     references: set[str] = set()
     named: dict[str, Any] = {"#": schema}

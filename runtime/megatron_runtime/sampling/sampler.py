@@ -1,13 +1,13 @@
 """Sampling of any mix of requests in one batch, and log-probabilities of tokens (natural logarithms). No torch.
 
 A token is drawn with one uniform number: it is the first, in the order of ids, at which the cumulative weight of the
-tokens that the filters keep exceeds this share of their sum. Every row is computed by itself, so its token does not
-depend on its batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf is the probability 0.
-The number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). This
-counter-based generator has no state: the number for (seed, position) is the same in any batch, on any engine, and after
-a request was moved or replayed.
+kept tokens exceeds this share of their sum. Every row is computed independently, so its token does not depend on the
+batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf is the probability 0. The number comes
+from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). This counter-based generator has
+no state: the number for (seed, position) is the same in any batch, on any engine, and after a request was moved or
+replayed.
 
-N rows, V vocabulary, C candidates, K likeliest tokens.
+N rows, V vocabulary, C candidates, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 _CANDIDATE_WEIGHTS = (1e-2, 1e-4, 1e-7, 0.0)
-"""Only tokens at least this likely, relative to the likeliest, are sorted; if they do not decide, the next value."""
+"""Only tokens at least this likely, relative to the most likely one, are sorted. If these are not enough to decide, the
+next value is used."""
 _BLOCK = 256
 _ROUNDS = 10  # of Philox, as the constants that follow
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -51,15 +52,15 @@ class StepLogits(Protocol):
         """The rows of the plan that need a token, int64 [n]."""
 
     def sample(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[Int32, dict[int, LogProbs]]:
-        """Return a token or a RowFailure for each of `sampled_rows`, int32 [n], and the log-probabilities of those that
-        have a token and request them, by row of the plan.
+        """Return a token or a RowFailure for each of `sampled_rows`, int32 [n], and, by row of the plan, the
+        log-probabilities of rows that have a token and request them.
 
-        reports_raw: report log-probabilities of the model's own logits, not of those that tokens are drawn from.
+        reports_raw: report log-probabilities of the model's own logits instead of the processed logits.
         """
 
     def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
-        """Yield (row of the plan, log-probabilities of the next of its prompt targets), in their order. They are of the
-        model's own logits, and NaN if these are not finite.
+        """Yield (row of the plan, log-probabilities of the next of its prompt targets), in their order. They are
+        computed from the model's own logits, and are NaN if these are not finite.
         """
 
     def hidden_states(self, which: Int64) -> Float32:
@@ -69,22 +70,24 @@ class StepLogits(Protocol):
         """
 
     def rows_not_finite(self) -> Int64:
-        """Return rows of the plan with several tokens of which one has a hidden state that is not finite, int64 [n].
+        """Return the rows of the plan, int64 [n], that have several tokens and a hidden state that is not finite.
 
-        What such a token leaves in the KV cache may have reached the tokens before it, so no request may share these.
+        The KV of such a token may have affected the tokens before it, so no request may share them.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """chosen_N: float32, of each row's token. top_ids_NK, top_NK: int32 and float32, the likeliest, descending."""
+    """chosen_N: float32, log-probability of each row's token. top_ids_NK, top_NK: int32 and float32, the most likely
+    tokens, descending.
+    """
 
     chosen_N: Float32
     top_ids_NK: Int32
     top_NK: Float32
 
     def row(self, index: int, count: int) -> list[tuple[int, float]]:
-        """Return the `count` likeliest tokens of a row, as (id, log-probability)."""
+        """Return the `count` most likely tokens of a row, as (id, log-probability)."""
         ids, values = self.top_ids_NK[index, :count], self.top_NK[index, :count]
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
@@ -92,7 +95,7 @@ class LogProbs:
 def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
     """Return the log-probabilities of `tokens_N`: NaN for all tokens of a row with NaN, with inf, or only with -inf.
 
-    top_n: K, at most V. Of equal values the lower id comes first.
+    top_n: K, at most V. Among equal values, the lower id comes first.
     """
     top_n = min(top_n, logits_NV.shape[1])
     best_N = logits_NV.max(axis=-1)
@@ -192,7 +195,7 @@ def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.N
 
 
 def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
-    """Return a token or a RowFailure for every row, int32 [N]. The logits of rows with edits are changed in place.
+    """Return a token or a RowFailure for every row, int32 [N]. The logits of rows with edits are overwritten.
 
     rows: int64 [N]; the row of `batch` that each row of logits belongs to.
     """
@@ -222,7 +225,7 @@ def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
 
 
 def _cause(best: float, edits: LogitEdits | None) -> RowFailure:
-    """Return why a row fails whose largest logit is `best`. edits: those of finite logits."""
+    """Return why a row with the largest logit `best` fails. edits: its edits, if the model's logits were finite."""
     if edits is None:
         return RowFailure.MODEL
     return RowFailure.MASK if best == -np.inf and edits.allowed is not None else RowFailure.EDITS
@@ -277,7 +280,9 @@ def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> I
 
 
 def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, is_all: bool) -> int | None:
-    """Return how many of the likeliest tokens top-k, then top-p keep; None when the candidates are too few to tell."""
+    """Return how many of the most likely tokens top-k, then top-p keep; None if there are too few candidates to
+    decide.
+    """
     kept, mass = len(weights_C), total
     cumulative_C = weights_C.cumsum(dtype=np.float64)
     if 0 < top_k <= kept:
@@ -295,7 +300,7 @@ def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, i
 def _invert(weights_V: Float32, ids_C: Int64 | None, number: float) -> int:
     if ids_C is not None:
         return int(ids_C[_first_beyond(weights_V[ids_C].cumsum(dtype=np.float64), number)])
-    # First the block, then the token in it: cheaper than adding up the whole vocabulary one by one.
+    # First the block, then the token in it: cheaper than summing the whole vocabulary one by one.
     starts = _block_starts(len(weights_V))
     cumulative_B = np.add.reduceat(weights_V, starts).cumsum(dtype=np.float64)
     block = _first_beyond(cumulative_B, number)
@@ -342,6 +347,6 @@ def uniform(seeds: UInt64, positions: npt.NDArray[Any]) -> npt.NDArray[np.float6
     positions = positions.astype(np.uint64)
     counters[0], counters[1] = positions & _LOW, positions >> _HALF
     words = philox4x32(counters, np.stack((seeds & _LOW, seeds >> _HALF)))
-    # 52 bits and a half: one bit more would round the largest number up to 1.
+    # 52 bits plus one half: one bit more would round the largest number up to 1.
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
     return (bits.astype(np.float64) + 0.5) * 2.0**-52

@@ -1,7 +1,7 @@
 """Structured output: answers that match a JSON schema, regular expression, grammar or list of texts. No torch.
 
-Before every token, the grammar (llguidance) gives the set of allowed tokens. Its state follows from the tokens so far,
-so a request that moves to another engine continues under the same constraints.
+Before every token, the grammar (llguidance) gives the set of allowed tokens. Its state is determined by the tokens so
+far, so a request that moves to another engine continues under the same constraints.
 
 Grammars are hostile input. Four bounds keep a grammar from harming other requests: limits on its text
 (grammar_limits), a trial process that compiles it first and may crash (grammar_compiler), a thread pool for masks, and
@@ -68,11 +68,11 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """The state of one answer in its grammar. For one thread; another one computes the mask of the next token.
+    """The state of one answer in its grammar. Used by one thread; another thread computes the mask of the next token.
 
     masks:   runs a function in a thread.
     failure: why the grammar failed: it exceeded a limit, a forced token does not match it, or the matcher raised an
-             error. Else None. No method raises: a grammar fails alone, and its answer with it.
+             error. Otherwise None. No method raises: only this grammar fails, and its answer with it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GrammarState:
         """Return a bit for each allowed token, uint32 [ceil(V / 32)]; None if all are allowed. Waits for the mask."""
         try:
             return self._mask.result()
-        except RuntimeError as error:  # no thread can be started, or none is left at the end of the engine
+        except RuntimeError as error:  # no thread can be started, or the engine is shutting down
             self.failure = f"its mask cannot be computed: {error}"
             return None
 
@@ -152,7 +152,9 @@ class GrammarState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn an error of the matcher into a failure of this grammar. A panic of its native code is no Exception."""
+        """Turn an error of the matcher into a failure of this grammar. A panic of its native code is not an
+        Exception.
+        """
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -176,7 +178,7 @@ class GrammarState:
 class GrammarCompiler:
     """Creates the grammar state of a request. Thread-safe; grammars are compiled one at a time.
 
-    vocabulary: of the model's tokenizer.
+    vocabulary: vocabulary of the model's tokenizer.
     vocab_size: width of the model's logits, which may be padded beyond the tokenizer's vocabulary.
     """
 
@@ -198,7 +200,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        """The cause, and the end of its validity by time.monotonic(): the process may have died for another cause."""
+        """Cause of a rejection, and the time.monotonic() until which it is valid. It expires because the process may
+        have died for another reason."""
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
         """Return the grammar state of a text after its tokens `generated`.
@@ -226,7 +229,7 @@ class GrammarCompiler:
             return key in self._compiled or self._rejection(key) is not None
 
     def close(self) -> None:
-        """End the trial process and the threads. A begin() in progress raises an error."""
+        """Stop the trial process and the threads. A begin() in progress raises an error."""
         self._process.close()
         self._masks.close()
         self._compiler.shutdown(wait=False)
@@ -281,7 +284,9 @@ def _thread_with_stack(stack_bytes: int) -> ThreadPoolExecutor:
 
 
 def _key(structure: Mapping[str, Any]) -> bytes:
-    """Return a digest that includes the order of a JSON schema's properties, which is their order in the answer."""
+    """Return a digest that depends on the order of a JSON schema's properties, because that is their order in the
+    answer.
+    """
     value = None if structure["type"] == "json_object" else structure.get("value")
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()
 

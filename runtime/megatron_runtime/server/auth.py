@@ -59,7 +59,7 @@ class _KeyFile(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """Whom a request is from, and what its key allows.
+    """The tenant of a request, and what its key allows.
 
     tenant: opaque id of the key; it does not reveal the key. Empty: the server is open to all.
     name:   label of the key in metrics and logs; a key without a name has the beginning of its tenant id.
@@ -84,13 +84,13 @@ class ApiKey:
 
 
 OPEN = ApiKey(metrics=True)
-"""Of every request to a server without API keys."""
+"""The key of every request to a server without API keys."""
 
 
 def read_keys(path: Path) -> dict[bytes, ApiKey]:
     """Return the keys of a file by the SHA-256 digest of each.
 
-    The file is YAML with a list `keys`, or has one key a line. Empty lines and lines that begin with # are ignored.
+    The file is YAML with a list `keys`, or has one key per line. Empty lines and lines that begin with # are ignored.
     Raises OSError for a file that cannot be read, ApiKeyFileError for one with a wrong entry, and NoKeysError for one
     without a key. No message contains a key.
     """
@@ -152,8 +152,8 @@ def _parse(text: str, path: Path) -> list[_Entry]:
 class ApiKeys:
     """The API keys of a file; without a file the server is open to all.
 
-    A changed file is read again; if it cannot be used, the previous keys stay.
-    A key is compared by its digest with all digests, in a time that does not depend on how much of it matches.
+    A changed file is read again; if it cannot be used, the previous keys stay. The digest of a key is compared with all
+    digests in constant time.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -203,7 +203,8 @@ class ApiKeys:
 
 
 def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
-    """Return the prefix cache salt of a request. No other tenant has it, whatever the `cache_salt` of its requests.
+    """Return the prefix cache salt of a request. No other tenant can have the same one, whatever `cache_salt` its
+    requests have.
 
     Without a tenant it is `cache_salt` itself.
     """
@@ -213,7 +214,9 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
 
 
 def tenant_session(tenant: str, session: str) -> str:
-    """Return the session of a request for the coordinator. No other tenant has it. Empty without a session."""
+    """Return the session of a request for the coordinator. No other tenant can have the same one. Empty without a
+    session.
+    """
     return _digest(f"megatron session {tenant} {session}".encode()).hex()[:TENANT_CHARACTERS] if session else ""
 
 
@@ -233,7 +236,7 @@ class Certificate:
         self.context = self._new_context()
 
     def check(self) -> bool:
-        """Use changed files; return whether they are in use now. Files that cannot be used change nothing."""
+        """Use changed files; return whether they are in use now. Unusable files change nothing."""
         version = _version(*self._files)
         if version == self._version:
             return False
@@ -265,7 +268,7 @@ class Certificate:
         certificate, key = self._files
         try:
             context.load_cert_chain(certificate, key)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # includes ssl.SSLError
             raise CertificateError(
                 f"certificate {certificate} with key {key}: {error}; give a PEM chain and the key that belongs to it"
             ) from error

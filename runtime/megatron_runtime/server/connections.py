@@ -1,4 +1,5 @@
-"""HTTP connections with deadlines: no client holds one open without making progress, and their number is limited.
+"""HTTP connections with deadlines: a client cannot hold a connection open without making progress, and the number of
+connections is limited.
 
 uvicorn has only a keep-alive timeout. `HttpConnection` adds the limits that protect a server from hostile clients. A
 sweep over the connections, twice a second, checks all deadlines.
@@ -23,16 +24,16 @@ MAX_HEADERS = 128
 
 _SLICE_BYTES = 4 * 1024
 _PARSE_SECONDS = 0.0005
-"""For the bytes of one connection, then others are next."""
+"""Time for parsing the bytes of one connection, before it is the turn of others."""
 _TURN_SECONDS = 0.01
-"""For the bytes of all connections that wait to be parsed, in one iteration of the event loop."""
+"""Time for parsing the bytes of all waiting connections in one iteration of the event loop."""
 _LINGER_SECONDS = 2.0
-"""After an answer that ends the connection early, the server reads and drops what the client still sends. If it closed
-the connection at once, the kernel would reset it, and the client could lose the answer."""
+"""After an answer that ends the connection early, the server reads and drops what the client still sends for this long.
+If it closed the connection at once, the kernel would reset it, and the client could lose the answer."""
 
 
 class ParseQueue:
-    """Connections with received bytes whose parsing takes long. They continue in turn, and however many they are, the
+    """Connections with received bytes whose parsing takes long. They continue round robin. However many there are, the
     event loop runs everything else in between.
     """
 
@@ -185,7 +186,7 @@ class HttpConnection(HttpProtocol):
         self._reject(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
 
     def _reject(self, error: ApiError) -> None:
-        """Answer in place of the application, unless its answer has begun, and close the connection."""
+        """Answer instead of the application, unless its answer has begun, and close the connection."""
         body = json.dumps(error.body()).encode()
         self.answer(error.status, body, {"content-type": "application/json", **error.headers})
         if self.cycle is not None and not self.cycle.response_complete:

@@ -26,14 +26,14 @@ _PLACE_CHARACTERS = 200
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _SHOWN_CHARACTERS
 CONTEXT_LENGTH_PHRASE = "This model's maximum context length"
-"""Clients recognise a conversation that is too long by it, and shorten it."""
+"""Clients recognise an overlong conversation by this phrase, and shorten it."""
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
     """An error answer.
 
-    status: HTTP status.  param: the request field at fault.  code: a word that programs may test for.
+    status: HTTP status.  param: the invalid request field.  code: a word that programs may test for.
     retry_after_seconds: when the client should try again.
     is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless this forbids it.
     """
@@ -70,7 +70,7 @@ class ApiError(Exception):
 
 @dataclass(eq=False)
 class ContextLengthError(ApiError):
-    """400 for a prompt that leaves no tokens for an answer. It has `prompt_length` tokens at least."""
+    """400 for a prompt that leaves no tokens for an answer. It has at least `prompt_length` tokens."""
 
     prompt_length: int = field(kw_only=True)
     limit: int = field(kw_only=True)
@@ -81,7 +81,7 @@ _STRUCTURE = re.compile(r"^sampling parameter structured_output=.{0,40}? is inva
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return the error with the name that the route has for its field. names: by the name in the error."""
+    """Return the error with the route's name for its field. names: name in the error -> name in the route."""
     base = re.match(r"[^.\[]*", error.param or "")
     if base is None or base[0] not in names:
         return error
@@ -103,7 +103,7 @@ def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> Ap
 def context_length_error(*, prompt_length: int, limit: int, param: str | None, is_bound: bool = False) -> ApiError:
     """Return 400 for a prompt that leaves no tokens for an answer.
 
-    is_bound: `prompt_length` is the least number of tokens that the prompt can have; it was not tokenized.
+    is_bound: `prompt_length` is a lower bound, because the prompt was not tokenized.
     """
     length = f"at least {prompt_length}" if is_bound else str(prompt_length)
     message = (

@@ -24,14 +24,15 @@ from megatron_runtime.server.json_text import from_json
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
-"""Of objects and arrays together, and of members of objects."""
+"""Limit of objects and arrays together, and of members of objects."""
 MAX_ELEMENTS = 1 << 20
-"""Of values that a comma follows. Token ids of a prompt are the only legitimate use of so many."""
+"""Limit of values followed by a comma. Token ids of a prompt are the only legitimate reason for this many."""
 
 _OTHER = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_BRACKET = bytes.maketrans(b"]{}", b"[[[")
 _CONTAINER_BYTES, _MEMBER_BYTES, _ELEMENT_BYTES = 512, 100, 40
-"""Of a validated object or array, a member of an object, and an element: a number with its place in a list."""
+"""Memory of a validated object or array, of a member of an object, and of an element (a number with its place in a
+list)."""
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
 _PIECE_BYTES = 64 * 1024
 _EXPOSED = "Retry-After, x-ignored-fields, x-ignored-keywords, x-request-id, x-should-retry"
@@ -108,7 +109,7 @@ def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> 
 
 
 class Origins:
-    """The origins of web pages that may use the server (CORS): those of --allowed-origin; "*": all."""
+    """The origins of web pages that may use the server (CORS), from --allowed-origin; "*": all."""
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(origin.lower() for origin in allowed)
@@ -144,7 +145,7 @@ class Origins:
 
 
 def origin_of(text: str) -> str:
-    """Return an origin as browsers send it. Raises ValueError for a text that is none."""
+    """Return an origin as browsers send it. Raises ValueError for a text that is not an origin."""
     parts = urlsplit(text)
     if text == "*" or (
         parts.scheme and parts.netloc and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
@@ -171,7 +172,7 @@ class NotJsonError(ValueError):
 class JsonScan:
     """Counts the structure of one request body. JSON text in strings of the body counts towards the same limits.
 
-    long_list: `longest_list` counts longer lists only, which costs less.
+    long_list: only lists longer than this are counted in `longest_list`, which is cheaper.
     """
 
     def __init__(self, *, long_list: int = MAX_ELEMENTS) -> None:
@@ -179,7 +180,7 @@ class JsonScan:
         """Elements of the longest list of numbers or texts so far, if they are more than `long_list`; else 0."""
         self.long_list = long_list
         self._run = 0
-        """Commas since the last bracket that separate no members of an object."""
+        """Commas since the last bracket, except those between members of an object."""
         self._bytes = 0
         self._is_ascii = True
         self._containers = self._members = self._elements = self._depth = 0
@@ -246,7 +247,7 @@ class JsonScan:
 
     @property
     def parsed_bytes(self) -> int:
-        """The memory that the values of the body take, at most. Text that is not ASCII takes four bytes a character."""
+        """Upper bound of the memory that the values of the body take. Non-ASCII text takes four bytes per character."""
         characters = self._bytes if self._is_ascii else 4 * self._bytes
         structure = _CONTAINER_BYTES * self._containers // 2 + _MEMBER_BYTES * self._members
         return characters + structure + _ELEMENT_BYTES * self._elements
@@ -259,8 +260,8 @@ def _separators(outside: bytes) -> int:
 def load_json(text: str, *, scan: JsonScan | None = None, depth: int = 0) -> Any:
     """Return the value of a JSON text. Raises ValueError, and JsonLimitError for a text with too much structure.
 
-    scan:  of the body that contains the text; None counts the text alone.
-    depth: of the value that the text stands for.
+    scan:  counts of the enclosing body; None counts only this text.
+    depth: nesting depth of the value that the text stands for.
     """
     (scan or JsonScan()).text(text, depth=depth)
     return from_json(text)

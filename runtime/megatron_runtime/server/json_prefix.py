@@ -1,4 +1,6 @@
-"""Passes a JSON object on while it is written, so that its text is a JSON object in the end whatever was written."""
+"""Forwards a JSON object while it is written, and ensures that the forwarded text is a complete JSON object in the
+end.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,22 @@ MAX_SCALAR_CHARACTERS = 400
 class JsonPrefix:
     """Reads the text of an object in parts of any size.
 
-    What can no longer become an object is not passed on. finish() completes the object then, with the whole text in a
-    last member `arguments`.
+    Text that can no longer become an object is not forwarded. In this case finish() completes the object, with the
+    whole text in a last member `arguments`.
     """
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._held = ""
-        """Read, and passed on when its end has come: an escape, a number or literal, what follows the last member."""
+        """Text that was read and is forwarded once its end has come: an escape, a number or literal, the text after the
+        last member."""
         self._expects = "object"
         self._is_key = False
         self._closers: list[str] = []
         self._is_broken = False
 
     def feed(self, text: str) -> str:
-        """Return what the next part of the text adds to the object."""
+        """Return the part of the object that the next part of the text adds."""
         self._texts.append(text)
         if self._is_broken:
             return ""
@@ -49,7 +52,7 @@ class JsonPrefix:
         return text[:at]
 
     def finish(self) -> str:
-        """Return the rest of the object at the end of the text. An object that is cut stays so."""
+        """Return the rest of the object at the end of the text. A truncated object stays truncated."""
         if not self._is_broken:
             return self._held
         expects, inner = self._expects, self._closers[1:]

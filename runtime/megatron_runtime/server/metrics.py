@@ -1,4 +1,4 @@
-"""Metrics of the server, under its own names and, where the meaning is the same, under those of vLLM."""
+"""Metrics of the server, under its own names and, if the meaning is the same, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class RequestObserver:
         on_generated: Callable[[int], object] | None = None,
     ) -> None:
         self.generated = 0
-        """Generated tokens, as far as they are known."""
+        """Number of generated tokens known so far."""
         self.first_token_seconds: float | None = None
-        """Of a stream: from its submission to its first token."""
+        """For a stream, the seconds from its submission to its first token."""
         self.prompt_tokens = prompt_tokens
         self._metrics = metrics
         self._tenant = tenant

@@ -1,4 +1,4 @@
-"""The reading path leads through few files, each short enough to be read in one sitting."""
+"""The reading path leads through few files, each short enough to be read in one sitting. Recipes name real files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "development" / "reading-path.md"
-FILES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)
+PAGES = ROOT / "docs" / "development"
+FILES, RECIPES = (
+    re.findall(r"^\| `([^`]+)` \|", (PAGES / page).read_text(), re.MULTILINE)
+    for page in ("reading-path.md", "recipes.md")
+)
 MAX_FILES = 30
 MAX_LINES = 560
 USUAL_LINES = 450
@@ -36,3 +39,8 @@ def test_a_file_of_the_path_is_read_in_one_sitting(file: str) -> None:
     ]
     lengths = {function.name: (function.end_lineno or 0) - function.lineno + 1 for function in functions}
     assert {name: length for name, length in lengths.items() if length > SCREEN_LINES} == {}
+
+
+def test_recipes_name_files_that_exist() -> None:
+    assert len(RECIPES) > 50
+    assert [file for file in RECIPES if not (ROOT / file).is_file()] == []

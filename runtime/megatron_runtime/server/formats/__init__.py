@@ -1,5 +1,5 @@
-"""What is special to a model: the form of its prompts, and the formats of its tool calls and reasoning.
+"""Model-specific formats: prompts, tool calls and reasoning.
 
-chat_format.py is the seam, table.py the table of tool formats, recognition.py chooses from it, parser.py has the
+chat_format.py defines the interface, table.py lists the tool formats, recognition.py chooses one, and parser.py has the
 buffer and the events that all parsers share.
 """

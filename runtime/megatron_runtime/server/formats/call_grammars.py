@@ -1,8 +1,8 @@
 """Grammars of tool calls, in Lark's notation: of the formats without an entry in the table, and parts of the others.
 
-A grammar is made from the JSON schemas of the arguments by the name of the tool, a function that writes a text of the
-format as Lark has it, and whether the answer may have one call only. It has the rules by the text that an answer begins
-with. A rule describes what follows this text, up to the end of the answer.
+A grammar is built from three inputs: the JSON schemas of the arguments by tool name, a function that writes a text of
+the format in Lark's notation, and whether the answer may have only one call. The result maps the beginning of an answer
+to a rule for the rest of the answer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CallGrammar: TypeAlias = tuple[dict[str, str], str]
 
 Role: TypeAlias = Literal["name", "arguments", "id"]
 Keys: TypeAlias = tuple[tuple[str, Role], ...]
-"""The keys of a call in JSON in their order, and what each of them is. Only an id may be missing."""
+"""The keys of a JSON call in order, each with its meaning. Only an id may be missing."""
 KEYS: Keys = (("name", "name"), ("arguments", "arguments"))
 _KEYS_OF_LLAMA: Keys = (("name", "name"), ("parameters", "arguments"))
 _ID = {"type": "string", "pattern": "^[0-9A-Za-z_-]{1,64}$"}
 
 SPACE = r"SPACE: /[ \t\r\n]{1,20}/"
 _OF_JSON = ("integer", "number", "boolean", "array", "object")
-"""Types of parameters that are written as JSON where values are text."""
+"""Types of parameters that are written as JSON even if other values are text."""
 
 _PYTHON_STRING = r"""'([^'\\\n]|\\[\\'"nrt])*'"""
 _ANNOTATIONS = ("$comment", "description", "title")
@@ -39,14 +39,16 @@ _DEFINITIONS = ("$defs", "definitions")
 def all_calls(
     openings: Sequence[str], group: str, rules: Sequence[str], written: Written, *, is_single: bool
 ) -> CallGrammar:
-    """Return the grammar of groups of calls, each after one of the texts that open it. group: what follows them."""
+    """Return the grammar of groups of calls, each after one of the texts that open it. group: grammar of the text that
+    follows.
+    """
     opening = " | ".join(map(written, openings))
     more = "" if is_single else f" (SPACE? ({opening}) group)*"
     return dict.fromkeys(openings, "calls"), lines(f"calls: group{more}", f"group: {group}", *rules, SPACE)
 
 
 def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`{"name": …, "parameters": {…}}`, with `;` between calls. An object that names no tool is no call."""
+    """`{"name": …, "parameters": {…}}`, with `;` between calls. An object that names no tool is not a call."""
     starts = {"<|python_tag|>": "calls"}
     rules = []
     more = "" if is_single else ' (SPACE? ";" SPACE? call)*'
@@ -160,7 +162,7 @@ class _Gemma4Rules:
         ]
 
     def value(self, rule: str, schema: Mapping[str, Any]) -> str:
-        """Return the expression of a value. rule: begin of the names of its rules."""
+        """Return the expression of a value. rule: prefix of the names of its rules."""
         entry = ToolParameter("", schema, is_required=True)
         match entry.kind:
             case "string" if entry.choices:
@@ -196,7 +198,7 @@ class _MiniMaxM3Rules:
         self.rules: list[str] = []
 
     def value(self, rule: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the expression of a value and of the tag that ends it. rule: begin of the names of its rules."""
+        """Return the expression of a value and of the tag that ends it. rule: prefix of the names of its rules."""
         entry, ending = ToolParameter("", schema, is_required=True), self._written(end)
         items = schema.get("items")
         match entry.kind:
@@ -287,7 +289,7 @@ def parameters_of(schema: Mapping[str, Any]) -> Iterator[ToolParameter]:
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return a copy of a schema without its texts for readers, which may take most of the limit of a grammar."""
+    """Return a copy of a schema without titles and descriptions, which may use up most of a grammar's size limit."""
     if isinstance(schema, list):
         return [without_annotations(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -300,7 +302,9 @@ def without_annotations(schema: Any) -> Any:
 
 
 def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[str, Any]:
-    """Return the schema of a call of any of the tools. at: the place of the list of calls in the schema around it."""
+    """Return the schema of a call of any of the tools. at: JSON pointer of the list of calls in the enclosing
+    schema.
+    """
     calls = []
     for place, (name, schema) in enumerate(tools.items()):
         of_role: dict[Role, Any] = {"name": {"const": name}, "id": _ID}
@@ -342,7 +346,7 @@ def _at_most_one(is_single: bool) -> dict[str, int]:
 
 
 def _referring(schema: Any, *, to: str) -> Any:
-    """Return a copy of a schema for the place `to` of another one, with the references into itself adapted."""
+    """Return a copy of a schema to be placed at `to` in another schema, with its internal references adapted."""
     if isinstance(schema, list):
         return [_referring(item, to=to) for item in schema]
     if not isinstance(schema, Mapping):
@@ -355,17 +359,17 @@ def _referring(schema: Any, *, to: str) -> Any:
 
 
 def _with_definitions(value: Mapping[str, Any], *, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a property as a schema of its own, with the definitions of the one around it."""
+    """Return the schema of a property as a separate schema, with the definitions of the enclosing one."""
     return {**{key: root[key] for key in _DEFINITIONS if key in root}, **value}
 
 
 def quoted(text: str) -> str:
-    """Return a text as a string of Lark."""
+    """Return a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def until(end: str, written: Written) -> tuple[str, str]:
-    """Return attributes and expression of a rule for any text with what ends it."""
+    """Return attributes and expression of a rule for any text, including the text that ends it."""
     if written(end) == quoted(end):
         return f"[suffix={quoted(end)}]", "/(?s:.*)/"
     return "", f"/(?s:.*)/ {written(end)}"  # the text ends before a special token
@@ -391,7 +395,7 @@ def written_head(head: Head, written: Written, **holes: str) -> str:
 
 
 def dumped(schema: Mapping[str, Any]) -> str:
-    """Return a schema as %json has it."""
+    """Return a schema in the form that %json expects."""
     return json.dumps({**schema, "x-guidance": JSON_OPTIONS}, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""`ChatFormat`, the seam between the HTTP API and what is special to a model: prompts, and the structure of answers.
+"""`ChatFormat`, the interface between the HTTP API and model-specific code: prompts, and the structure of answers.
 
 The API speaks of conversations, text, reasoning and calls; engines speak of tokens. A server has one ChatFormat, which
 turns the first into tokens and the answers' text back. Every route is converted to a chat before it comes here.
@@ -29,8 +29,8 @@ from megatron_runtime.tokenization import Detokenizer, Tokenizer
 class RenderedChat:
     """A conversation as a prompt.
 
-    text:   to be encoded, without the tokens that the model expects around a text.
-    tokens: in place of the text, if the format renders to tokens.
+    text:   prompt text to encode, without the tokens that the model expects around a text.
+    tokens: prompt tokens, instead of the text, if the format renders to tokens.
     media:  images, audio and video of the conversation, at their tokens.
     """
 
@@ -41,15 +41,15 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest:
-    """What a request says about its answers.
+    """The properties of a request that affect the parsing of its answers.
 
-    prompt:     its tokens.
+    prompt:     tokens of its prompt.
     tools:      JSON schema of the arguments of each tool that may be called, by its name.
     forced:     a grammar restricts the answer to calls: to a list of them ("*"), or to the arguments of this tool.
     continues:  the answer continues the last message of the prompt.
     is_thought: that message has ended within its reasoning.
     earlier_calls: number of calls in the conversation.
-    variables:  of the chat template.
+    variables:  variables of the chat template.
     """
 
     prompt: Sequence[int]
@@ -71,7 +71,7 @@ class AsyncAnswerParser(Protocol):
     async def feed(self, text: str, tokens: Sequence[int], *, is_last: bool) -> list[Event]:
         """Return the events that the next part of the answer completes.
 
-        tokens:  of the part; with the last one also those that ended the answer.
+        tokens:  tokens of the part; with the last part, also the tokens that ended the answer.
         is_last: nothing follows.
         Raises AnswerParserError.
         """
@@ -83,7 +83,7 @@ class AsyncAnswerParser(Protocol):
 
 
 class AnswerParserError(RuntimeError):
-    """The answer of this choice cannot be parsed. The text says why."""
+    """The answer of this choice cannot be parsed. The text gives the reason."""
 
 
 class AnswerFormat(Protocol):
@@ -102,23 +102,23 @@ class AnswerFormat(Protocol):
     def parser(self) -> AnswerParser | None:
         """Return a new parser for one choice; None: the answer is text.
 
-        The state of a parser follows from the text that it was fed, however that was divided. So a parser that was lost
-        is rebuilt by one call with the text so far, whose events the client already has.
+        The state of a parser depends only on the text that it was fed, however it was divided. So a lost parser is
+        rebuilt by feeding it the text so far, and dropping the events, which the client already has.
         """
         ...
 
     def async_parser(self) -> AsyncAnswerParser | None:
-        """Return a new parser in another process for one choice; None: there is none, and nothing is awaited.
+        """Return a new parser in another process for one choice; None if there is none.
 
-        parser() then parses the text that this one finds.
+        parser() then parses the text that this parser finds.
         """
         ...
 
     def call_id(self, name: str, number: int) -> str | None:
-        """Return the id of a call whose parser gave it none; None: any.
+        """Return the id of a call to which the parser gave none; None: any id will do.
 
-        name:   of the function.
-        number: of the call in its answer, from 0.
+        name:   name of the function.
+        number: index of the call in its answer, from 0.
         """
         ...
 
@@ -161,7 +161,7 @@ class ChatFormat(Protocol):
         ...
 
     def close(self) -> None:
-        """End what the format uses besides this process. Idempotent."""
+        """Stop the processes that the format uses. Idempotent."""
         ...
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
@@ -200,7 +200,7 @@ class NativeAnswerFormat:
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
-        """Return a new parser of what a grammar forces the answer to be after its reasoning; None: no grammar does."""
+        """Return a new parser for an answer that a grammar forces after the reasoning; None if no grammar does."""
         if self.request.forced is None:
             return None
         if self.request.forced == ANY_CALLS:
@@ -217,13 +217,13 @@ class NativeAnswerFormat:
 
 
 _KEPT_STRUCTURES = 64
-"""Lists of tools whose grammar is kept, of up to 64 KiB each."""
+"""Maximum number of tool lists whose grammars are cached, at most 64 KiB each."""
 
 
 class NativeChatFormat:
     """The model's chat template, our tokenizer, and a format of our tables (table.py, reasoning.py).
 
-    tool_call_parser, reasoning_parser: as of recognised(), which also says what this raises.
+    tool_call_parser, reasoning_parser: as for recognised(), whose errors this raises.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str, reasoning_parser: str) -> None:

@@ -32,11 +32,11 @@ _TOOL_INSTRUCTIONS = (
 )
 """A description of tools in the format of Hermes, for chat templates without support for them."""
 _TRIMMED = "\n\t\n"
-"""White space after the mark of an end: a template that trims messages removes it."""
+"""White space after the end marker. A template that trims messages removes it."""
 
 
 class Renderer(Protocol):
-    """Renders a conversation as the model's chat template does; a Tokenizer is one."""
+    """Renders a conversation like the model's chat template. A Tokenizer is a Renderer."""
 
     def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
         """Return the chat template of a request with these tools; None: there is none."""
@@ -57,7 +57,7 @@ class Renderer(Protocol):
 class _Form:
     """One form of a conversation.
 
-    has_all_system_text: whether the prompt must have the text of each system message, which a template may drop.
+    has_all_system_text: whether the prompt must contain the text of every system message, which a template might drop.
     """
 
     messages: Sequence[Message]
@@ -65,7 +65,7 @@ class _Form:
     has_all_system_text: bool = False
 
     def is_complete(self, text: str) -> bool:
-        """Return whether a prompt has what it must have."""
+        """Return whether a prompt contains all required text."""
         system = (message["content"] for message in self.messages if message["role"] == "system")
         texts = [part["text"] for content in system for part in _parts(content) if part["type"] == "text"]
         return not self.has_all_system_text or all(part.strip() in text for part in texts)
@@ -73,10 +73,10 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateInput:
-    """The messages of a request, as chat templates read them, and what else the request says about its prompt.
+    """The messages of a request in the form that chat templates read, and the other properties of its prompt.
 
     tools:     functions that the model may call, as JSON.
-    variables: of the template.
+    variables: variables of the template.
     continues: the answer continues the last message, so the prompt ends within it.
     media:     kind (protocol.media.KINDS) and file of each image, audio and video. The content of a message is a text,
                or a list of parts: {"type": "text", "text"}, or {"type": "media", "number"} for one of these.
@@ -93,7 +93,7 @@ class ChatTemplateInput:
 
         Raises ChatTemplateError for messages that the template rejects in every form, or that cannot be continued.
         """
-        if self.continues and not self.media:  # a renderer of media ends the prompt there itself
+        if self.continues and not self.media:  # a renderer of media ends the prompt there on its own
             return self._unfinished(renderer)
         rejection: ChatTemplateRejectedError | None = None
         accepted: str | None = None

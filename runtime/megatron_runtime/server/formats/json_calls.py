@@ -34,8 +34,8 @@ class JsonCalls:
     open:    texts before the calls, any of them.
     bodies:  what may follow: `{"name": …, "arguments": {…}}`, one or several; a list of them; a list of
              `{name: {…}}`.
-    keys:    of `{"name": …, "arguments": {…}}`, as this family writes it.
-    heads:   texts before the arguments alone, with the name of the function; in place of bodies, or before them.
+    keys:    keys of `{"name": …, "arguments": {…}}` as this family writes them.
+    heads:   texts before the arguments alone, with the name of the function; instead of bodies, or before them.
     end:     text after each call that is not in a list; a model may omit it.
     close:   text after the last call; a model may omit it.
     dropped: texts of the format outside of calls, which are not part of the answer.
@@ -58,7 +58,7 @@ class JsonCalls:
         return _JsonCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return how an answer that begins with one of `open` goes on (see call_grammars)."""
+        """Return the grammar of the rest of an answer that begins with one of `open` (see call_grammars)."""
         rules: list[str] = []
         calls: list[str] = []
         lists: list[str] = []
@@ -102,7 +102,7 @@ class _JsonCallParser(ToolParser):
                 yield from self._read_calls()
 
     def _read_calls(self) -> Reading:
-        """Read the calls after the text that opens them. Hold what follows the last one and is no call."""
+        """Read the calls after the text that opens them. Hold the text after the last call."""
         close, before = self._calls.close, self._num_calls
         continues = True
         while continues:

@@ -4,7 +4,8 @@ A parser takes the text in parts of any size and returns text and calls; how the
 result. Generators read it: a reader yields when it needs more text, returns at the end of its construct, and raises
 MalformedError for text that cannot continue the construct. So arguments are streamed while the model writes them.
 
-The cost is linear in the answer: before a reader yields, it reads all text but a bounded rest, which it sees again.
+The cost is linear in the length of the answer: before a reader yields, it consumes all text except a bounded rest,
+which it sees again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_runtime.server.formats.head import Head
 
 MAX_JSON_DEPTH = 256
 MAX_NAME_CHARACTERS = 256
-"""Of a function: a conversation may have no longer name."""
+"""Maximum length of a function's name; a conversation may not contain a longer name."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _TOKEN = re.compile(r'[\[\]{}:,"]|[-+.\w]{0,400}', re.ASCII)
@@ -56,7 +57,7 @@ class Reasoning:
 class CallBegin:
     """A call begins. Comes once for each call, before its arguments.
 
-    id: that the format gives it; None: any.
+    id: id that the format gives it; None: any id will do.
     """
 
     name: str
@@ -98,7 +99,7 @@ class ToolParser(ABC):
         self._start = 0  # of what has not been emitted
         self._at = 0  # end of what has been read
         self._kind: type[Text | Reasoning | CallArguments] | None = None
-        """What becomes of the text that is read: an event of this type, or None, and the reader decides later."""
+        """Type of the event that consumed text becomes; None: the reader decides later."""
         self._reading = self._read()
         next(self._reading)
 
@@ -137,10 +138,10 @@ class ToolParser(ABC):
         return joined
 
     def _flush(self) -> None:
-        """Emit what has been read as an event of the current kind; without a kind, drop it."""
+        """Emit the consumed text as an event of the current kind; without a kind, drop it."""
         read = self._take_read()
         if self._kind is Text:
-            # White space at the end is kept back: around calls it is part of the format.
+            # Trailing white space is held back, because around calls it is part of the format.
             body = read.rstrip()
             if body:
                 self._events.append(Text("".join([*self._spaces, body])))
@@ -151,20 +152,20 @@ class ToolParser(ABC):
             self._events.append(self._kind(read))
 
     def _hold(self) -> None:
-        """Move what has been read out of the buffer."""
+        """Move the consumed text out of the buffer."""
         if self._start < self._at:
             self._held.append(self._buffer[self._start : self._at])
             self._start = self._at
 
     def _take_read(self) -> str:
-        """Return what has been read and was not emitted, and forget it."""
+        """Return the consumed text that was not emitted, and forget it."""
         self._hold()
         read = "".join(self._held)
         self._held.clear()
         return read
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        """Emit the begin of a call, in place of what has been read, and arguments that are known already."""
+        """Emit the beginning of a call instead of the consumed text, and the arguments that are already known."""
         self._flush()
         self._spaces.clear()
         self._num_calls += 1
@@ -210,7 +211,7 @@ class ToolParser(ABC):
         return marker
 
     def _read_but(self, *markers: str) -> None:
-        """Read the buffer but its end, if one of the markers, which is not in the buffer, may begin there."""
+        """Consume the buffer, except an end in which one of the markers may begin."""
         kept = (overlap(self._buffer, marker, start=self._at) for marker in markers)
         self._at = len(self._buffer) - max(kept, default=0)
 
@@ -227,7 +228,7 @@ class ToolParser(ABC):
             yield
 
     def _read_text(self, *markers: str) -> StringReading:
-        """Emit what is held, and what comes before the first of the markers, as text. Hold the marker and return it."""
+        """Emit the held text, and the text before the first of the markers. Hold the marker and return it."""
         self._kind = Text
         marker = yield from self._read_until(*markers)
         self._at += len(marker)
@@ -236,9 +237,9 @@ class ToolParser(ABC):
     def _read_call(
         self, *, name: str | None = None, until: str = "", is_keyed: bool = False
     ) -> Generator[None, None, bool]:
-        """Read one call. Return False, and hold what has been read, if it is not a call.
+        """Read one call. Return False, and hold the consumed text, if it is not a call.
 
-        name:     of the function, if the text has only the arguments.
+        name:     name of the function, if the text has only the arguments.
         is_keyed: the call is `{name: {…}}`.
         until:    if the JSON of a call that has begun is malformed, its text up to this marker, or up to the end of
                   the answer, is passed on as arguments: the client sees what the model wrote. After complete arguments
@@ -268,7 +269,7 @@ class ToolParser(ABC):
         """Read the rest of `[call, call, …]` after the bracket. Return False, and hold what follows the last call, if
         the list does not end.
 
-        until, is_keyed: as of _read_call().
+        until, is_keyed: as for _read_call().
         """
         while (yield from self._read_call(until=until, is_keyed=is_keyed)):
             separator = yield from self._token()
@@ -424,13 +425,13 @@ def first_of(text: str, markers: Sequence[str], *, start: int = 0) -> tuple[int,
 
 
 def overlap(text: str, marker: str, *, start: int = 0) -> int:
-    """Return the length of the longest end of `text[start:]` with which `marker` begins, and which is not all of it."""
+    """Return the length of the longest suffix of `text[start:]` that is a proper prefix of `marker`."""
     longest = min(len(text) - start, len(marker) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which a JSON escape can name and no answer can have."""
+    """Return whether a text has no lone surrogate. A JSON escape can contain one, but an answer cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

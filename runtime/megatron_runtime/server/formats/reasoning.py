@@ -39,8 +39,8 @@ class ReasoningFormat:
              answer begins with reasoning.
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
-    ending:  what ends the reasoning at its budget, and has the closing at its end; empty: the closing alone.
-    message: texts before and after a message of reasoning, if such messages come before calls too.
+    ending:  text that ends the reasoning when its budget is used up; it ends with the closing. Empty: only the closing.
+    message: texts before and after a message of reasoning, if such messages also come before calls.
     """
 
     opening: str
@@ -76,7 +76,7 @@ _FORMATS: Mapping[str, ReasoningFormat] = {
     **{name: ReasoningFormat(*tags, tags) for name, tags in _TAGS.items()},
 }
 FORMATS: Mapping[str, ReasoningFormat] = {name: _FORMATS[name] for name in REASONING_FORMATS}
-"""By the name that `--reasoning-parser` has for it."""
+"""Formats by their name for `--reasoning-parser`."""
 _HARMONY = FORMATS["gpt_oss"]
 
 
@@ -110,7 +110,7 @@ class ReasoningUse:
     ) -> ReasoningUse:
         """Return the reasoning of the answers to a prompt.
 
-        prompt:     its tokens.
+        prompt:     tokens of the prompt.
         continues:  the answer continues a message of the prompt; is_thought: which has ended within its reasoning.
         """
 
@@ -134,8 +134,8 @@ class ReasoningUse:
         """Return the sampling parameter `reasoning`; None if the answer has none that an engine can end.
 
         budget:    tokens of reasoning; None: any number.
-        has_tools: the answer may be a call. In the format of gpt-oss, a call is a message beside the final one, and
-                   comes after one of reasoning.
+        has_tools: the answer may be a call. In the format of gpt-oss, a call is a separate message after a message of
+                   reasoning.
         """
         markers = {"opening": self.opening, "closing": self.closing, "ending": self.ending}
         is_open = self.is_open
@@ -157,7 +157,7 @@ class ReasoningUse:
         return next(ends, len(tokens))
 
     def parser(self, calls: ToolParser | None) -> AnswerParser:
-        """Return a parser for one choice. calls: parses what is not reasoning; None: it is text."""
+        """Return a parser for one choice. calls: parses the rest of the answer; None: the rest is text."""
         if self.format is _HARMONY:
             harmony = calls if isinstance(calls, HarmonyParser) else HarmonyParser({})
             if self.continues:  # the header of the message is in the prompt
@@ -172,7 +172,7 @@ class ReasoningUse:
 class TaggedReasoningParser:
     """Separates reasoning between two markers, at the beginning of an answer, from the text that follows it.
 
-    White space around the reasoning is dropped, as is the one before the text that follows it.
+    White space around the reasoning, and before the text that follows, is dropped.
 
     is_open:   the prompt has opened the reasoning.
     is_answer: unless it has, the text begins after the reasoning.

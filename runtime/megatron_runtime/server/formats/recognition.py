@@ -1,4 +1,4 @@
-"""Recognition: which format the calls and the reasoning of a model have, as its chat template shows.
+"""Recognises the formats of a model's calls and reasoning from its chat template.
 
 A template is recognised by what it does: it renders a conversation with one call, and the format whose parser finds
 that call in the result is the format of the model. Only a template that writes no call is searched for the texts that
@@ -52,9 +52,9 @@ _THOUGHT: Mapping[str, Any] = {
 class Recognised:
     """The formats of a model.
 
-    tools:     of its calls; None: unknown, or tools are not offered.
+    tools:     format of its calls; None: unknown, or tools are not offered.
     offers_tools: whether requests may have tools. With an unknown format, calls that the model chooses are text.
-    reasoning: of its reasoning; None: it is part of the text.
+    reasoning: format of its reasoning; None: reasoning is part of the text.
     """
 
     tools: ToolFormat | None
@@ -129,7 +129,7 @@ def tool_format_of(template: ChatTemplate | None) -> tuple[ToolFormat | None, st
 
 
 def reasoning_format_of(template: ChatTemplate | None) -> ReasoningFormat | None:
-    """Return the format whose markers a chat template contains or writes; None if it has those of none."""
+    """Return the format whose markers a chat template contains or writes; None if it contains no known markers."""
     if template is None:
         return None
     shown = template.source
@@ -158,7 +158,7 @@ def written_calls(
     """Yield what a template writes of an answer with calls, in each form of the message that it accepts.
 
     Templates read arguments as an object or as JSON, and some write calls only without a text. An answer is what
-    follows the prompt, or the question: in a history an answer may begin in another way than the prompt begins it.
+    follows the prompt, or the question: in a history, an answer may begin differently than after a prompt.
     """
     for arguments_of in (lambda value: value, lambda value: json.dumps(value, ensure_ascii=False)):
         for content in dict.fromkeys((text, text or None)):

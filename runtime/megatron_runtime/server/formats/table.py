@@ -27,15 +27,15 @@ _SPECIAL = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 class ToolFormat:
     """How a family of models writes its calls. Called with the schemas of the tools, it returns a parser.
 
-    name:    as `--tool-call-parser` has it.
-    make:    returns a parser for one choice. Its argument has the JSON schema of the arguments of each tool.
-    starts:  texts that begin a call; empty: a call has no mark, and is the whole answer.
+    name:    name for `--tool-call-parser`.
+    make:    returns a parser for one choice. Its argument maps each tool to the JSON schema of its arguments.
+    starts:  texts that begin a call; empty: a call has no marker, and is the whole answer.
     markers: special tokens of the vocabulary that the parser needs as text.
     texts:   all texts of the format, in which special tokens of the vocabulary may occur.
     dropped: texts of the format outside of calls.
     hints:   texts of a chat template that show the format although the template writes no call.
-    decides: the hints count more than what the template writes.
-    grammar: returns how an answer that begins with a call goes on.
+    decides: whether the hints take precedence over what the template writes.
+    grammar: returns the grammar of the rest of an answer that begins with a call.
     """
 
     name: str

@@ -27,7 +27,7 @@ from megatron_runtime.server.formats.pythonic import literal_of
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _TYPE_OF_STRING = 'string="{type}"'
 _STRING_TYPES = frozenset({"true", "string"})
-"""What `type` of a parameter's head says of a string."""
+"""Values of a parameter's `type` that stand for a string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,9 @@ class TaggedCalls:
         return _TaggedCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return how an answer that begins with one of `open` goes on (see call_grammars): parameters as declared."""
+        """Return the grammar of the rest of an answer that begins with one of `open` (see call_grammars), with
+        parameters as declared.
+        """
         rules: list[str] = []
         for place, (name, schema) in enumerate(tools.items()):
             parts = [written_head(self.call, written, name=quoted(name), index="/[0-9]{1,4}/")]
@@ -139,7 +141,7 @@ class _TaggedCallParser(ToolParser):
             self._flush()
 
     def _read_calls(self) -> Reading:
-        """Read the calls after the text that opens them. Hold what follows the last one and is no call."""
+        """Read the calls after the text that opens them. Hold the text after the last call."""
         while (found := (yield from self._read_head(self._calls.call))) is not None:
             self._at = found[1].end()
             self._begin(found[1]["name"])
@@ -202,7 +204,7 @@ class _TaggedCallParser(ToolParser):
 
 
 def value_of(text: str, schema: Any) -> str:
-    """Return the text of a parameter as JSON: as it is if it is a value that the schema may allow, else as a string.
+    """Return the text of a parameter as JSON: unchanged if the schema may allow it as a value, otherwise as a string.
 
     Some templates write lists and objects as Python does, and some write strings as CDATA.
     """
@@ -214,7 +216,7 @@ def value_of(text: str, schema: Any) -> str:
             if not isinstance(json.loads(text), str):
                 return text
         except (ValueError, RecursionError):
-            with contextlib.suppress(ValueError, TypeError):  # it is no literal, or one that JSON has not
+            with contextlib.suppress(ValueError, TypeError):  # not a literal, or one that JSON lacks
                 value = literal_of(text)
                 if isinstance(value, dict | list) or (isinstance(value, bool) and allowed == "boolean"):
                     return json.dumps(value, ensure_ascii=False)

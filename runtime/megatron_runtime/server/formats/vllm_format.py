@@ -48,8 +48,9 @@ async def chat_format_of(
 ) -> ChatFormat:
     """Return the format of a server, and log which it is.
 
-    backend: of the engines. "vllm": vLLM's renderer and parsers if it is installed and reads the model, else ours.
-    model:   its reference.
+    backend: backend of the engines. "vllm": vLLM's renderer and parsers if it is installed and reads the model, else
+             ours.
+    model:   reference of the model.
     tool_call_parser, reasoning_parser: "auto", "none", a name of our formats, or with "vllm" one of vLLM's parsers.
     Raises ValueError for another name.
     """
@@ -101,7 +102,7 @@ class VllmChatFormat:
 
     native:    our formats of the model.
     processes: have started.
-    parsers:   what VllmProcesses.start() returned.
+    parsers:   result of VllmProcesses.start().
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class VllmChatFormat:
         self._reasoning: str | None = parsers["reasoning"]
         self._skips_special: tuple[bool, bool] = tuple(parsers["skips_special"])
         self._numbers_calls: bool = parsers["numbers_calls"]
-        # An answer has one reader: where vLLM lacks a parser that the model needs, ours read all of it.
+        # An answer has only one reader: if vLLM lacks a parser that the model needs, ours read the whole answer.
         self._reads = (self._tools is not None or native.tool_format is None) and (
             self._reasoning is not None or native.reasoning_format is None
         )
@@ -252,7 +253,7 @@ class _Rendering:
             reply = self._processes.render(conversation, self._media)
         except AnswerParserError as error:
             if self._media:
-                # Most likely their decoded size: a worker has limits of memory and time.
+                # The decoded size is the most likely cause: a worker has limits of memory and time.
                 raise ChatTemplateError(f"the images, audio or video cannot be read: {error}") from error
             raise ChatTemplateUnusableError(f"the conversation cannot be rendered: {error}") from error
         if (reason := reply.get("rejected")) is not None:

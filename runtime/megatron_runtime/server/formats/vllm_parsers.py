@@ -1,7 +1,8 @@
 """The table of vLLM's parsers: vLLM has no "auto", so the model's type and the format of its template choose them.
 
-A template decides where ours is recognised by rendering (recognition.py), because models of one type are trained for
-several formats. The type in config.json decides between formats that render alike, and for formats that we do not read.
+If one of our formats is recognised by rendering the template (recognition.py), the template decides, because models of
+one type are trained for several formats. The type in config.json decides between formats that render identically, and
+for formats that we do not read.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ MODEL_TYPES: Mapping[str, Parsers] = {
     "step3_text": Parsers("step3", "step3"),
     "step3p5": Parsers("step3p5", "step3p5"),
 }
-"""By `model_type` of config.json."""
+"""Parsers by `model_type` of config.json."""
 
 _READS_ALIKE: Mapping[str, frozenset[str]] = {
     "hermes": frozenset({"hermes", "granite4", "longcat"}),

@@ -2,7 +2,7 @@
 
 Each worker handles one batch of calls at a time. Calls that arrive meanwhile form the next batch, so that
 answers which grow together share a message. A lost worker is replaced. Each call of its batch is repeated alone:
-one that loses a second worker fails, and no other does.
+if one loses a second worker, only that call fails.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ START_SECONDS = 300.0
 """Imports of vLLM and the tokenizer of the model: about a minute on two loaded cores."""
 FORK_SECONDS = 30.0
 BATCH_SECONDS = 30.0
-"""Time of a batch; a worker that takes longer is lost."""
+"""Timeout of a batch; a worker that takes longer counts as lost."""
 _GRACE_SECONDS = 2.0
-"""The worker's own alarm comes first: it ends a worker whose server died."""
+"""The worker's own alarm fires first. It terminates a worker whose server died."""
 WORKER_BYTES = 2 << 30
 """Address space of a worker in addition to the modules."""
 RENDERERS = 2
@@ -60,7 +60,7 @@ _CLASSES: Mapping[int, type[Text | Reasoning | CallArguments]] = {
 
 
 class UnusableError(RuntimeError):
-    """vLLM cannot render and parse for this model. The text says why."""
+    """vLLM cannot render and parse for this model. The text gives the reason."""
 
 
 class UnknownSettingError(ValueError):
@@ -213,7 +213,7 @@ class VllmProcesses:
         return VllmAnswer(next(self._keys), opening, worker)
 
     def close(self) -> None:
-        """End all processes. Idempotent."""
+        """Stop all processes. Idempotent."""
         self._is_closed = True
         for worker in (*self.renderers, *self.parsers):
             worker.close()
@@ -356,7 +356,7 @@ class _Worker:
         return bytes(received)
 
     def _disconnect(self) -> None:
-        """Close the socket: an idle worker ends, and the alarm ends a busy one."""
+        """Close the socket: an idle worker exits, and the alarm terminates a busy one."""
         if self._channel is not None:
             self._channel.close()
             self._channel = self.pid = None

@@ -17,7 +17,7 @@ LOWEST = -9999.0
 
 TopTokens: TypeAlias = Sequence[tuple[int, float]]
 _Detail: TypeAlias = tuple[float, TopTokens]
-"""Log-probability of a token, and the likeliest tokens at its place."""
+"""Log-probability of a token, and the most likely tokens at its position."""
 _Token: TypeAlias = tuple[int, _Detail | None]
 
 
@@ -26,7 +26,7 @@ class TokenLogProb:
     """One token of a choice.
 
     log_prob: None for the first token of a prompt, which follows no other.
-    top:      the likeliest tokens at this place and their log-probabilities, as many as the request asks for.
+    top:      the most likely tokens at this position with their log-probabilities, as many as requested.
     offset:   characters before it in the text of the choice.
     """
 
@@ -40,14 +40,14 @@ class TokenLogProb:
 class Piece:
     """A part of one choice; the last one has the finish reason.
 
-    log_probs, token_ids: of the tokens that were taken for this part. The text of a token may follow in a later part,
-                          when its last character is complete.
+    log_probs, token_ids: log-probabilities and ids of the tokens of this part. The text of a token may follow in a
+                          later part, when its last character is complete.
     generated: all generated tokens, with those that ended the answer; on the last part only.
-    generated_log_probs: of each of them, if they are known.
+    generated_log_probs: log-probability of each generated token, if known.
     stop_text: the stop text that ended the answer; on the last part only.
-    prompt_log_probs: of the tokens of the prompt, if the request wants them; on the last part only.
+    prompt_log_probs: log-probabilities of the prompt tokens, if requested; on the last part only.
     hidden_state: little-endian float32 [D] after the prompt, if the request wants it; on the last part only.
-    events: what a parser in another process made of the text; None: there is none.
+    events: events that a parser in another process found in the text; None: there is no such parser.
     """
 
     index: int
@@ -79,8 +79,8 @@ class _Cut(NamedTuple):
 class Choice:
     """One choice while it is generated: turns the engine's replies into pieces.
 
-    A token that may end the answer is held until the next token shows that the answer continued (below min_tokens it
-    may), because the token that ends an answer is not part of it. If the request wants log-probabilities, tokens
+    A token that may end the answer is held until the next token shows that the answer continues (possible below
+    min_tokens), because the token that ends an answer is not part of it. If the request wants log-probabilities, tokens
     without them wait for the final reply, which has them.
     """
 
@@ -246,7 +246,7 @@ def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_i
 def completion_log_probs(
     tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return `logprobs` of a completion choice. The token itself is among the likeliest, whether it is likely or not.
+    """Return `logprobs` of a completion choice. The token itself is always listed among the most likely tokens.
 
     A token that is a part of a character is written as bytes, so that different parts have different texts.
     as_ids: name tokens by their ids.
@@ -289,7 +289,7 @@ def prompt_log_probs(
 
 
 def finite_log_prob(log_prob: float) -> float:
-    """Return a number that JSON can express, whatever an engine of another kind sends."""
+    """Return a number that JSON can express, whatever a foreign engine sends."""
     return float(log_prob) if LOWEST <= log_prob < math.inf else LOWEST
 
 
@@ -305,7 +305,7 @@ def _token_text(data: bytes, *, prefix: str = "") -> str:
 
 
 def _details(log_probs: Sequence[float] | None, likeliest: Sequence[TopTokens] | None, *, top: int) -> list[_Detail]:
-    """Return what is reported of each token. top: how many of the most likely tokens."""
+    """Return the reported details of each token. top: number of most likely tokens to report."""
     given = log_probs or ()
     return [
         (log_prob, tuple((id_, other) for id_, other in some[:top]))

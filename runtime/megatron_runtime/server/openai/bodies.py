@@ -22,11 +22,11 @@ from megatron_runtime.server.openai.schema import ModelRequest
 
 PARSED_IN_PLACE_BYTES = 64 * 1024
 PARSE_SECONDS = 10.0
-"""For one body. The most complex ones take 0.2 s."""
+"""Timeout for one body. The most complex ones take 0.2 s."""
 PARSE_MEMORY_BYTES = 1 << 30
 """Address space of the child process for a body and its result."""
 TOKEN_BYTES = 40
-"""Of a token in a list: the list's pointer, and the integer."""
+"""Memory of a token in a list: the list's pointer, and the integer."""
 
 _MAX_REPLY_BYTES = 256 << 20
 _PARSER = "megatron_runtime.server.openai.body_parser"
@@ -37,8 +37,8 @@ _Model = TypeVar("_Model", bound=ModelRequest)
 class BodyBudget:
     """The bytes that the requests of a server hold for their bodies, by tenant.
 
-    A full server still accepts bodies of a tenant that holds less than its fair share of the limit. So no tenant blocks
-    others, and at most twice the limit is held.
+    A full server still accepts bodies of a tenant that holds less than its fair share of the limit. So no tenant can
+    block others, and at most twice the limit is held.
     """
 
     def __init__(self, limit: int) -> None:
@@ -59,12 +59,12 @@ class BodyBudget:
         self.force(tenant, size)
 
     def force(self, tenant: str, size: int) -> None:
-        """Count `size` bytes, also beyond the limit."""
+        """Count `size` bytes, even beyond the limit."""
         self.total += size
         self.held[tenant] = self.held.get(tenant, 0) + size
 
     def release(self, tenant: str, size: int) -> None:
-        """End the count of `size` bytes."""
+        """Stop counting `size` bytes."""
         self.force(tenant, -size)
         if not self.held[tenant]:
             del self.held[tenant]
@@ -107,9 +107,8 @@ def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
 def parse_in_child(model: type[_Model], parts: Sequence[bytes], scan: JsonScan) -> _Model:
     """Return the same as parse(), from the child process. Blocks; other threads run meanwhile.
 
-    parts: of the body.
-    Raises what parse() raises, ApiError 400 for a body that takes the child too much time or memory, and 503 if it does
-    not start.
+    parts: parts of the body. Raises what parse() raises, ApiError 400 for a body that takes the child too much time or
+    memory, and 503 if it does not start.
     """
     try:
         reply = _child.call(pickle.dumps((model, b"".join(parts), scan), 5), timeout_seconds=PARSE_SECONDS)
@@ -133,7 +132,7 @@ _child = _new_child()
 
 
 def end_parser() -> None:
-    """End the child process, for a program that stops serving. A later body starts it again."""
+    """Stop the child process, for a program that stops serving. A later body starts it again."""
     global _child
     before, _child = _child, _new_child()
     before.close()

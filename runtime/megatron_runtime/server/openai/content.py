@@ -20,9 +20,9 @@ class MediaPart:
     """An image, audio or video in a message.
 
     modality:    image, audio or video.
-    url:         of its file.
+    url:         URL of its file.
     named:       type of the part in the request, for errors.
-    placeholder: text in its place for a model that does not take it; None: such a request is rejected.
+    placeholder: text to use instead for a model that does not accept it; None: the request is then rejected.
     """
 
     modality: str
@@ -36,7 +36,7 @@ class MediaPart:
 
 @dataclass(frozen=True, slots=True)
 class MixedContent:
-    """The content of a message that has more than text."""
+    """The content of a message that contains media."""
 
     parts: tuple[str | MediaPart, ...]
 
@@ -82,7 +82,7 @@ def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str |
 
 
 def media_part(part: dict[str, Any]) -> MediaPart | None:
-    """Return the image, audio or video of a content part of OpenAI's chat; None: it is none, or has no URL."""
+    """Return the image, audio or video of a content part of OpenAI's chat; None if it is neither, or has no URL."""
     named = part.get("type")
     if named == "input_audio":
         audio = part.get("input_audio")

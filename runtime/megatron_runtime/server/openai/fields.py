@@ -35,15 +35,15 @@ PARAMETER_OF: Mapping[str, str] = {field.name: name for name, field in HTTP_FIEL
 class NotOffered:
     """A field that would change the answer and that no engine serves.
 
-    neutral: values besides null that ask for nothing.
-    remedy:  what to do instead of leaving it out.
+    neutral: values, besides null, that have no effect.
+    remedy:  alternative to leaving it out.
     """
 
     neutral: tuple[Any, ...] = ()
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError for a value that asks for something."""
+        """Raise ValueError for a value that would have an effect."""
         # True equals 1 in Python.
         if value is None or any(value == item and (value is True) == (item is True) for item in self.neutral):
             return
@@ -77,14 +77,14 @@ class FieldPolicy:
     """The fields of a route that its class does not declare, and that clients of other servers may send.
 
     without_effect: accepted, whatever their value is: they do not change the answer.
-    not_offered:    rejected if their value asks for something.
+    not_offered:    rejected if their value would have an effect.
     """
 
     without_effect: frozenset[str] = frozenset()
     not_offered: Mapping[str, NotOffered] | None = None
 
     def unknown(self, fields: Mapping[str, Any]) -> list[str]:
-        """Return the names of unknown fields. Raises ApiError 400 for a value that asks for what is not offered.
+        """Return the names of unknown fields. Raises ApiError 400 for a value that requests something not offered.
 
         fields: of a body, without those that its class declares.
         """
@@ -203,7 +203,7 @@ _VLLM_NOT_OFFERED: Mapping[str, NotOffered] = {
     "vllm_xargs": _NO_SAMPLERS_OF_CLIENTS,
     "watermarking": _OFF,
 }
-"""On every route."""
+"""Not offered on any route."""
 _VLLM_GENERATION: Mapping[str, NotOffered] = {
     **_VLLM_NOT_OFFERED,
     "best_of": NotOffered((1,)),

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
 MAX_SENT_BYTES = 32 << 20
-"""Of all choices of one request: each choice is sent to the coordinator with its prompt and parameters."""
+"""Size limit of all choices of one request. Each choice is sent to the coordinator with its prompt and parameters."""
 
 MIN_TOP_P = 1e-6
 """A lower `top_p` leaves the most likely token only. In SamplingParams 0 keeps all tokens."""
@@ -44,7 +44,7 @@ _FIELD_NAMES = {
     "return_log_probs": "logprobs",
     "pooling": "model",
 }
-"""Request fields by sampling parameter, for errors."""
+"""Sampling parameter -> request field, for errors."""
 _GENERATION_CONFIG = {
     **{
         name: name
@@ -55,21 +55,21 @@ _GENERATION_CONFIG = {
     },
     "num_tokens_to_generate": "max_new_tokens",
 }
-"""Keys of generation_config.json by sampling parameter."""
+"""Sampling parameter -> key of generation_config.json."""
 GUIDED_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Kinds of structured output by request field."""
+"""Request field -> kind of structured output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
     """The format of an answer.
 
-    structure: as SamplingParams has it.
+    structure: as in SamplingParams.
     param:     the request field that asks for it.
     ignored:   keywords of its JSON schema that are not enforced.
     """
@@ -99,9 +99,9 @@ class Options:
     """Options of a generation that come from fields of one endpoint.
 
     max_tokens:    None means up to the sequence limit; 0 gives the prompt alone.
-    log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
-    echoes_log_probs: report those of the prompt, too, where the answer echoes it.
-    prompt_log_probs: how many of the likeliest tokens to report at each place of the prompt; None: no report.
+    log_probs:     number of most likely tokens to report at each position; None reports no log-probabilities.
+    echoes_log_probs: also report the log-probabilities of a prompt that the answer echoes.
+    prompt_log_probs: number of most likely tokens to report at each position of the prompt; None: no report.
     forced_format: the structured output that tool_choice needs; None means the one of the request.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: it has none.
