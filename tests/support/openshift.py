@@ -24,6 +24,8 @@ NAMESPACE_ANNOTATIONS = {
     "openshift.io/sa.scc.supplemental-groups": f"{FIRST_ID}/{IDS}",
 }
 CONSTRAINT = "restricted-v2"
+API_VERSION = "security.openshift.io/v1"
+"""The API by which a cluster is recognised as OpenShift. It is served some moments after its CRD is established."""
 CRD: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",
@@ -46,7 +48,6 @@ CRD: dict[str, Any] = {
         ],
     },
 }
-"""The API by which a cluster is recognised as OpenShift."""
 _NAME_IN = {"key": "kubernetes.io/metadata.name", "operator": "In"}
 _VOLUMES = {
     "configMap",
