@@ -96,13 +96,13 @@ def wait_until_served(cluster: LocalCluster, kind: ObjectKind) -> None:
         time.sleep(0.1)
 
 
-async def until_served(cluster: LocalCluster, api_version: str) -> None:
+async def until_discovered(cluster: LocalCluster, api_version: str) -> None:
     """Wait until clients discover an API, some moments after its CRD is established."""
 
     async def is_served() -> bool:
         return api_version in cluster.run_kubectl("api-versions").stdout.split()
 
-    await eventually(is_served, what=f"the API server serves {api_version}")
+    await eventually(is_served, what=f"clients discover {api_version}")
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from megatron_operator.resource.names import COORDINATOR
 from megatron_runtime.cli.processes import free_ports
 
 from .client_load import LENGTH, CoordinatorLoad
-from .conftest import condition, until_served
+from .conftest import condition, until_discovered
 from .fake_node import FakeNode
 
 pytestmark = [
@@ -232,7 +232,7 @@ async def test_keda_starts_an_engine_for_requests_that_wait_and_removes_it_when_
     (trigger,) = manifest["spec"]["triggers"]
     scraped = prometheus_of(metrics_address(node), namespace=resource.namespace, folder=tmp_path)
     with scraped as url, keda_kinds(control_plane):
-        await until_served(control_plane, manifest["apiVersion"])
+        await until_discovered(control_plane, manifest["apiVersion"])
         trigger["metadata"]["serverAddress"] = url
         with keda(control_plane, namespace=resource.namespace, folder=tmp_path):
             apply(control_plane, manifest)

@@ -14,7 +14,7 @@ from openshift import API_VERSION, CONSTRAINT, CRD, FIRST_ID, NAMESPACE_ANNOTATI
 from localcluster import LocalCluster, installation
 from megatron_operator.cluster.kinds import POD, kind_of
 
-from .conftest import condition, until_served
+from .conftest import condition, until_discovered
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ async def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path)
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(CRD))
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(webhook))
         try:
-            await until_served(control_plane, API_VERSION)
+            await until_discovered(control_plane, API_VERSION)
             yield
         finally:
             name = webhook["metadata"]["name"]
