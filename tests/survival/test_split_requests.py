@@ -14,7 +14,7 @@ from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, Process, until_serving, until_status
 from machine import scaled
 from random_checkpoint import write_speaking_model
-from soak import repeated, size
+from soak import repeated
 
 from megatron_runtime.protocol.messages import StatusReply
 
@@ -93,7 +93,7 @@ async def test_prompts_are_computed_by_one_engine_and_answered_by_another(pool: 
 
 
 @pytest.mark.parametrize(("stage", "fault"), CASES, ids=[f"{stage}-{fault}" for stage, fault in CASES])
-@repeated(soak=size(1, soak=200))
+@repeated(soak=100)
 async def test_an_engine_is_lost_at_a_stage(
     pool: SplitPool, stage: str, fault: str, report: Callable[[str], None]
 ) -> None:
@@ -132,6 +132,21 @@ async def test_an_engine_is_lost_at_a_stage(
     report(f"{stage}, {fault}: {len(gaps)} streams equal; longest wait {gaps[-1]:.2f} s")
 
 
+@repeated()
+async def test_the_coordinator_is_lost_while_blocks_travel(pool: SplitPool) -> None:
+    """The next coordinator knows no transfer, engines drop theirs, and the client submits its requests again."""
+    held = [pool.fleet.engines[name] for name in DECODE]
+    for engine in held:
+        engine.freeze()
+    pool.add()
+    await pool.until_engines(lambda flying: any(flying.get(name) for name in DECODE), what="a prompt is imported")
+    await pool.coordinator.kill()
+    pool.coordinator = await pool.fleet.coordinator()
+    for engine in held:
+        engine.thaw()
+    await pool.check()
+
+
 MODEL_OPTIONS = ("--backend", "native", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64Mi")
 WEATHER = {
     "type": "function",
@@ -166,6 +181,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.timeout(900)
 async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path) -> None:
     model = str(write_speaking_model(tmp_path / "model"))
     coordinator = await fleet.coordinator()

@@ -106,7 +106,7 @@ async def test_blocks_arrive_as_they_were_and_those_in_the_cache_are_not_sent(
     await until(lambda: server.num_open == 0, "the ticket and the upload have ended")
 
 
-async def test_a_ticket_that_arrives_after_its_request_is_not_refused(
+async def test_a_ticket_that_arrives_after_its_request_is_not_rejected(
     exporter: tuple[BlockServer, Blocks, str],
 ) -> None:
     server, _, address = exporter
@@ -256,11 +256,11 @@ async def test_with_keys_only_the_engine_that_the_ticket_names_gets_the_blocks(t
         server.grant(message)
         assert (await BlockReceiver(Blocks(), keys_dir=ours).receive(message)).ok
         # A key of another pool does not open the port; one that the ticket does not name opens no export.
-        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"1" * 32))
-        assert not refused.ok
+        rejected = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"1" * 32))
+        assert not rejected.ok
         (ours / "engine.pub").write_text(public + "\n" + (other / "engine.pub").read_text())
         server.grant(message._replace(ticket=b"2" * 32))
-        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"2" * 32))
-        assert "ticket is not valid" in (refused.error or "")
+        rejected = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"2" * 32))
+        assert "ticket is not valid" in (rejected.error or "")
     finally:
         server.close()
