@@ -17,6 +17,7 @@ from megatron_runtime.engine.kv_transfer import TransferEndedError
 from megatron_runtime.protocol.codec import pack, unpack
 from megatron_runtime.protocol.messages import Transfer
 from megatron_runtime.transport.security import generate_key_files
+from megatron_runtime.transport.zmtp.dealer import Dealer
 from megatron_runtime.transport.zmtp.handshake import NullHandshake
 from megatron_runtime.transport.zmtp.router import Router
 
@@ -200,6 +201,34 @@ async def test_an_importer_that_is_cancelled_leaves_nothing_at_the_exporter(
     await until(lambda: source.reads > 0, "the transfer has begun")
     receiving.cancel()
     await until(lambda: server.num_open == 0, "the exporter has ended the transfer")
+
+
+async def test_frames_that_are_no_requests_end_their_connection_only(
+    exporter: tuple[BlockServer, Blocks, str],
+) -> None:
+    server, _, address = exporter
+    valid = [bytes(32), 0, 100]
+    for frame in (
+        *(b"", b"\xc1", random.Random(3).randbytes(4000), pack([]), pack({}), pack("text")),
+        *(pack([*valid[:place], None, *valid[place + 1 :]]) for place in range(3)),
+        *(pack([bytes(32), -1, 100]), pack([bytes(32), 0, 0]), pack([bytes(32), 0, CHUNK_BYTES + 1])),
+    ):
+        lost = asyncio.Event()
+        opened = asyncio.Event()
+        dealer = Dealer(
+            address,
+            lambda _: None,
+            on_open=opened.set,
+            on_lost=lambda _, lost=lost: lost.set(),
+            max_message_bytes=CHUNK_BYTES,
+        )
+        await opened.wait()
+        dealer.send([frame])
+        await lost.wait()
+        dealer.close()
+    message = transfer(address, blocks=5)
+    server.grant(message)
+    assert (await BlockReceiver(Blocks(), keys_dir=None).receive(message)).ok
 
 
 @pytest.mark.parametrize("damage", ["checksum", "offset", "size", "shape"])
