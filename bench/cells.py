@@ -257,8 +257,14 @@ def _panel(results: list[dict[str, Any]], value: str, *, left: int, title: str) 
 
 @click.command()
 @click.option("--engines", type=COUNTS, default="16,64,256,1024,2048,4096,10000", show_default=True)
-@click.option("--cell", type=click.IntRange(min=1), default=256, show_default=True, help="Engines of a cell.")
-@click.option("--requests", type=click.IntRange(min=1), default=5000, show_default=True, help="Measured, of a layout.")
+@click.option("--cell", type=click.IntRange(min=1), default=256, show_default=True, help="Number of engines per cell.")
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    default=5000,
+    show_default=True,
+    help="Number of measured requests per layout.",
+)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/cells.json")
 def main(*, engines: tuple[int, ...], cell: int, requests: int, path: Path) -> None:
     """Simulate all layouts; write figures, a table and a plot."""

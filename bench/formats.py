@@ -95,11 +95,16 @@ def table(rates: dict[tuple[str, str, int], float], names: list[str], batches: l
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
 @click.option("--model", default="builtin:smollm2-135m", show_default=True)
-@click.option("--instruction-sets", "chosen", default="", help="Default: all that this CPU has.")
+@click.option(
+    "--instruction-sets",
+    "chosen",
+    default="",
+    help="Instruction sets to measure, with commas between. Default: every one that this CPU supports.",
+)
 @click.option("--batches", type=COUNTS, default="1,8,32", show_default=True)
-@click.option("--context", type=int, default=128, show_default=True, help="Tokens in the cache of each sequence.")
+@click.option("--context", type=int, default=128, show_default=True, help="Number of cached tokens per sequence.")
 @click.option("--rounds", type=int, default=20, show_default=True)
-@click.option("--steps", type=int, default=3, show_default=True, help="Of each cell in a round.")
+@click.option("--steps", type=int, default=3, show_default=True, help="Number of steps per cell and round.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), required=True)
 def main(model: str, chosen: str, batches: list[int], context: int, rounds: int, steps: int, json_path: Path) -> None:
     names = chosen.split(",") if chosen else list(instruction_sets())

@@ -287,14 +287,23 @@ def _no_tokenizer() -> Any:
 
 
 @click.command(help=__doc__)
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Add a line per cell here.")
-@click.option("--seconds", type=float, help="Begin no cell later than this after the start.")
+@click.option(
+    "--json",
+    "path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Append one JSON line per cell to this file.",
+)
+@click.option("--seconds", type=float, help="Seconds after which no new cell begins.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]), default="bfloat16", show_default=True)
-@click.option("--batch", default="1,8,64", show_default=True, help="Requests at once, each size a run.")
-@click.option("--prompt-tokens", default=1024, show_default=True, help="Of each request of the decode cells.")
+@click.option("--batch", default="1,8,64", show_default=True, help="Batch sizes to measure. Each size is one run.")
+@click.option(
+    "--prompt-tokens", default=1024, show_default=True, help="Number of prompt tokens per request in the decode cells."
+)
 @click.option("--new-tokens", default=128, show_default=True)
-@click.option("--prefill-tokens", default=8192, show_default=True, help="Of the prompt of the prefill cell.")
-@click.option("--with", "peers", type=click.Choice(list(PEERS)), multiple=True, help="A peer; may be repeated.")
+@click.option("--prefill-tokens", default=8192, show_default=True, help="Number of prompt tokens in the prefill cell.")
+@click.option(
+    "--with", "peers", type=click.Choice(list(PEERS)), multiple=True, help="Peer to measure as well. Repeatable."
+)
 def main(
     path: Path | None,
     seconds: float | None,

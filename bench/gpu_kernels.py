@@ -391,11 +391,13 @@ def _only(backend: Backend, operation: str) -> KernelConfig:
 
 
 @click.command(help=__doc__)
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option(
+    "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
+)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True)
-@click.option("--tokens", default="1,8,64,256", show_default=True, help="Sizes of a step.")
-@click.option("--context", default=2048, show_default=True, help="Cached tokens of a sequence.")
-@click.option("--operation", multiple=True, help="Only these; may be repeated.")
+@click.option("--tokens", default="1,8,64,256", show_default=True, help="Numbers of tokens per step to measure.")
+@click.option("--context", default=2048, show_default=True, help="Number of cached tokens per sequence.")
+@click.option("--operation", multiple=True, help="Measure only this operation. Repeatable.")
 def main(path: Path | None, dtype: str, tokens: str, context: int, operation: tuple[str, ...]) -> None:
     if not torch.cuda.is_available():
         click.echo(

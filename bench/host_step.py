@@ -111,9 +111,13 @@ def _no_tokenizer() -> Any:
 
 
 @click.command(help=__doc__)
-@click.option("--rows", default="1,64,256", show_default=True, help="Rows of a step, each number a cell.")
-@click.option("--steps", default=200, show_default=True, help="Measured steps of a cell.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option(
+    "--rows", default="1,64,256", show_default=True, help="Numbers of rows per step. Each number is one cell."
+)
+@click.option("--steps", default=200, show_default=True, help="Number of measured steps per cell.")
+@click.option(
+    "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
+)
 def main(rows: str, steps: int, path: Path | None) -> None:
     cells = []
     for count in map(int, rows.split(",")):

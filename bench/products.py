@@ -76,14 +76,23 @@ def measure(pool: ThreadPool, matrices: list[Matrix], batch: int, seconds: float
 
 @click.command(help=__doc__, context_settings={"max_content_width": 120})
 @click.option("--formats", default=",".join(_FORMATS), show_default=True)
-@click.option("--instruction-sets", "names", default="", help="Default: all that this CPU has.")
+@click.option(
+    "--instruction-sets",
+    "names",
+    default="",
+    help="Instruction sets to measure, with commas between. Default: every one that this CPU supports.",
+)
 @click.option("--batches", type=COUNTS, default="1,2,4,8,32,128", show_default=True)
 @click.option("--outputs", type=int, default=4096, show_default=True)
 @click.option("--inputs", type=int, default=2048, show_default=True)
 @click.option(
-    "--cached-from", type=int, default=8, show_default=True, help="Rows from which weights stay in the cache."
+    "--cached-from",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Number of rows from which the weights stay in the CPU cache.",
 )
-@click.option("--seconds", type=float, default=0.5, show_default=True, help="For each cell.")
+@click.option("--seconds", type=float, default=0.5, show_default=True, help="Seconds per cell.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(
     formats: str,

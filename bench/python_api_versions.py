@@ -102,11 +102,17 @@ def compare(calls: dict[str, Callable[..., list[float]]], call: str, tokens: int
 
 @click.command()
 @click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
-@click.option("--model", default=MODEL, show_default=True, help="A model reference that both checkouts can read.")
+@click.option("--model", default=MODEL, show_default=True, help="Model reference that both checkouts can read.")
 @click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Of each answer.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Torch threads of an engine.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option(
+    "--tokens", type=click.IntRange(min=2), default=64, show_default=True, help="Number of tokens per answer."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Number of torch threads per engine."
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
+)
 def main(*, against: Path, model: str, rounds: int, tokens: int, threads: int, json_file: Path | None) -> None:
     """Compare the time of calls of the Python API in two checkouts."""
     from peers import commit

@@ -233,10 +233,16 @@ def _panel(cells: list[dict[str, Any]], value: str, bound: str, *, left: int, ti
 @click.option("--model", default="builtin:smollm2-135m", show_default=True)
 @click.option("--dtype", default="auto", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--steps", type=click.IntRange(min=1), default=15, show_default=True, help="Of each cell.")
+@click.option("--steps", type=click.IntRange(min=1), default=15, show_default=True, help="Number of steps per cell.")
 @click.option("--batches", type=COUNTS, default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--contexts", type=COUNTS, default="128,512,2048,8192", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(min=1), default=1 << 16, show_default=True, help="Of a cell.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=1 << 16,
+    show_default=True,
+    help="Skip cells whose KV cache would hold more tokens.",
+)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/scaling.json")
 def main(
     *,

@@ -278,14 +278,34 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
 
 @click.command()
 @click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
-@click.option("--starts", type=click.IntRange(min=1), default=6, show_default=True, help="Of both servers.")
-@click.option("--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="After each start.")
-@click.option("--requests", type=click.IntRange(min=4), default=300, show_default=True, help="Of a run of 2 tokens.")
-@click.option("--tools", type=click.IntRange(0, 128), default=0, show_default=True, help="Of each chat; 0: no chats.")
-@click.option("--model", help="A model in place of the echo engines, which never call a tool.")
-@click.option("--instructions", "counts", is_flag=True, help="Count them in place of CPU time, with callgrind.")
+@click.option(
+    "--starts", type=click.IntRange(min=1), default=6, show_default=True, help="Number of starts of both servers."
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=2, show_default=True, help="Number of rounds after each start."
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(min=4),
+    default=300,
+    show_default=True,
+    help="Number of requests in a run with 2 tokens per answer.",
+)
+@click.option(
+    "--tools",
+    type=click.IntRange(0, 128),
+    default=0,
+    show_default=True,
+    help="Number of tools in each chat request. 0 sends no chat requests.",
+)
+@click.option("--model", help="Model to use instead of the echo engines, which never call a tool.")
+@click.option(
+    "--instructions", "counts", is_flag=True, help="Count instructions with callgrind instead of measuring CPU time."
+)
 @click.option("--coordinator-requests", type=click.IntRange(min=100), default=20_000, show_default=True)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
+)
 def main(
     *,
     against: Path,

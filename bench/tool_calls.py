@@ -194,12 +194,18 @@ def answer(server: Server, messages: list[Message], max_tokens: int) -> Message:
 
 
 @click.command()
-@click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout.")
+@click.option(
+    "--against",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Checkout of another version to compare with.",
+)
 @click.option("--prompts", "count", type=click.IntRange(1, 200), default=200, **_HELP)
 @click.option("--model", default="builtin:smollm2-135m", **_HELP)
 @click.option("--dtype", default="bfloat16", **_HELP)
 @click.option("--max-tokens", type=click.IntRange(min=16), default=160, **_HELP)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
+)
 def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens: int, json_file: Path | None) -> None:
     """Compare the calls that a model chooses to make."""
     checkouts = {THIS: REPOSITORY, **({} if against is None else {OTHER: against.absolute()})}

@@ -249,14 +249,28 @@ def measure_rounds(
 @click.command()
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", **_HELP)
 @click.option("--rounds", type=click.IntRange(min=1), default=6, **_HELP)
-@click.option("--requests-each", type=click.IntRange(min=1), default=4, help="Of each client in a round.", **_HELP)
-@click.option("--new-tokens", type=click.IntRange(min=2), default=64, help="Of each answer.", **_HELP)
-@click.option("--first-token-requests", type=click.IntRange(min=2), default=40, help="In a round.", **_HELP)
+@click.option(
+    "--requests-each", type=click.IntRange(min=1), default=4, help="Number of requests per client and round.", **_HELP
+)
+@click.option("--new-tokens", type=click.IntRange(min=2), default=64, help="Number of tokens per answer.", **_HELP)
+@click.option(
+    "--first-token-requests", type=click.IntRange(min=2), default=40, help="Number of requests per round.", **_HELP
+)
 @click.option("--threads", type=click.IntRange(min=1), default=os.cpu_count() or 1, **_HELP)
-@click.option("--compute-cpus", type=click.IntRange(min=0), default=0, help="Reserved for vLLM; 0: none.", **_HELP)
-@click.option("--vllm-arguments", default="{}", help="JSON object of further engine arguments of both.", **_HELP)
+@click.option(
+    "--compute-cpus",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Number of CPUs that only vLLM's processes use. 0 shares all CPUs.",
+    **_HELP,
+)
+@click.option(
+    "--vllm-arguments", default="{}", help="Additional engine arguments for both sides, as a JSON object.", **_HELP
+)
 @click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/vllm-overhead", **_HELP)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
+)
 def main(
     *,
     dtype: str,

@@ -27,9 +27,11 @@ class _Group(click.Group):
 
 
 def _cluster_options(command: click.decorators.FC) -> click.decorators.FC:
-    command = click.option("--name", default="cluster", show_default=True, help="Name: state in build/NAME.")(command)
+    command = click.option(
+        "--name", default="cluster", show_default=True, help="Name of the cluster. Its state is in build/NAME."
+    )(command)
     path = click.Path(file_okay=False, path_type=Path)
-    return click.option("--root", type=path, help="Folder of the state folders, instead of build/.")(command)
+    return click.option("--root", type=path, help="Folder that contains the state folders, instead of build/.")(command)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,14 +41,18 @@ def main() -> None:
 
 @main.command()
 @_cluster_options
-@click.option("--control-plane-only", is_flag=True, help="etcd, API server and controller manager; no pods run.")
-@click.option("--with-images", is_flag=True, help="Also build helm and the project's images, and load them.")
+@click.option(
+    "--control-plane-only",
+    is_flag=True,
+    help="Start only etcd, the API server and the controller manager. No pods run.",
+)
+@click.option("--with-images", is_flag=True, help="Also build helm and the project's images, and load the images.")
 @click.option(
     "--api-port", type=click.IntRange(1, 65535), help="Port of the API server [default: 6443, or a free one]."
 )
 @click.option("--nodes", type=click.IntRange(1, MAX_NODES), help="Number of nodes [default: 1].")
-@click.option("--pod-subnet", help="IPv4 network of nodes and pods [default: 10.88.0.0/16, or a free one].")
-@click.option("--service-subnet", help="IPv4 network of Services [default: 10.96.0.0/16, or a free one].")
+@click.option("--pod-subnet", help="IPv4 range for nodes and pods [default: 10.88.0.0/16, or a free one].")
+@click.option("--service-subnet", help="IPv4 range for Services [default: 10.96.0.0/16, or a free one].")
 def up(
     name: str,
     root: Path | None,
@@ -91,7 +97,7 @@ def status(name: str, root: Path | None) -> None:
 @main.command()
 @_cluster_options
 @click.argument("component", required=False)
-@click.option("--follow", "-f", is_flag=True, help="Keep printing.")
+@click.option("--follow", "-f", is_flag=True, help="Print new lines as they arrive.")
 def logs(name: str, root: Path | None, component: str | None, follow: bool) -> None:
     """Print the log of COMPONENT, or name the logs there are."""
     layout = LocalCluster(name=name, root=root).layout

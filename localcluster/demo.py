@@ -111,7 +111,7 @@ make cluster-down removes it."""
     "--cluster",
     type=click.Choice(["embedded", "current"]),
     default="embedded",
-    help="An embedded one-node cluster, or the cluster of the current kubeconfig context.",
+    help="Cluster to use: an embedded one-node cluster, or the cluster of the current kubeconfig context.",
 )
 def main(cluster: str) -> None:
     """Run the demo end to end and check every step."""

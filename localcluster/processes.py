@@ -138,9 +138,9 @@ def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], 
         record = running(component.name, layout)
         if record is None or time.monotonic() > deadline:
             log = log_path(component.name, layout)
-            said = tail(log.read_text(errors="replace")) if log.exists() else "    (no log)"
+            output = tail(log.read_text(errors="replace")) if log.exists() else "    (no log)"
             what = "exited at once" if record is None else f"was not ready within {seconds:.0f} s"
-            raise ClusterError(f"{component.name} {what}; the end of {log}:\n{said}")
+            raise ClusterError(f"{component.name} {what}; the end of {log}:\n{output}")
         time.sleep(0.1)
 
 

@@ -30,7 +30,7 @@ _PACKAGE = re.compile(r"[\w.~+/-]+", re.ASCII)
 """A line of `go build -v`: the path of a package."""
 MINIMUM_GO = (1, 24)
 KUBERNETES_VERSION = "v1.34.2"
-ATTEMPTS = 4
+TRIES = 4
 
 PACKAGES = {
     "kube-apiserver": "k8s.io/kubernetes/cmd/kube-apiserver",
@@ -129,17 +129,15 @@ def _build(names: Sequence[str], folder: Path, step: Step) -> None:
     flags = ["-mod=readonly", "-trimpath", "-ldflags", ldflags()]
     paths = [PACKAGES[name] for name in names]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        for attempt in range(1, ATTEMPTS + 1):
+        for number in range(1, TRIES + 1):
             errors = _build_once(flags, paths, Path(scratch), step)
             if errors is None:
                 for name in names:
                     (Path(scratch) / name).replace(folder / name)
                 return
-            if attempt == ATTEMPTS or not is_network_trouble(errors):
-                raise ClusterError(
-                    f"building {', '.join(names)} failed (attempt {attempt} of {ATTEMPTS}):\n{tail(errors)}"
-                )
-            time.sleep(2**attempt)
+            if number == TRIES or not is_network_trouble(errors):
+                raise ClusterError(f"building {', '.join(names)} failed (try {number} of {TRIES}):\n{tail(errors)}")
+            time.sleep(2**number)
 
 
 def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step: Step) -> str | None:

@@ -26,15 +26,15 @@ class Step:
         self._title = title
         self._say = say
         self._interval = interval
-        self._said = time.monotonic()
+        self._last_printed = time.monotonic()
         self.result = ""
 
     def detail(self, text: str) -> None:
         """Show the current activity: at once on a terminal, otherwise as a line from time to time."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{escape(self._title)} [dim]{escape(text)}[/dim]")  # type: ignore[arg-type]
-        elif time.monotonic() - self._said >= self._interval:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._last_printed >= self._interval:
+            self._last_printed = time.monotonic()
             self._say(f"          … {self._title}: {text}")
 
     def note(self, text: str) -> None:

@@ -158,15 +158,15 @@ class Walkthrough:
     reach: Callable[[str], str]
 
     def run(self) -> None:
-        with self._said(f"kubectl apply -f {self.sample}: Ready") as say:
+        with self._step(f"kubectl apply -f {self.sample}: Ready") as say:
             self.kube("apply", "-f", str(self.sample))
             self.kube.wait(f"mi/{self.name}", "condition=Ready")
             say(str(self.kube("get", "mi", self.name, "--no-headers")).strip())
         chat = Chat(reachable(self.reach(self.name)), self.kube.json("mi", self.name)["status"]["model"])
-        with self._said("chat completion through the Service") as say:
+        with self._step("chat completion through the Service") as say:
             answer, tokens = ask_for_paris(chat)
             say(answer)
-        with self._said("an undisturbed story, as the yardstick") as say:
+        with self._step("an undisturbed story, as the yardstick") as say:
             story = chat.ask(STORY, max_tokens=tokens)
             say(f"{tokens} tokens")
         self._pause(chat, story, tokens)
@@ -175,24 +175,24 @@ class Walkthrough:
         self._stop(chat)
 
     def _pause(self, chat: Chat, story: str, tokens: int) -> None:
-        with self._said("patch desiredState: Paused, in the middle of a stream"):
+        with self._step("patch desiredState: Paused, in the middle of a stream"):
             stream = chat.stream(STORY, max_tokens=tokens)
             check(stream.begun.wait(PATIENCE_SECONDS), "the stream did not begin")
             self._patch("Paused")
-        with self._said(f"the stream pauses for {FROZEN_SECONDS:g} s, a new request waits") as say:
+        with self._step(f"the stream pauses for {FROZEN_SECONDS:g} s, a new request waits") as say:
             waiting = chat.stream(QUESTION, max_tokens=16)
             before = stream.at_rest()
             check(not stream.finished.wait(FROZEN_SECONDS), "the stream ended while paused")
             check(stream.chunks == before, f"{stream.chunks - before} pieces came while paused")
             check(not waiting.begun.is_set(), "a new request was answered while paused")
             say(f"{before} pieces so far")
-        with self._said("patch desiredState: Running; both complete, the story without a difference"):
+        with self._step("patch desiredState: Running; both complete, the story without a difference"):
             self._patch("Running")
             check(stream.wait() == story, f"the story changed: {stream.text!r} instead of {story!r}")
             check("Paris" in waiting.wait(), f"the waiting request got {waiting.text!r}")
 
     def _suspend(self, chat: Chat, story: str, tokens: int) -> None:
-        with self._said("patch desiredState: Suspended, in the middle of a stream: memory is released") as say:
+        with self._step("patch desiredState: Suspended, in the middle of a stream: memory is released") as say:
             stream = chat.stream(STORY, max_tokens=tokens)
             check(stream.begun.wait(PATIENCE_SECONDS), "the stream did not begin")
             before = self._resident_mib()
@@ -200,12 +200,12 @@ class Walkthrough:
             after = self._resident_mib()
             check(after < before - 300, f"resident memory of the engine went from {before} to {after} MiB only")
             say(f"engine {before} -> {after} MiB")
-        with self._said("patch desiredState: Running; the stream continues and completes with the same text"):
+        with self._step("patch desiredState: Running; the stream continues and completes with the same text"):
             self._patch("Running")
             check(stream.wait() == story, f"the story changed: {stream.text!r} instead of {story!r}")
 
     def _scale(self, chat: Chat) -> None:
-        with self._said("kubectl scale --replicas=2: a second engine shares the load") as say:
+        with self._step("kubectl scale --replicas=2: a second engine shares the load") as say:
             self.kube("scale", "mi", self.name, "--replicas=2")
             self.kube.wait(f"mi/{self.name}", "jsonpath={.status.readyReplicas}=2")
             self.kube.wait(f"mi/{self.name}", "condition=Ready")
@@ -217,7 +217,7 @@ class Walkthrough:
             say(f"tokens per engine {[int(count) for count in tokens]}")
 
     def _stop(self, chat: Chat) -> None:
-        with self._said("patch desiredState: Stopped; no engine pod is left, requests get 503") as say:
+        with self._step("patch desiredState: Stopped; no engine pod is left, requests get 503") as say:
             self._patch("Stopped")
             selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=engine"
             pods = self.kube.json("pods", "-l", selector)["items"]
@@ -225,7 +225,7 @@ class Walkthrough:
             status = chat.status_of(QUESTION)
             check(status == 503, f"a request to a stopped model got HTTP {status}")
             say(f"HTTP {status}")
-        with self._said("patch desiredState: Running; it answers again") as say:
+        with self._step("patch desiredState: Running; it answers again") as say:
             self._patch("Running")
             self.kube.wait(f"mi/{self.name}", "condition=Ready")
             say(ask_for_paris(chat)[0])
@@ -247,6 +247,6 @@ class Walkthrough:
         return float(found[1])
 
     @contextmanager
-    def _said(self, title: str) -> Iterator[Callable[[str], None]]:
+    def _step(self, title: str) -> Iterator[Callable[[str], None]]:
         with self.steps.step(title) as step:
             yield step.note

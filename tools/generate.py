@@ -47,7 +47,7 @@ def generated_files() -> dict[str, str]:
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 and print outdated files.")
+@click.option("--check", is_flag=True, help="Write nothing. Print outdated files and exit with 1 if there are any.")
 def main(check: bool) -> None:
     """Write the generated files."""
     stale = []

@@ -286,8 +286,8 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--tag", help="The tag of the release, such as v0.1.0. The changelog must have its section.")
-@click.option("--owner", help="Owner of the repository on GitHub, to whose registry the workflow publishes.")
+@click.option("--tag", help="Tag of the release, such as v0.1.0. The changelog must have a section for it.")
+@click.option("--owner", help="GitHub owner of the repository. The workflow publishes to the owner's registry.")
 def check(tag: str | None, owner: str | None) -> None:
     """Check that version, tag, registry and changelog agree."""
     version = project_version()

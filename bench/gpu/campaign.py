@@ -127,16 +127,20 @@ def _steps(text: str) -> list[str]:
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder of the results.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for the results.")
 @click.option(
-    "--seconds", type=float, default=sum(BOXES.values()), show_default=True, help="Time limit of all steps together."
+    "--seconds",
+    type=float,
+    default=sum(BOXES.values()),
+    show_default=True,
+    help="Time limit for all steps together, in seconds.",
 )
 @click.option("--steps", default=",".join(BOXES), show_default=True, help="Steps to run, in this order.")
-@click.option("--box", multiple=True, metavar="STEP=SECONDS", help="Time limit of a step; may be repeated.")
+@click.option("--box", multiple=True, metavar="STEP=SECONDS", help="Time limit for one step. Repeatable.")
 @click.option(
-    "--size", multiple=True, metavar="NAME=NUMBER", help="A value of bench.gpu.report.Sizes; may be repeated."
+    "--size", multiple=True, metavar="NAME=NUMBER", help="Override a value of bench.gpu.report.Sizes. Repeatable."
 )
-@click.option("--model", default=MODEL, show_default=True, help="The model of the server's steps.")
+@click.option("--model", default=MODEL, show_default=True, help="Model for the steps that run a server.")
 @click.option("--dry", is_flag=True, help="Run on a CPU, with the shapes of small models.")
 @click.option("--run", type=click.Choice(list(BOXES)), hidden=True, help="Run one step in this process.")
 def main(

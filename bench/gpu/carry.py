@@ -99,9 +99,9 @@ def packages() -> None:
 
 @main.command(help="Write the bundles to FOLDER.")
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--size", type=click.IntRange(1), required=True, help="MiB of a bundle.")
+@click.option("--size", type=click.IntRange(1), required=True, help="Maximum size of a bundle in MiB.")
 @click.option("--wheels", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True)
-@click.option("--model", default=MODEL, show_default=True, help="The model of the server's steps: a GGUF file.")
+@click.option("--model", default=MODEL, show_default=True, help="Model for the steps that run a server: a GGUF file.")
 def pack(folder: Path, size: int, wheels: Path, model: str) -> None:
     source = resolve(model)
     if not isinstance(source, StoredModel) or source.format != "GGUF":

@@ -207,7 +207,7 @@ def _wrapped(text: str) -> list[str]:
 
 @click.command(help=__doc__)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--commit", required=True, help="The commit that was measured.")
+@click.option("--commit", required=True, help="Commit that was measured.")
 def main(folder: Path, commit: str) -> None:
     click.echo(page(read_results(folder), commit=commit), nl=False)
 

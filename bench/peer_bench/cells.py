@@ -86,7 +86,7 @@ class Engine:
     def add(self, cell: Cell, figure: float) -> None:
         self.figures.setdefault(cell.name, []).append(figure)
 
-    def attempt(self, what: Callable[[], T]) -> T | None:
+    def run_guarded(self, what: Callable[[], T]) -> T | None:
         """Return what `what` returns. If it fails, the engine takes no further part and has the cause as `failure`."""
         begun = time.perf_counter()
         try:
@@ -128,7 +128,7 @@ def measure_all(
 ) -> None:
     """Measure every cell of every engine in each round. An engine that has used its seconds skips later rounds."""
     for engine in group:
-        engine.attempt(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
+        engine.run_guarded(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0
     try:
         for number in range(rounds):
@@ -154,7 +154,7 @@ def measure(
     """Measure a figure when the machine is idle, and the rate of its memory before and after it."""
     wait_until_idle()
     before = memory_rate()
-    measured = engine.attempt(figure)
+    measured = engine.run_guarded(figure)
     if measured is not None:
         engine.add(cell, measured)
         engine.rates.setdefault(cell.name, []).append((before, memory_rate()))
@@ -177,13 +177,13 @@ def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> N
     for number in range(rounds):
         for engine in engines:
             if not engine.failure and (number == 0 or engine.figures[LOAD.name][0] < _LONG_LOAD):
-                engine.attempt(lambda engine=engine: _measure_start(engine, cpus))  # type: ignore[misc]
+                engine.run_guarded(lambda engine=engine: _measure_start(engine, cpus))  # type: ignore[misc]
 
 
 def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:
     """Measure the peak memory of one short answer in a new process, without that of the interpreter and torch."""
     for engine in group:
-        engine.attempt(lambda engine=engine: _measure_memory(engine, cpus))  # type: ignore[misc]
+        engine.run_guarded(lambda engine=engine: _measure_memory(engine, cpus))  # type: ignore[misc]
 
 
 def close(group: Iterable[Engine]) -> None:

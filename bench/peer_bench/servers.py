@@ -153,11 +153,11 @@ def measure_servers(
     own: our engine, which gets its figures under the names of the cells.
     """
     for server in group:
-        server.engine.attempt(lambda server=server: server.start(cpus))  # type: ignore[misc]
+        server.engine.run_guarded(lambda server=server: server.start(cpus))  # type: ignore[misc]
         if server.process is not None:
-            server.engine.attempt(lambda server=server: server.tokens_per_second(_WARM_UP, seed=0))  # type: ignore[misc]
+            server.engine.run_guarded(lambda server=server: server.tokens_per_second(_WARM_UP, seed=0))  # type: ignore[misc]
         server.engine.spent = 0.0
-    own.attempt(lambda: _start_own(own, cpus))
+    own.run_guarded(lambda: _start_own(own, cpus))
     own.spent = 0.0
     try:
         for number in range(rounds):

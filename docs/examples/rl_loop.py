@@ -42,8 +42,8 @@ def train(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, rollouts: l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="directory of a Llama of transformers")
-    parser.add_argument("--tokenizer", help="model reference with the tokenizer; by default the model's directory")
+    parser.add_argument("--model", required=True, help="directory of a Llama model in transformers' format")
+    parser.add_argument("--tokenizer", help="model reference of the tokenizer (default: the model's directory)")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
 

@@ -48,7 +48,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a resource. Without a cluster there is nothing to complete."""
+    """Complete the name of a resource. Without a cluster, it completes nothing."""
     where = {key: context.params.get(key) for key in ("namespace", "context")}
     try:
         with ResourceClient(**where) as client:
@@ -100,22 +100,22 @@ def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClie
 def list_(*, namespace: str | None, context: str | None, all_namespaces: bool, output: str | None) -> None:
     """List resources."""
     with _client(namespace, context) as client:
-        found = client.resources(all_namespaces=all_namespaces)
+        resources = client.resources(all_namespaces=all_namespaces)
         where = "all namespaces" if all_namespaces else f"namespace {client.namespace}"
-    found.sort(key=lambda each: (each["metadata"]["namespace"], each["metadata"]["name"]))
+    resources.sort(key=lambda each: (each["metadata"]["namespace"], each["metadata"]["name"]))
     if output == "json":
-        say_json([summary(each) for each in found])
+        say_json([summary(each) for each in resources])
         return
     if output == "name":
-        say_lines([f"{KIND.lower()}.{GROUP}/{each['metadata']['name']}" for each in found])
+        say_lines([f"{KIND.lower()}.{GROUP}/{each['metadata']['name']}" for each in resources])
         return
-    if not found:
+    if not resources:
         say(f"no resources in {where}", err=True)
         return
-    say_lines(table(*_list_table(found, wide=output == "wide", namespaces=all_namespaces)))
+    say_lines(table(*_list_table(resources, wide=output == "wide", namespaces=all_namespaces)))
 
 
-def _list_table(found: list[dict[str, Any]], *, wide: bool, namespaces: bool) -> tuple[list[str], list[list[str]]]:
+def _list_table(resources: list[dict[str, Any]], *, wide: bool, namespaces: bool) -> tuple[list[str], list[list[str]]]:
     """Return headers and rows of a list."""
     now = datetime.now(UTC)
     columns: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
@@ -134,7 +134,7 @@ def _list_table(found: list[dict[str, Any]], *, wide: bool, namespaces: bool) ->
             "ENDPOINT": lambda each, _: (each.get("status") or {}).get("endpoint") or "",
             "WAITS FOR": lambda _, view: view["waitingOn"],
         }
-    rows = [[show(each, summary(each)) for show in columns.values()] for each in found]
+    rows = [[show(each, summary(each)) for show in columns.values()] for each in resources]
     return list(columns), rows
 
 
@@ -208,7 +208,9 @@ def logs(
     if engine is not None and component not in (None, "engine"):
         raise click.UsageError(f"--engine: not allowed with --component {component}; remove one of the two")
     if follow and previous:
-        raise click.UsageError("--previous: not allowed with --follow, because that container has ended; remove one")
+        raise click.UsageError(
+            "--previous: not allowed with --follow, because that container has exited; remove one of the two"
+        )
     only = "engine" if engine is not None else component
     selection = Selection(name, only, None if engine is None else f"{name}-engine-{engine}")
     errors: list[str] = []
@@ -248,15 +250,15 @@ def top(
         sampler.take()
         while True:
             time.sleep(interval)
-            found = sampler.take()
+            sample = sampler.take()
             if output == "json":
-                say_json(found)
+                say_json(sample)
                 return
             if once or not sys.stdout.isatty():
-                say_lines(lines(found))
+                say_lines(lines(sample))
                 return
             clear()
-            say_lines(lines(found))
+            say_lines(lines(sample))
 
 
 @main.command()
@@ -275,7 +277,7 @@ def scale(*, name: str, namespace: str | None, context: str | None, replicas: in
             return
         wanted = (resource.get("spec") or {}).get("desiredState", "Running")
         if wanted != DesiredState.RUNNING:
-            say(f"{name}: {replicas} engines when it runs; it is {wanted} as requested")
+            say(f"{name}: {replicas} engines as soon as it runs; it is {wanted} as requested")
             return
         _follow_rollout(client, name, timeout=timeout, quiet=False)
 
@@ -294,25 +296,25 @@ def rollout_status(
 ) -> None:
     """Show the progress of a rollout of NAME until it completes. The exit code is 1 if the rollout fails."""
     with _client(namespace, context) as client:
-        found = _follow_rollout(client, name, timeout=timeout, quiet=output == "json")
+        progress = _follow_rollout(client, name, timeout=timeout, quiet=output == "json")
     if output == "json":
-        say_json(found)
+        say_json(progress)
 
 
 def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet: bool) -> dict[str, Any]:
     """Print the progress of a rollout until it is done. Raises ClusterError if it fails or does not end in time."""
     shown = ""
     for resource in client.versions(name, timeout_seconds=timeout):
-        found = rollout(resource)
-        if found["done"]:
+        progress = rollout(resource)
+        if progress["done"]:
             if not quiet:
-                say(f"{name}: done, {found['text']}")
-            return found
-        if found["failed"]:
-            raise ClusterError(f"{name}: {found['text']}; {found['failed']}")
-        if found["text"] != shown and not quiet:
-            say(f"{name}: {found['text']}")
-        shown = found["text"]
+                say(f"{name}: done, {progress['text']}")
+            return progress
+        if progress["failed"]:
+            raise ClusterError(f"{name}: {progress['text']}; {progress['failed']}")
+        if progress["text"] != shown and not quiet:
+            say(f"{name}: {progress['text']}")
+        shown = progress["text"]
     raise ClusterError(f"{name}: not done after {timeout:g} s: {shown}; see kubectl megatron explain {name}")
 
 
@@ -396,8 +398,8 @@ def complete() -> None:
     from click.shell_completion import ShellComplete
 
     words = sys.argv[1:] or [""]
-    found = ShellComplete(main, {}, "kubectl megatron", "").get_completions(words[:-1], words[-1])
-    say_candidates([(str(item.value), item.help or "") for item in found])
+    completions = ShellComplete(main, {}, "kubectl megatron", "").get_completions(words[:-1], words[-1])
+    say_candidates([(str(item.value), item.help or "") for item in completions])
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ class Selection:
 
 
 def _component(pod: Mapping[str, Any]) -> str:
-    found = label(pod, LABEL_COMPONENT)
-    return COORDINATOR if found == STANDBY else found
+    component = label(pod, LABEL_COMPONENT)
+    return COORDINATOR if component == STANDBY else component
 
 
 def _states(pod: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -71,13 +71,13 @@ def selected_pods(client: ResourceClient, selection: Selection) -> list[Object]:
         ClusterError: there are none; the message names those that there are.
     """
     known = client.pods(selection.resource)
-    found = sorted(filter(selection.has, known), key=lambda pod: str(pod["metadata"]["name"]))
-    if not found:
+    matching = sorted(filter(selection.has, known), key=lambda pod: str(pod["metadata"]["name"]))
+    if not matching:
         client.get(selection.resource)
         names = ", ".join(sorted(pod["metadata"]["name"] for pod in known)) or "none"
         wanted = f"engine {selection.engine}" if selection.engine else selection.component or "any component"
         raise ClusterError(f"{client.namespace}/{selection.resource}: no pod of {wanted}; its pods: {names}")
-    return found
+    return matching
 
 
 def read_log(
@@ -117,7 +117,7 @@ def merged(
 
 
 class LogFollower:
-    """Follows the logs of a selection, also those of containers that start later."""
+    """Follows the logs of a selection, including containers that start later."""
 
     def __init__(self, client: ResourceClient, selection: Selection, *, tail: int | None) -> None:
         self._client = client

@@ -47,12 +47,12 @@ class ClusterError(Exception):
 
 
 def _kubectl(context: str | None) -> list[str]:
-    found = shutil.which("kubectl")
-    if found is None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
         raise ClusterError(
             "kubectl, which logs in to the cluster, is not on PATH; install it or add its folder to PATH"
         )
-    return [found, *(["--context", context] if context is not None else [])]
+    return [kubectl, *(["--context", context] if context is not None else [])]
 
 
 class ContextQuery:
@@ -78,8 +78,8 @@ class ContextQuery:
                 names = ", ".join(known) or "none: set KUBECONFIG"
                 raise ClusterError(f"--context: the kubeconfig has no context {self._context!r}; use one of {names}")
             raise ClusterError(f"no usable kubeconfig: {cause}; set KUBECONFIG")
-        found = json.loads(output)["contexts"][0]
-        return found["name"], (found.get("context") or {}).get("namespace") or "default"
+        entry = json.loads(output)["contexts"][0]
+        return entry["name"], (entry.get("context") or {}).get("namespace") or "default"
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -138,7 +138,7 @@ class KubectlProxy:
 
     @property
     def output(self) -> IO[bytes]:
-        """Standard output of kubectl, on which nothing arrives until kubectl ends."""
+        """Standard output of kubectl, which is silent until kubectl exits."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -182,8 +182,8 @@ class KubectlProxy:
             text = answer.read()
             if not 200 <= answer.status <= 299:
                 raise rejection(answer.status, text, about=about or path)
-            found: dict[str, Any] = json.loads(text)
-            return found
+            document: dict[str, Any] = json.loads(text)
+            return document
 
     @contextlib.contextmanager
     def open(
@@ -207,10 +207,10 @@ class KubectlProxy:
         given = {key: value for key, value in (query or {}).items() if value is not None}
         url = quote(path, safe="/:") + (f"?{urlencode(given)}" if given else "")
         try:
-            for attempt in (1, 2):
+            for tries in (1, 2):
                 connection.request(method, url, body=body, headers={"Accept": "application/json", **(headers or {})})
                 answer = connection.getresponse()
-                if answer.status != 401 or attempt == 2:  # after a 401, kubectl gets new credentials
+                if answer.status != 401 or tries == 2:  # after a 401, kubectl gets new credentials
                     break
                 connection.close()
             yield answer

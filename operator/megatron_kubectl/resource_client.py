@@ -103,8 +103,8 @@ class ResourceClient:
             return operator_problem(None, self.namespace, datetime.now(UTC))
         if answer.status != 200:
             raise rejection(answer.status, text, about="leases.coordination.k8s.io")
-        said = answer.headers.get("Date")
-        now = parsedate_to_datetime(said) if said else datetime.now(UTC)
+        date = answer.headers.get("Date")
+        now = parsedate_to_datetime(date) if date else datetime.now(UTC)
         return operator_problem(operator_leases(json.loads(text)["items"]), self.namespace, now)
 
     def get(self, name: str) -> Object:

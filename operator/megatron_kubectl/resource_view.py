@@ -85,16 +85,16 @@ def rollout(resource: Mapping[str, Any]) -> Object:
     replicas, updated = spec.get("replicas", 1), status.get("updatedReplicas") or 0
     runs = spec.get("desiredState", "Running") == "Running"
     behind = runs and updated < replicas
-    found: Object = {**summary(resource), "replicas": replicas, "updated": updated, "done": False, "failed": ""}
+    progress: Object = {**summary(resource), "replicas": replicas, "updated": updated, "done": False, "failed": ""}
     if not is_observed(resource):
-        return {**found, "text": "the operator has not processed the latest change of the spec yet"}
-    waiting = found["waitingOn"]
-    text = f"{updated} of {replicas} engines updated, {found['ready'] or '0/0'} ready"
+        return {**progress, "text": "the operator has not processed the latest change of the spec yet"}
+    waiting = progress["waitingOn"]
+    text = f"{updated} of {replicas} engines updated, {progress['ready'] or '0/0'} ready"
     if is_true(resource, "Degraded") and not is_true(resource, "Progressing"):
         entry = conditions(resource)["Degraded"]
-        return {**found, "failed": f"{entry['reason']}: {entry['message']}", "text": text}
+        return {**progress, "failed": f"{entry['reason']}: {entry['message']}", "text": text}
     if behind and (spec.get("rollout") or {}).get("paused"):
-        return {**found, "failed": "spec.rollout.paused holds the rollout; set it to false", "text": text}
+        return {**progress, "failed": "spec.rollout.paused holds the rollout; set it to false", "text": text}
     if is_true(resource, "Ready") and is_settled(resource) and not is_true(resource, "Progressing") and not behind:
-        return {**found, "done": True, "text": text if runs else f"{found['state']}, as requested"}
-    return {**found, "text": f"{text}; waiting for {waiting}" if waiting else text}
+        return {**progress, "done": True, "text": text if runs else f"{progress['state']}, as requested"}
+    return {**progress, "text": f"{text}; waiting for {waiting}" if waiting else text}

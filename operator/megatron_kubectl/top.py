@@ -106,13 +106,13 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
     }
 
 
-def imbalance(found: Object) -> list[str]:
+def imbalance(sample: Object) -> list[str]:
     """Return a line about engines whose queues of prompt tokens differ widely; none without a cause to act.
 
-    found: of Sampler.take().
+    sample: of Sampler.take().
     """
     queues = sorted(
-        (engine["queuedTokens"], engine["name"]) for engine in found["engines"] if engine["queuedTokens"] is not None
+        (engine["queuedTokens"], engine["name"]) for engine in sample["engines"] if engine["queuedTokens"] is not None
     )
     if len(queues) < 2 or queues[-1][0] < max(MIN_UNEVEN_TOKENS, UNEVEN_FACTOR * queues[0][0]):
         return []
@@ -134,16 +134,16 @@ def _engine(sample: EngineSample, epoch: Any) -> Object:
     }
 
 
-def lines(found: Object) -> list[str]:
+def lines(sample: Object) -> list[str]:
     """Return the view as text."""
     latencies = [
-        f"{name} {_ms(found[key]['p50'])}, p95 {_ms(found[key]['p95'])}"
+        f"{name} {_ms(sample[key]['p50'])}, p95 {_ms(sample[key]['p95'])}"
         for name, key in (("first token", "ttftSeconds"), ("between tokens", "interTokenSeconds"))
-        if found[key]["p50"] is not None
+        if sample[key]["p50"] is not None
     ]
-    total = [f"{_number(found['tokensPerSecond'])} tokens/s"] if found["tokensPerSecond"] is not None else []
-    queued = [f"{_number(found['queued'])} queued in the coordinator"] if found["queued"] is not None else []
-    state = f"{found['state']}, {found['ready'] or '0/0'} engines ready"
+    total = [f"{_number(sample['tokensPerSecond'])} tokens/s"] if sample["tokensPerSecond"] is not None else []
+    queued = [f"{_number(sample['queued'])} queued in the coordinator"] if sample["queued"] is not None else []
+    state = f"{sample['state']}, {sample['ready'] or '0/0'} engines ready"
     rows = [
         (
             engine["name"],
@@ -158,13 +158,13 @@ def lines(found: Object) -> list[str]:
             _number(engine["epoch"]),
             _number(engine["ranks"]),
         )
-        for engine in found["engines"]
+        for engine in sample["engines"]
     ]
-    text = [f"{found['namespace']}/{found['name']}: " + "; ".join([state, *queued, *total, *latencies])]
-    if found["waitingOn"]:
-        text.append(f"  waits for: {found['waitingOn']}")
-    if found["metricsError"]:
-        text.append(f"  metrics are incomplete: {found['metricsError']}")
+    text = [f"{sample['namespace']}/{sample['name']}: " + "; ".join([state, *queued, *total, *latencies])]
+    if sample["waitingOn"]:
+        text.append(f"  waits for: {sample['waitingOn']}")
+    if sample["metricsError"]:
+        text.append(f"  metrics are incomplete: {sample['metricsError']}")
     return [*text, *table(HEADERS, rows)]
 
 

@@ -380,10 +380,10 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
     from megatron_operator.cluster.read import find_resource
 
     try:
-        found = asyncio.run(find_resource(new.name, namespace=new.namespace or None, context=context))
+        manifest = asyncio.run(find_resource(new.name, namespace=new.namespace or None, context=context))
     except (LoginError, KubeApiError) as error:
         raise ResourceFileError(str(error)) from error
-    return None if found is None else resource_of(found, origin=f"{new.name} in the cluster")
+    return None if manifest is None else resource_of(manifest, origin=f"{new.name} in the cluster")
 
 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
@@ -423,19 +423,19 @@ def plan(command: click.Context, path: Path, against: str | None, context: str |
     fixed, _ = _settings(**options)
     try:
         new = read_resource(path)
-        found = _previewed(_present(new, against, context=context), new, fixed, given)
+        effect = _previewed(_present(new, against, context=context), new, fixed, given)
     except (ResourceFileError, RenderError) as error:
         fail(error, lines=isinstance(error, ResourceFileError))
-    if not (found.fields or found.changes or found.steps):
+    if not (effect.fields or effect.changes or effect.steps):
         say("nothing changes")
         return
-    say_lines([f"set     {field}" for field in found.fields])
-    for change in found.changes:
+    say_lines([f"set     {field}" for field in effect.fields])
+    for change in effect.changes:
         note = "  [restarts its pods]" if change.restarts else ""
         say(f"{change.verb:7} {change.child}{f'  {change.field}' if change.field else ''}{note}")
-    for number, step in enumerate(found.steps, start=1):
+    for number, step in enumerate(effect.steps, start=1):
         say(f"step {number}: {step}")
-    restarted = [change.child for change in found.changes if change.restarts and "StatefulSet" in change.child]
+    restarted = [change.child for change in effect.changes if change.restarts and "StatefulSet" in change.child]
     say(f"engines that restart: {', '.join(name.split()[-1] for name in restarted) or 'none'}")
 
 

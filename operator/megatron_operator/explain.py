@@ -13,7 +13,7 @@ from megatron_operator.resource.conditions import ConditionType, Reason
 from megatron_operator.resource.remedies import REMEDIES
 
 _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
-"""What each reason means, and what to do about it."""
+"""Meaning and remedy of each reason."""
 
 
 def explanation(resource: Mapping[str, Any], operators: str | None = None) -> list[str]:
@@ -103,11 +103,11 @@ def _together(names: Sequence[str]) -> str:
 
 
 def _pod_line(view: PodView, node: str | None, references: References, *, where: bool) -> str:
-    found = diagnose(view, references)
+    diagnosis = diagnose(view, references)
     if view.deleting:
         why = "it is being deleted"
-    elif found is not None:
-        why = f"{found[0].value}: {found[1]}"
+    elif diagnosis is not None:
+        why = f"{diagnosis[0].value}: {diagnosis[1]}"
     else:
         why = view.reason or ("it runs and is not ready yet" if view.phase == "Running" else "its containers start")
     place = "" if not where else f", on node {node}" if node else ", on no node"

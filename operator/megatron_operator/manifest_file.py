@@ -77,10 +77,10 @@ def read_resource(path: Path) -> ResourceFile:
         documents = [entry for entry in yaml.safe_load_all(path.read_bytes()) if entry is not None]
     except (OSError, yaml.YAMLError) as error:
         raise ResourceFileError(f"{path}: cannot be read as YAML: {error}") from error
-    found = [entry for entry in documents if isinstance(entry, dict) and entry.get("kind") == KIND]
-    if len(found) != 1:
-        raise ResourceFileError(f"{path}: holds {len(found)} objects of kind {KIND}; give exactly one")
-    return resource_of(found[0], origin=str(path))
+    resources = [entry for entry in documents if isinstance(entry, dict) and entry.get("kind") == KIND]
+    if len(resources) != 1:
+        raise ResourceFileError(f"{path}: holds {len(resources)} objects of kind {KIND}; give exactly one")
+    return resource_of(resources[0], origin=str(path))
 
 
 def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:

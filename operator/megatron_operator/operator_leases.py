@@ -1,4 +1,4 @@
-"""Which operators serve a namespace, from the Leases of their leaders. Pure."""
+"""Determines from Leases which operators manage a namespace. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_operator.resource.names import NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 EXPIRED_DURATIONS = 2
-"""A Lease that was not renewed for this many of its durations has no holder that works."""
+"""A Lease that was not renewed for this many of its durations has no working holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class OperatorLease:
 
 def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
     """Return the Leases of operators among all Leases of a cluster, by name."""
-    found = []
+    leases = []
     for item in items:
         metadata, spec = item["metadata"], item.get("spec") or {}
         annotations = metadata.get("annotations") or {}
         if TERM_ANNOTATION not in annotations:
             continue
         renewed = spec.get("renewTime")
-        found.append(
+        leases.append(
             OperatorLease(
                 name=f"{metadata['namespace']}/{metadata['name']}",
                 holder=str(spec.get("holderIdentity") or ""),
@@ -54,11 +54,11 @@ def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
                 namespaces=frozenset(filter(None, annotations.get(NAMESPACES_ANNOTATION, "").split(","))),
             )
         )
-    return sorted(found, key=lambda lease: lease.name)
+    return sorted(leases, key=lambda lease: lease.name)
 
 
 def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now: datetime) -> str | None:
-    """Return what is wrong with the operators of a namespace: none runs, or several do. None if one runs.
+    """Return the problem with the operators of a namespace: none runs, or several do. None if exactly one runs.
 
     leases: of all operators in the cluster; None if the user may not list them.
     now: current time of the API server.
@@ -77,4 +77,4 @@ def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now
         return f"no operator runs for namespace {namespace}: there is no Lease of one; install the operator"
     since = last.renewed.isoformat(timespec="seconds").replace("+00:00", "Z") if last.renewed else "an unknown time"
     how = f"{last.holder} does not renew it" if last.holder else "its holder released it"
-    return f"no operator runs for namespace {namespace} since {since}: Lease {last.name} is not held, {how}"
+    return f"no operator runs for namespace {namespace} since {since}: no operator holds Lease {last.name}; {how}"

@@ -83,14 +83,14 @@ async def _served(api: KubeApi) -> str:
 
 async def _ready(http: aiohttp.ClientSession, url: str) -> str:
     async with http.get(f"{url.rstrip('/')}/readyz") as response:
-        said = await _json(response)
-        if response.status != 200 or said.get("ready") is not True:
-            raise VerificationError(f"{url} is not ready: {', '.join(said.get('missing', ())) or response.status}")
+        readiness = await _json(response)
+        if response.status != 200 or readiness.get("ready") is not True:
+            raise VerificationError(f"{url} is not ready: {', '.join(readiness.get('missing', ())) or response.status}")
     return url
 
 
 async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
-    """Have the first model of a server generate a token."""
+    """Request one token from the first model of a server."""
     base, headers = f"{url.rstrip('/')}/v1", {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with http.get(f"{base}/models", headers=headers) as response:
         model = (await _json(response, expect=200))["data"][0]["id"]

@@ -61,7 +61,7 @@ class ClientLoad(ABC):
         """Start no more requests. run() returns when the open ones are complete."""
         self._ending = True
 
-    async def answered(self, more: int | None = None, *, seconds: float = 60) -> None:
+    async def answered(self, more: int | None = None) -> None:
         """Wait for this many more answers, by default two for each client."""
         wanted = self.answers + (more or 2 * self._clients)
 
@@ -69,7 +69,7 @@ class ClientLoad(ABC):
             assert not self.failed, self.failed[0]
             return self.answers >= wanted
 
-        await eventually(enough, seconds=seconds, what=f"{wanted} answers, {self.answers} so far")
+        await eventually(enough, what=f"{wanted} answers, {self.answers} so far")
 
     async def _stream(self, number: int) -> None:
         sequence = 0

@@ -295,7 +295,11 @@ class Resource:
                         return status
                     await asyncio.sleep(0.2)
         except TimeoutError:
-            raise AssertionError(f"not met within {scaled(seconds):g} s: {json.dumps(found, indent=1)}") from None
+            shown = {
+                "metadata": {"generation": found.get("metadata", {}).get("generation")},
+                "status": found.get("status"),
+            }
+            raise AssertionError(f"not met within {scaled(seconds):g} s: {json.dumps(shown, indent=1)}") from None
 
     async def settled(self, state: str, *, seconds: float = 120) -> dict[str, Any]:
         """Return the status once the desired state is confirmed; for Running, by every engine."""
@@ -338,7 +342,7 @@ class Resource:
             found = Counter(event["reason"] for event in await self.events())
             return found >= Counter(reasons)
 
-        await eventually(reports, seconds=60, what=f"Events of {', '.join(reasons)}", look_seconds=0.2)
+        await eventually(reports, what=f"Events of {', '.join(reasons)}", look_seconds=0.2)
         return await self.events()
 
     async def children(self) -> dict[str, dict[str, Any]]:

@@ -51,6 +51,8 @@ class OperatorProcess:
         self._process: subprocess.Popen[bytes] | WarmProcess | None = None
         self._warm = warm and not sources
         self._is_kept = False
+        self._log_begin = 0
+        """Offset in the log at which the current process begins."""
         self._command = [
             *(*program, "run"),
             *("--kubeconfig", str(kubeconfig)),
@@ -68,6 +70,7 @@ class OperatorProcess:
         await self.reaches(phase)
 
     def spawn(self) -> None:
+        self._log_begin = self.log.stat().st_size if self.log.exists() else 0
         if self._warm:
             self._process = WarmProcess(*self._command, environment=self._environment, log=self.log, modules=PLATFORM)
             return
@@ -188,11 +191,12 @@ class OperatorProcess:
         async def enough() -> bool:
             return await self.passes() >= count
 
-        await eventually(enough, seconds=60, what=f"{count} passes")
+        await eventually(enough, what=f"{count} passes")
 
     def lines(self, message: str) -> list[dict[str, Any]]:
-        """Return the log lines with this message."""
-        found = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        """Return the log lines of the current process with this message."""
+        complete = self.log.read_bytes()[self._log_begin :].rpartition(b"\n")[0]
+        found = [json.loads(line) for line in complete.splitlines() if line.startswith(b"{")]
         return [line for line in found if line["msg"] == message]
 
     async def _phase(self) -> str:

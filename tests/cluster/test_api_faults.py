@@ -52,12 +52,12 @@ class Flips:
         self._resource, self._operator = resource, operator
         self.signals: list[Header] = []
 
-    async def flip(self, what: str, *, seconds: float = 60) -> None:
+    async def flip(self, what: str) -> None:
         paused = len(self.signals) % 2 == 0
         await self._resource.patch(desiredState="Paused" if paused else "Running")
         self.signals.append(Header.PAUSE if paused else Header.UNPAUSE)
         try:
-            await self._resource.settled("Paused" if paused else "Running", seconds=seconds)
+            await self._resource.settled("Paused" if paused else "Running")
         except AssertionError as error:
             raise AssertionError(f"{what}: {error}\n{self._operator.log.read_text()[-3000:]}") from None
 
@@ -94,13 +94,13 @@ async def test_verbs_act_once_through_api_server_faults(
     await eventually(all_watch, what="the operator has its watches open again")
     proxy.silence_watches()
     began = time.monotonic()
-    await flips.flip("watches are silent", seconds=120)
+    await flips.flip("watches are silent")
     print(f"\nsilent watches of {WATCH_SECONDS} s: the verb was confirmed after {time.monotonic() - began:.1f} s")
     assert operator.running
     async with operator.kept_running():
         # The operator exits when it cannot renew its Lease in time.
         await restart_api_server(control_plane)
-        await flips.flip("the API server was restarted", seconds=120)
+        await flips.flip("the API server was restarted")
 
     reply = await ask_coordinator(api, namespace, node.ports.admin)
     done = [(operation.signal, operation.phase) for operation in reply.operations]
@@ -127,7 +127,7 @@ async def test_operator_waits_for_an_unreachable_api_server_at_start(
     async def asked_twice() -> bool:
         return len(away.hit) > 1
 
-    await eventually(asked_twice, seconds=30, what="the operator repeated its request")
+    await eventually(asked_twice, what="the operator repeated its request")
     proxy.heal()
     await operator.reaches("leading")
     await resource.settled("Running")
@@ -158,4 +158,4 @@ async def test_a_rejected_permission_is_reported_and_recovered_from(
     assert status["state"] == "Pending"
     assert rejected.hit
     proxy.heal()
-    await resource.settled("Running", seconds=60)
+    await resource.settled("Running")

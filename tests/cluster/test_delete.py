@@ -19,11 +19,11 @@ CRD = ObjectKind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "cust
 CRD_NAME = f"{RESOURCE.plural}.{RESOURCE.group}"
 
 
-async def gone(api: Any, kind: ObjectKind, name: str, *, seconds: float = 60) -> None:
+async def gone(api: Any, kind: ObjectKind, name: str) -> None:
     async def absent() -> bool:
         return await api.get(kind, None, name) is None
 
-    await eventually(absent, seconds=seconds, what=f"{kind.kind} {name} is gone")
+    await eventually(absent, what=f"{kind.kind} {name} is gone")
 
 
 async def test_a_deleted_resource_can_be_created_again(resource: Any, operator: Any, node: Any) -> None:
@@ -50,7 +50,7 @@ async def test_children_of_an_orphaning_deletion_are_adopted_by_the_next_resourc
     async def is_gone() -> bool:
         return await resource.get() is None
 
-    await eventually(is_gone, seconds=60, what="the resource is gone")
+    await eventually(is_gone, what="the resource is gone")
     await resource.create(desiredState="Paused")
     await resource.settled("Paused")
     await resource.patch(desiredState="Running")
@@ -61,7 +61,7 @@ async def test_children_of_an_orphaning_deletion_are_adopted_by_the_next_resourc
         metadata = [child["metadata"] for child in (await resource.children()).values()]
         return {owner["uid"] for each in metadata for owner in each.get("ownerReferences", [{"uid": ""}])} == {uid}
 
-    await eventually(adopted, seconds=60, what="every child has the new owner")
+    await eventually(adopted, what="every child has the new owner")
     assert pods <= {pod["metadata"]["uid"] for pod in await api.list(POD, namespace)}
 
 

@@ -1,4 +1,4 @@
-"""Every kind of child that is deleted is created again within 15 s."""
+"""Every kind of child that is deleted is created again, long before the operator lists everything again (300 s)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from eventually import eventually
 from megatron_operator.cluster.kinds import CHILD_KINDS, HTTP_ROUTE, OPTIONAL_KINDS, POD, SECRET, ObjectKind
 from megatron_operator.resource.names import COORDINATOR
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-DEADLINE_SECONDS = 15
 HOST = "models.example"
 KINDS = {kind.kind: kind for kind in (*CHILD_KINDS, SECRET, *OPTIONAL_KINDS)}
 
@@ -49,7 +48,7 @@ async def test_every_kind_of_child_is_created_again(
             found = await api.get(kind, namespace, before["metadata"]["name"])
             return found is not None and found["metadata"]["uid"] != before["metadata"]["uid"]
 
-        await eventually(is_back, seconds=DEADLINE_SECONDS, what=f"{name} is created again")
+        await eventually(is_back, what=f"{name} is created again")
         taken[name] = time.monotonic() - began
     await resource.settled("Running")
     slowest = max(taken, key=lambda name: taken[name])

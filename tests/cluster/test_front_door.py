@@ -9,7 +9,7 @@ from eventually import eventually
 
 from megatron_operator.cluster.kinds import HTTP_ROUTE, INFERENCE_POOL, POD, SERVICE, kind_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 INGRESS = kind_of("networking.k8s.io/v1", "Ingress")
 SERVER = {
@@ -74,7 +74,7 @@ async def test_the_objects_are_accepted_kept_and_removed(
         left = [await api.get(kind, resource.namespace, resource.name) for kind in kinds]
         return left == [None] * 3 and (await found(api, resource, SERVICE))["spec"]["type"] == "ClusterIP"
 
-    await eventually(removed, seconds=60, what="Ingress, HTTPRoute and InferencePool are deleted")
+    await eventually(removed, what="Ingress, HTTPRoute and InferencePool are deleted")
 
 
 async def test_a_deleted_resource_leaves_no_pool(
@@ -88,7 +88,7 @@ async def test_a_deleted_resource_leaves_no_pool(
     async def gone() -> bool:
         return await api.get(INFERENCE_POOL, resource.namespace, resource.name) is None
 
-    await eventually(gone, seconds=60, what="the garbage collector deletes the InferencePool")
+    await eventually(gone, what="the garbage collector deletes the InferencePool")
 
 
 async def test_without_the_gateway_api_everything_else_serves(
@@ -102,9 +102,9 @@ async def test_without_the_gateway_api_everything_else_serves(
     await resource.patch(desiredState="Paused")
     await resource.settled("Paused")
     await resource.patch(desiredState="Running", server={"httpRoute": None})
-    await resource.until(lambda status: reason(status, "Degraded") == "InferenceExtensionMissing", seconds=60)
+    await resource.until(lambda status: reason(status, "Degraded") == "InferenceExtensionMissing")
     await resource.patch(server={"inferencePool": None})
-    await resource.until(lambda status: reason(status, "Degraded") == "AllWell", seconds=60)
+    await resource.until(lambda status: reason(status, "Degraded") == "AllWell")
 
 
 async def found(api: Any, resource: Any, kind: Any) -> dict[str, Any]:

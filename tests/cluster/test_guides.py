@@ -145,7 +145,7 @@ async def test_helm_keeps_what_was_set_and_sets_what_the_page_says(run: Run, rel
                 return answer.strip() == ("yes" if granted else "no")
 
             # The API server reads changed roles by a watch.
-            await eventually(is_granted, seconds=30, what=f"after {command}: {question}")
+            await eventually(is_granted, what=f"after {command}: {question}")
 
 
 # --- kubectl ----------------------------------------------------------------------------------------------------------

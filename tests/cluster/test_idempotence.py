@@ -62,7 +62,7 @@ async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
     async def restored() -> bool:
         return PART_OF in (await api.get(SERVICE, namespace, "demo"))["metadata"]["labels"]
 
-    await eventually(restored, seconds=60, what="a change without an operator is undone")
+    await eventually(restored, what="a change without an operator is undone")
     # The operator counts a write when it has read the answer.
     await operator.passed(await operator.passes() + 2)
     assert await operator.writes() == {"apply Service": 1.0}

@@ -17,7 +17,7 @@ from megatron_operator.resource.text import stamp_seconds
 from .conftest import condition
 from .lost_node import GRACE_SECONDS, present, replaced, terminate_on
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 LOST_SECONDS = 2
 LIFECYCLE = {"lostNodeSeconds": LOST_SECONDS}
@@ -66,13 +66,13 @@ async def test_a_pod_is_replaced_only_while_its_node_is_lost(
     assert left["metadata"]["uid"] == old["metadata"]["uid"]
 
     await make_node("Unknown")
-    await eventually(lambda: replaced(api, old), seconds=60, what="the pod is replaced")
+    await eventually(lambda: replaced(api, old), what="the pod is replaced")
 
     async def reported() -> bool:
         return [event["reason"] for event in await resource.events()].count("PodForceDeleted") == 1
 
-    await eventually(reported, seconds=30, what="one Event")
-    await eventually(lambda: node.runs("demo-engine-1", unlike=old), seconds=60, what="the new pod is ready")
+    await eventually(reported, what="one Event")
+    await eventually(lambda: node.runs("demo-engine-1", unlike=old), what="the new pod is ready")
     await resource.settled("Running")
 
 
@@ -85,8 +85,8 @@ async def test_a_process_that_runs_on_does_not_displace_the_new_one(
     await resource.settled("Running")
     process = node.cut_off("demo-engine-0")
     old = await terminate_on(api, resource.namespace, "demo-engine-0-0", node=await make_node("False"))
-    await eventually(lambda: replaced(api, old), seconds=60, what="the pod is replaced")
-    await eventually(lambda: node.runs("demo-engine-0", unlike=old), seconds=60, what="the new pod is ready")
+    await eventually(lambda: replaced(api, old), what="the pod is replaced")
+    await eventually(lambda: node.runs("demo-engine-0", unlike=old), what="the new pod is ready")
     for state in ("Paused", "Running"):
         await resource.patch(desiredState=state)
         await resource.settled(state)

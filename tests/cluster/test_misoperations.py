@@ -41,7 +41,7 @@ async def test_reverting_a_bad_spec_recovers_the_resource(
         resource = make_resource(f"w-{number}")
         fleet.coordinator(resource.name)
         await resource.create(replicas=2)
-        before = await resource.settled("Running", seconds=120)
+        before = await resource.settled("Running")
         sound[resource.name] = before["revision"]
         was = (await resource.get())["spec"]
         await resource.patch(**wedge)

@@ -34,14 +34,14 @@ async def unready(operator: Any, *words: str) -> None:
         page, metrics = await operator._get("/readyz"), await operator._get("/metrics")
         return all(word in page for word in words) and f'watch_denied{{namespace="{words[1]}"' in metrics
 
-    await eventually(named, seconds=60, what=f"/readyz names {words}")
+    await eventually(named, what=f"/readyz names {words}")
 
 
 async def ready(operator: Any) -> None:
     async def nothing_missing() -> bool:
         return "cannot watch" not in await operator._get("/readyz")
 
-    await eventually(nothing_missing, seconds=60, what="/readyz is complete")
+    await eventually(nothing_missing, what="/readyz is complete")
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ async def test_a_deleted_namespace_stops_no_other(
     async def is_gone() -> bool:
         return await api.get(NAMESPACE, None, second) is None
 
-    await eventually(is_gone, seconds=60, what="the namespace is gone")
+    await eventually(is_gone, what="the namespace is gone")
     await api.request("POST", NAMESPACE.path(None), body={"metadata": {"name": second}})
     await let(api, second, home=namespace)
     await ready(operator)

@@ -89,7 +89,7 @@ async def test_the_chart_installs_an_operator_with_the_ids_of_its_namespace(
         async def created() -> bool:
             return [assigned(pod) for pod in await api.list(POD, namespace)] == [True]
 
-        await eventually(created, seconds=60, what="the operator's pod is created with the IDs of its namespace")
+        await eventually(created, what="the operator's pod is created with the IDs of its namespace")
         (deployment,) = await api.list(kind_of("apps/v1", "Deployment"), namespace)
         assert "--openshift" not in deployment["spec"]["template"]["spec"]["containers"][0]["args"], "it detects it"
     finally:

@@ -52,20 +52,20 @@ async def live(resource: Any, api: Any) -> None:
     await leave_configuration_of_an_earlier_operator(resource, api)
     first = (await resource.status())["revision"]
     await resource.patch(engine={"batching": {"maxRequests": 7}})
-    await resource.until(lambda status: status["revision"] != first and status.get("updatedReplicas") == 2, seconds=90)
+    await resource.until(lambda status: status["revision"] != first and status.get("updatedReplicas") == 2)
     await resource.patch(coordinator={"routing": {"policy": "RoundRobin"}}, server={"replicas": 2})
     await resource.patch(keys={"generation": 2})
     rotated = {"generation": 2, "stage": "Settled"}
-    await resource.until(lambda status: status["keys"].items() >= rotated.items(), seconds=120)
+    await resource.until(lambda status: status["keys"].items() >= rotated.items())
     await name_what_is_missing(resource)
     await change_standby(resource)
     await change_front_door(resource, api)
     await lose_node(resource, api)
     await forbid_pods(api, resource.namespace)
     await resource.patch(replicas=3)
-    await resource.until(lambda status: "exceeded quota" in str(status), seconds=90)
+    await resource.until(lambda status: "exceeded quota" in str(status))
     await resource.patch(replicas=1)
-    await resource.until(lambda status: status.get("ready") == "1/1" and "plan" not in status, seconds=90)
+    await resource.until(lambda status: status.get("ready") == "1/1" and "plan" not in status)
 
 
 async def name_what_is_missing(resource: Any) -> None:
@@ -77,9 +77,9 @@ async def name_what_is_missing(resource: Any) -> None:
     claims = [{"name": "a", "resourceClaimName": "none"}, {"name": "b", "resourceClaimTemplateName": "none"}]
     template["spec"]["resourceClaims"] = claims
     await resource.patch(server={"podTemplate": template}, coordinator={"priorityClassName": "none"})
-    await resource.until(lambda status: "PriorityClass none does not exist" in str(status), seconds=60)
+    await resource.until(lambda status: "PriorityClass none does not exist" in str(status))
     await resource.patch(server={"podTemplate": None}, coordinator={"priorityClassName": None})
-    await resource.until(lambda status: condition(status, "Progressing")["status"] == "False", seconds=60)
+    await resource.until(lambda status: condition(status, "Progressing")["status"] == "False")
 
 
 async def change_standby(resource: Any) -> None:
@@ -90,7 +90,7 @@ async def change_standby(resource: Any) -> None:
         async def changed(present: bool = replicas == 2) -> bool:
             return (f"Deployment {resource.name}-standby" in await resource.children()) is present
 
-        await eventually(changed, seconds=60, what=f"coordinator.replicas is {replicas}")
+        await eventually(changed, what=f"coordinator.replicas is {replicas}")
     await resource.settled("Running")
 
 
@@ -109,7 +109,7 @@ async def change_front_door(resource: Any, api: Any) -> None:
             found = [await api.get(kind, resource.namespace, resource.name) for kind in kinds]
             return all((each is not None) is present for each in found)
 
-        await eventually(changed, seconds=60, what=f"server is {fields}")
+        await eventually(changed, what=f"server is {fields}")
     await resource.settled("Running")
 
 
@@ -117,7 +117,7 @@ async def lose_node(resource: Any, api: Any) -> None:
     """Let a pod of an engine terminate on a node that does not exist any more."""
     await resource.patch(lifecycle={"lostNodeSeconds": 1})
     old = await terminate_on(api, resource.namespace, "demo-engine-0-0", node=f"lost-{resource.namespace}")
-    await eventually(lambda: replaced(api, old), seconds=60, what="the pod is replaced")
+    await eventually(lambda: replaced(api, old), what="the pod is replaced")
     await resource.settled("Running")
 
 
@@ -137,7 +137,7 @@ async def leave_configuration_of_an_earlier_operator(resource: Any, api: Any) ->
     async def cleared() -> bool:
         return [found for found in await resource.children() if found.startswith("ConfigMap")] == [name]
 
-    await eventually(cleared, seconds=60, what="the configuration of an earlier operator is gone")
+    await eventually(cleared, what="the configuration of an earlier operator is gone")
 
 
 async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -> None:
@@ -146,9 +146,7 @@ async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -
     server = {"ingress": {"hosts": ["demo.example"]}}
     await taken.create(replicas=1, server=server)
     for kind_name in ("StatefulSet", "Ingress"):
-        await eventually(
-            lambda kind_name=kind_name: has(taken, kind_name), seconds=60, what=f"a {kind_name} named taken"
-        )
+        await eventually(lambda kind_name=kind_name: has(taken, kind_name), what=f"a {kind_name} named taken")
     children = await taken.children()
     await taken.delete()
     await taken.until_gone()
@@ -164,7 +162,7 @@ async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -
         await api.create(kind, {**body, "metadata": metadata, **({"spec": spec} if spec else {})}, manager="other")
     for resource in (taken, other):
         await resource.create(replicas=1, server=server)
-        await resource.until(lambda status: "is not owned by this resource" in str(status), seconds=60)
+        await resource.until(lambda status: "is not owned by this resource" in str(status))
 
 
 async def has(resource: Any, kind: str) -> bool:

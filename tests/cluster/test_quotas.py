@@ -82,7 +82,7 @@ async def test_what_limits_pods_is_named_with_the_remedy(
             degraded = condition(status, "Degraded")
             return degraded.get("reason") == reason and all(word in degraded["message"] for word in words)
 
-        degraded = condition(await resource.until(is_named, seconds=60), "Degraded")
+        degraded = condition(await resource.until(is_named), "Degraded")
         print(f"\n{name}: {degraded['reason']}: {degraded['message']}")
         await resource.delete()
         await api.request("DELETE", kind.path(namespace, name))

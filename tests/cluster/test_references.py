@@ -17,7 +17,7 @@ from megatron_operator.cluster.kinds import CLAIM, POD, SECRET, SERVICE, kind_of
 
 from .conftest import condition
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.cluster
 
 DEPLOYMENT = kind_of("apps/v1", "Deployment")
 SERVERS = "app.kubernetes.io/component=server"
@@ -111,10 +111,10 @@ async def test_a_switch_to_tls_waits_for_its_secret_and_then_for_a_server(
             "https",
         )
 
-        async def both_were_seen() -> bool:
+        async def both_were_observed() -> bool:
             return {"http"} in seen and {"https"} in seen
 
-        await eventually(both_were_seen, what="clients reached a server with each scheme alone")
+        await eventually(both_were_observed, what="clients reached a server with each scheme alone")
     assert all(seen), "at every moment a port leads to a server that is ready"
 
 

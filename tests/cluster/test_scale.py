@@ -56,7 +56,7 @@ async def create(api: KubeApi, namespace: str, name: str) -> float:
     async def applied() -> bool:
         return await api.get(SETS, namespace, f"{name}-engine-{ENGINES - 1}") is not None
 
-    await eventually(applied, seconds=60, what=f"the children of {name}", look_seconds=LOOK_SECONDS)
+    await eventually(applied, what=f"the children of {name}", look_seconds=LOOK_SECONDS)
     return time.monotonic() - began
 
 
@@ -94,7 +94,7 @@ async def test_many_resources_serve_and_cost_no_write_when_idle(
     async def lease_renewed() -> bool:
         return any(request.resource == "leases" for request in log.writes())
 
-    await eventually(lease_renewed, seconds=60, what="the operator renews its Lease")
+    await eventually(lease_renewed, what="the operator renews its Lease")
     written = log.writes()
     figures = {
         "resources": RESOURCES,
@@ -153,7 +153,7 @@ async def restored(api: KubeApi, namespace: str, name: str) -> float:
         return made is not None and made["metadata"]["uid"] != uid
 
     began = time.monotonic()
-    await eventually(back, seconds=60, what=f"Service {name} is back", look_seconds=LOOK_SECONDS)
+    await eventually(back, what=f"Service {name} is back", look_seconds=LOOK_SECONDS)
     return time.monotonic() - began
 
 

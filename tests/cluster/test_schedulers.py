@@ -99,7 +99,7 @@ async def becomes_and_stays(api: Any, namespace: str, holds: Callable[[list[int]
     async def reached() -> bool:
         return holds(sorted(map(len, (await placed(api, namespace)).values())))
 
-    await eventually(reached, seconds=120, what=what)
+    await eventually(reached, what=what)
     end = asyncio.get_running_loop().time() + UNCHANGED_SECONDS
     while asyncio.get_running_loop().time() < end:
         assert await reached(), f"not any more: {what}; {await placed(api, namespace)}"

@@ -38,7 +38,7 @@ async def leaves_alone(operator: OperatorProcess, lease: str) -> None:
     async def shown() -> bool:
         return f'managed_elsewhere{{lease="{lease}"' in await operator._get("/metrics")
 
-    await eventually(shown, seconds=60, what=f"the operator leaves the resource to {lease}")
+    await eventually(shown, what=f"the operator leaves the resource to {lease}")
 
 
 async def test_the_second_operator_writes_nothing_until_the_first_is_gone(
@@ -67,7 +67,7 @@ async def test_the_second_operator_writes_nothing_until_the_first_is_gone(
     assert (await resource.get())["metadata"]["resourceVersion"] == version
 
     first.kill()
-    await resource.until(lambda status: status.get("manager") == f"{other_home}/second", seconds=60)
+    await resource.until(lambda status: status.get("manager") == f"{other_home}/second")
     await resource.patch(desiredState="Running")
     await resource.settled("Running")
     await first.start()

@@ -72,7 +72,7 @@ async def heals_and_obeys(resource: Any, api: Any, load: ClientLoad) -> None:
         found = await api.get(DEPLOYMENT, resource.namespace, "demo-coordinator")
         return found is not None and found["metadata"]["uid"] != lost["metadata"]["uid"]
 
-    await eventually(is_back, seconds=60, what="the coordinator is created again")
+    await eventually(is_back, what="the coordinator is created again")
     await load.answered()
     await resource.settled("Running")
 

@@ -6,7 +6,8 @@ The driver is the one of Kubernetes' own tests. Its devices are names: container
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,21 @@ class Driver:
         return {name.removesuffix("-device") for name in names}
 
 
+@contextmanager
+def running(command: list[Any], *, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
 @pytest.fixture
-def driver(platform: Platform, kube: Kubectl, tmp_path: Path) -> Iterator[Driver]:
+async def driver(platform: Platform, kube: Kubectl, tmp_path: Path) -> AsyncIterator[Driver]:
     """A driver with two devices on the first node, and a template of claims for one device."""
     node = platform.cluster.settings.nodes[0]
     kubelet = platform.cluster.layout.of_node(node.index).kubelet
+    kubelet.joinpath("plugins", DRIVER).mkdir(exist_ok=True)
     prepared, log = tmp_path / "cdi", tmp_path / "driver.log"
     command = [
         own_program(Path(__file__).parent / "dra_driver"),
@@ -66,16 +77,17 @@ def driver(platform: Platform, kube: Kubectl, tmp_path: Path) -> Iterator[Driver
     }
     for manifest in (device_class, template):
         kube.apply({"apiVersion": "resource.k8s.io/v1", **manifest})
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-    try:
+    with running(command, log=log) as process:
+
+        async def is_registered() -> bool:
+            assert process.poll() is None, log.read_text()[-3000:]
+            return bool(kube.json("resourceslices")["items"])
+
+        await eventually(is_registered, what="the kubelet has accepted the driver, which publishes its devices")
         yield Driver(prepared)
         assert process.poll() is None, log.read_text()[-3000:]
-    finally:
-        process.terminate()
-        process.wait()
-        kube("delete", "deviceclass", DRIVER)
-        kube("delete", "resourceslices", "--all")
+    kube("delete", "deviceclass", DRIVER)
+    kube("delete", "resourceslices", "--all")
 
 
 def claims(kube: Kubectl) -> list[dict[str, Any]]:
@@ -129,7 +141,6 @@ async def test_an_engine_starts_with_the_device_of_its_accelerator(driver: Drive
 
     async def is_named() -> bool:
         conditions = {each["type"]: each for each in kube.json("mi", "demo")["status"]["conditions"]}
-        print(conditions["Degraded"])
-        return "CUDA" in conditions["Degraded"]["message"]
+        return bool(conditions["Degraded"]["reason"] == "NoGpu")
 
     await eventually(is_named, what="the status names the missing GPU")

@@ -94,7 +94,7 @@ async def test_engines_of_a_node_download_once(
         others = progress["totalBytes"] - size
         return PIECE_BYTES < progress["bytes"] - others < size - PIECE_BYTES
 
-    await eventually(measured, seconds=120, what="status.download has bytes, rate and time left", look_seconds=0.5)
+    await eventually(measured, what="status.download has bytes, rate and time left", look_seconds=0.5)
     killed, before = seen[-1], len(store.ranges(WEIGHTS))
     assert killed["bytesPerSecond"] > 0
     assert killed["totalBytes"] > size, "the files of the tokenizer count as well"

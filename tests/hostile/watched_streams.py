@@ -40,14 +40,14 @@ class Clients:
     def __init__(self, url: str, key: str, model: str) -> None:
         self._url, self._model = f"{url}/v1/completions", model
         self._headers = {"authorization": f"Bearer {key}"}
-        self._heard: dict[int, float] = {}
+        self._last_received: dict[int, float] = {}
         self._expected: dict[int, str] = {}
         self.window = Window()
 
     def end_window(self) -> Window:
         """Return the current window and begin the next. Waits in progress count up to now."""
         now = time.monotonic()
-        for heard in self._heard.values():
+        for heard in self._last_received.values():
             self.window.longest_wait = max(self.window.longest_wait, now - heard)
         window, self.window = self.window, Window()
         return window
@@ -80,7 +80,7 @@ class Clients:
             "stream": True,
         }
         pieces = []
-        self._heard[number] = time.monotonic()
+        self._last_received[number] = time.monotonic()
         async with http.stream("POST", self._url, json=body) as response:
             if response.status_code != 200:
                 text = (await response.aread())[:200]
@@ -89,8 +89,8 @@ class Clients:
                 if not line.startswith("data: "):
                     continue
                 now = time.monotonic()
-                self.window.longest_wait = max(self.window.longest_wait, now - self._heard[number])
-                self._heard[number] = now
+                self.window.longest_wait = max(self.window.longest_wait, now - self._last_received[number])
+                self._last_received[number] = now
                 if line == "data: [DONE]":
                     return "".join(pieces)
                 event = json.loads(line.removeprefix("data: "))

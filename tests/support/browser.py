@@ -15,7 +15,7 @@ from typing import Literal
 
 import pytest
 from axe import axe_source
-from machine import scaled
+from eventually import LONG_SECONDS
 from playwright.async_api import ConsoleMessage, Page, async_playwright, expect
 from run_record import used
 
@@ -67,7 +67,7 @@ def chromium() -> Iterator[str]:
 async def page(chromium: str) -> AsyncIterator[Page]:
     """An empty page with a profile of its own. Its timeouts are scaled to this machine."""
     errors: list[str] = []
-    expect.set_options(timeout=1000 * scaled(30))
+    expect.set_options(timeout=1000 * LONG_SECONDS)
 
     def on_console(message: ConsoleMessage) -> None:
         if message.type == "error" and "Content Security Policy" in message.text:
@@ -77,7 +77,7 @@ async def page(chromium: str) -> AsyncIterator[Page]:
         browser = await driver.chromium.connect_over_cdp(chromium)
         used("Chromium", browser.version)
         context = await browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
-        context.set_default_timeout(1000 * scaled(30))
+        context.set_default_timeout(1000 * LONG_SECONDS)
         made = await context.new_page()
         made.on("pageerror", lambda error: errors.append(str(error)))
         made.on("console", on_console)

@@ -94,6 +94,7 @@ class EchoExecutor:
         self.page_size = page_size
         self.num_pages = num_pages
         self.kv_cache_bytes = num_pages * page_size * 4
+        self.kv_layout = f"echo {page_size}"
         self.step_seconds = step_seconds
         self.fails_at: int | None = None
         self._crash_token = crash_token
@@ -126,6 +127,14 @@ class EchoExecutor:
         if self._cache is not None and keep_pages is not None:
             self._kept = keep_pages, self._cache[keep_pages]
         self._cache = None
+
+    def read_pages(self, pages: np.ndarray) -> bytes:
+        assert self._cache is not None
+        return self._cache[pages].tobytes()
+
+    def write_pages(self, pages: np.ndarray, data: bytes) -> None:
+        assert self._cache is not None
+        self._cache[pages] = np.frombuffer(data, np.int32).reshape(len(pages), self.page_size)
 
     def use_source(self, source: str) -> None:
         self._weights = echo_weights(source)

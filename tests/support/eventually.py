@@ -21,11 +21,14 @@ async def eventually(
 ) -> None:
     """Return when `condition` holds. Raises AssertionError with `what` after scaled(seconds)."""
     limit = scaled(seconds)
+    waiting = asyncio.timeout(limit)
     try:
-        async with asyncio.timeout(limit):
+        async with waiting:
             while True:
                 if await condition():
                     return
                 await asyncio.sleep(look_seconds)
     except TimeoutError:
+        if not waiting.expired():
+            raise  # of the condition itself
         raise AssertionError(f"not within {limit:g} s: {what}") from None

@@ -20,7 +20,6 @@ import httpx
 from control_link import ControlLink
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
-from machine import scaled
 from prometheus_client.parser import text_string_to_metric_families
 from warm_python import WarmProcess
 
@@ -320,11 +319,13 @@ class Load:
         await asyncio.wait_for(event.wait(), seconds)
 
     async def at_rest(self) -> int:
-        """Return the number of tokens that have arrived, when no more are on their way. Engines must be paused."""
+        """Return the number of tokens that have arrived, when no more are on their way. Engines must be paused: the
+        coordinator has their last tokens, and sends them before its answer on the same connection."""
+        await asyncio.gather(*(client.status(timeout_seconds=LONG_SECONDS) for client in self._clients))
         tokens = -1
         while tokens != self.tokens:
             tokens = self.tokens
-            await asyncio.sleep(scaled(0.5))
+            await asyncio.sleep(0.1)  # the streams take what the clients have received
         return tokens
 
     async def finish(self, *, seconds: float = LONG_SECONDS) -> None:

@@ -89,6 +89,7 @@ class FakeEngine:
     epoch: int = 0
     source: str | None = ""
     digest: str = ""
+    weights_unavailable: str | None = None
 
 
 @dataclass
@@ -202,6 +203,7 @@ class FakeCoordinator:
                     serving=engine.serving,
                     suspect=engine.suspect,
                     draining=engine.draining,
+                    weights_unavailable=engine.weights_unavailable,
                 )
                 for name, engine in sorted(self.engines.items())
             ),

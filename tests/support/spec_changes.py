@@ -138,6 +138,16 @@ CLAIM: Spec = {
         "source": {"persistentVolumeClaim": {"claimName": "models", "path": "/a"}},
         "adapters": [{"name": "sql", "source": {"path": "/sql"}}],
     },
+    "weights": {
+        "trainer": {
+            "from": [
+                {
+                    "podSelector": {"matchLabels": {"app": "trainer"}},
+                    "namespaceSelector": {"matchLabels": {"team": "rl"}},
+                }
+            ]
+        }
+    },
     "engine": {
         "gpusPerPod": 1,
         "batching": {"maxPrefillTokens": 512},
@@ -146,6 +156,7 @@ CLAIM: Spec = {
 }
 IMAGE: Spec = {
     "model": {"source": {"image": {"reference": "runtime:weights", "path": "/a"}}},
+    "weights": {"trainer": {"from": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]}},
     "engine": {"gpusPerPod": 1, "accelerator": {"claims": [{"name": "gpu", "resourceClaimName": "gpu"}]}},
 }
 BUILTIN: Spec = {
@@ -188,6 +199,9 @@ _OTHER: dict[str, Any] = {
     "server.toolCallParser": "hermes",
     "server.reasoningParser": "none",
     "rollout.maxUnavailable": 2,
+    "weights.trainer.from[].podSelector": {"matchLabels": {"app": "other"}},
+    "weights.trainer.from[].namespaceSelector": {"matchLabels": {"team": "other"}},
+    "weights.trainer.from[].ipBlock": {"cidr": "10.8.0.0/16"},
 }
 """Other values of fields that cannot be derived."""
 _ALSO: dict[str, tuple[str, Any]] = {"parallelism.data": ("engine.gpusPerPod", 8)}

@@ -23,21 +23,28 @@ from megatron_runtime.protocol.messages import (
     EngineOutcome,
     EngineStatus,
     Error,
+    Exported,
     Final,
     Frames,
     Heartbeat,
     Hello,
     HelloAck,
+    Imported,
+    KVPort,
     Operation,
     PairState,
     Partial,
     PartialEntry,
+    Prefill,
     Quota,
+    ReleaseBlocks,
+    RequestMessage,
     RequestMeta,
     Reserve,
     Status,
     StatusReply,
     Submit,
+    Transfer,
     pack,
     tokens_to_bytes,
 )
@@ -50,6 +57,11 @@ _MEDIA = Media(tokens_to_bytes([1, 9]), (MediaItem("image", media_digest("image"
 _PARAMS = pack({"temperature": 0.0, "num_tokens_to_generate": 16})
 _EXTRAS = pack({UID: {"log_probs": [-0.5], "top_n_logprobs": [[[5, -0.5], [9, -1.0]]]}})
 _PLAIN_PARAMS = {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "num_tokens_to_generate": 16}
+
+_DIGEST = bytes(range(32))
+_TRANSFER = Transfer(
+    export_id=5, dispatch_id=6, ticket=bytes(range(32, 64)), digests=_DIGEST, weights="7 5eed", key="", seconds=30.0
+)
 
 
 class _PlainFrames:
@@ -67,7 +79,7 @@ class _EmptyFrame:
         return [b""]
 
 
-Vector = ControlMessage | Submit | Dispatch | Partial | Final | Abort | CachedBlocks | _PlainFrames | _EmptyFrame
+Vector = ControlMessage | RequestMessage | _PlainFrames | _EmptyFrame
 
 
 def _control(kind: Header, **fields: object) -> Control:
@@ -134,6 +146,13 @@ VECTORS: dict[str, Vector] = {
     "HELLO, engine with sampling parameters": Hello(
         role=Role.ENGINE, name="demo-engine-2", incarnation=3, parameters=("temperature", "top_k")
     ),
+    "HELLO, engine for prompts": Hello(
+        role=Role.ENGINE,
+        name="demo-prefill-0",
+        incarnation=4,
+        engine_role="prefill",
+        kv=KVPort(address="tcp://10.0.0.7:5558", layout="float32 30x16x384 256", block_bytes=11_796_480),
+    ),
     "HELLO_ACK": HelloAck(incarnation=9, state=CoordinatorState.RUNNING, epoch=7, fence=3, route=1),
     "HEARTBEAT": Heartbeat(incarnation=2, state=EngineState.RUNNING, running=4, waiting=1, steps=100),
     "CONTROL_ACK, of an engine": ControlAck(operation_id="op-1", ok=True, state=EngineState.PAUSING, ranks=1),
@@ -176,6 +195,13 @@ VECTORS: dict[str, Vector] = {
     "DISPATCH": Dispatch(5, UID, 1, _META, _PROMPT, _GENERATED, _PARAMS),
     "DISPATCH, with media": Dispatch(5, UID, 1, _META._replace(needs="media"), _PROMPT, _GENERATED, _PARAMS, _MEDIA),
     "DISPATCH, of tokens with epochs": Dispatch(5, UID, 1, _META, _PROMPT, _GENERATED, _PARAMS, epochs=((0, 7),)),
+    "PREFILL": Prefill(Dispatch(5, UID, 1, _META, _PROMPT, _NONE, _PARAMS)),
+    "EXPORTED": Exported(dispatch_id=5, digests=_DIGEST, weights="7 5eed"),
+    "TRANSFER, to the exporting engine": _TRANSFER,
+    "TRANSFER, to the importing engine": _TRANSFER._replace(address="tcp://10.0.0.7:5558"),
+    "IMPORTED": Imported(dispatch_id=6, ok=True, received_bytes=11_796_480, seconds=0.25),
+    "IMPORTED, without room": Imported(dispatch_id=6, ok=False, has_room=False),
+    "RELEASE": ReleaseBlocks(dispatch_id=5),
     "PARTIAL": Partial(1, [PartialEntry(UID, 5, 1, 2)], tokens_to_bytes([5, 6])),
     "PARTIAL, with log-probs": Partial(1, [PartialEntry(UID, 5, 1, 1)], tokens_to_bytes([5]), _EXTRAS),
     "PARTIAL, with epochs": Partial(1, [PartialEntry(UID, 5, 1, 2)], tokens_to_bytes([5, 6]), epochs=((0, 7), (1, 8))),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +13,11 @@ import pytest
 import torch
 import trainer_program
 from eventually import LONG_SECONDS
-from fleet import Fleet, Process, free_ports, until_serving, until_status
+from fleet import Fleet, Process, until_serving, until_status
 from machine import scaled
 from random_checkpoint import LLAMA, random_tensors, write_model
 from soak import repeated, size
+from trainer_process import TrainerProcess
 from transformers import LlamaForCausalLM
 
 from megatron_runtime.megatron_core.inference_client import InferenceClient
@@ -31,45 +30,6 @@ TOKENS, LONG_ANSWER = 40, 240
 FAULTS = ("none", "engine", "trainer", "coordinator", "staged engine", "staged trainer", "staged coordinator")
 TIE = 1e-4
 """Logits this close may be ordered differently by another implementation."""
-
-
-class Trainer:
-    """A trainer process, started again after it was killed. Its port stays the same."""
-
-    def __init__(self, fleet: Fleet, model: str) -> None:
-        (port,) = free_ports(1)
-        self._arguments = (f"127.0.0.1:{fleet.admin_port}", str(fleet.keys_dir), model, str(port))
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> int:
-        """Return the epoch of the engines."""
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, trainer_program.__file__, *self._arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        return int((await self.answer())["epoch"])
-
-    def order(self, epoch: int) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"epoch": epoch}).encode() + b"\n")
-
-    async def answer(self) -> dict[str, Any]:
-        """Return the answer to an order; {} if the process has ended."""
-        assert self._process is not None
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), LONG_SECONDS)
-        return dict(json.loads(line)) if line else {}
-
-    async def publish(self, epoch: int) -> dict[str, Any]:
-        self.order(epoch)
-        return await self.answer()
-
-    async def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
 
 
 class Oracle:
@@ -93,7 +53,7 @@ class Pool:
 
     def __init__(self, fleet: Fleet, model: str, rng: random.Random) -> None:
         self.fleet = fleet
-        self.trainer = Trainer(fleet, model)
+        self.trainer = TrainerProcess(f"127.0.0.1:{fleet.admin_port}", fleet.keys_dir, model)
         self.oracle = Oracle(model)
         self.epoch = 0
         self._model = model
@@ -191,7 +151,7 @@ class Pool:
             assert [epoch for _, epoch in reply["policy_epoch"]] == [before, self.epoch]
 
     async def _break(self, fault: str) -> None:
-        target: Process | Trainer | None = {
+        target: Process | TrainerProcess | None = {
             "engine": self.fleet.engines["engine-0"],
             "coordinator": self.coordinator,
             "trainer": self.trainer,

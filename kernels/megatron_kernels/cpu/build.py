@@ -129,7 +129,9 @@ def _cache_folder() -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the library of the CPU kernels.")
     parser.add_argument(
-        "--into-package", action="store_true", help="beside the Python modules, for a wheel or an image"
+        "--into-package",
+        action="store_true",
+        help="write the library next to the Python modules, for a wheel or an image",
     )
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     path = library()

@@ -229,7 +229,7 @@ class Dashboard:
         except KubeApiError as error:
             if not begun:
                 raise
-            yield f"\nThe log broke off: {printable(str(error))}\n"
+            yield f"\nThe log ended unexpectedly: {printable(str(error))}\n"
 
     async def plan(self, request: Request) -> AsyncGenerator[Object]:
         """Yield what another spec would change, as `megatron-operator plan`."""
@@ -267,14 +267,14 @@ class Dashboard:
         query, merge = {"fieldManager": MANAGER}, "application/merge-patch+json"
         try:
             async with asyncio.timeout(seconds):
-                for attempt in (1, 2):
+                for tries in (1, 2):
                     try:
                         found = await self._api.request(
                             "PATCH", path, body=body, query=query, content_type=merge, expect_continue=True
                         )
                         return {"generation": found["metadata"].get("generation")}
                     except KubeApiError as error:
-                        if error.code != 401 or attempt == 2:  # after a 401, kubectl gets new credentials
+                        if error.code != 401 or tries == 2:  # after a 401, kubectl gets new credentials
                             raise
         except TimeoutError:
             pass

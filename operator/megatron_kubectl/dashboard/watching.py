@@ -92,7 +92,7 @@ class ResourceObserver:
         """Samples that were taken in total."""
         self.viewers = 0
         self.left = time.monotonic()
-        """When the last viewer left."""
+        """Time when the last viewer disconnected."""
         self._api = api
         self._interval = interval
         self._resource: Object | None = None

@@ -260,8 +260,8 @@ class KubeApi:
 
 def rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
     """Return the error of the API server's Status, or of a proxy's answer."""
-    said = headers.get("Retry-After", "")
-    retry_after = min(float(said), MAX_RETRY_AFTER_SECONDS) if said.isdigit() else 0.0
+    seconds = headers.get("Retry-After", "")
+    retry_after = min(float(seconds), MAX_RETRY_AFTER_SECONDS) if seconds.isdigit() else 0.0
     try:
         status = json.loads(text)
         causes = {cause.get("reason") for cause in (status.get("details") or {}).get("causes") or ()}

@@ -32,7 +32,7 @@ class _Lease:
     mark: object
     """Changes with each renewal."""
     since: float
-    """When the mark was first seen."""
+    """When the operator first saw the mark."""
     read: float
     duration: float = DEFAULT_DURATION
     error: str = ""
@@ -82,17 +82,17 @@ class Claims:
             return known
         namespace, _, name = manager.partition("/")
         try:
-            found = await self._api.get(LEASE, namespace, name)
+            lease = await self._api.get(LEASE, namespace, name)
         except KubeApiError as error:
             if not error.permanent:
                 raise
             self._leases[manager] = _Lease(None, now, now, error=error.message or str(error))
             return self._leases[manager]
-        if found is None:
+        if lease is None:
             self._leases.pop(manager, None)
             return None
-        spec = found.get("spec") or {}
-        mark = (spec.get("holderIdentity"), spec.get("renewTime"), found["metadata"]["resourceVersion"])
+        spec = lease.get("spec") or {}
+        mark = (spec.get("holderIdentity"), spec.get("renewTime"), lease["metadata"]["resourceVersion"])
         since = known.since if known is not None and known.mark == mark else now
         duration = float(spec.get("leaseDurationSeconds") or DEFAULT_DURATION)
         self._leases[manager] = _Lease(mark, since, now, duration=duration, holder=str(mark[0] or ""))

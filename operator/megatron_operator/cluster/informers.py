@@ -166,7 +166,7 @@ class Informers:
         self.watches.asked(path)
         denied = False
         async for change in changes:
-            entries = [found for found in change.objects if found is not None]
+            entries = [item for item in change.objects if item is not None]
             match change.kind:
                 case "set":
                     keys = {*store, *(key for _, key, _ in entries)}
@@ -182,9 +182,9 @@ class Informers:
                     if change.error.code:
                         self.watches.rejected(path, str(change.error))
                 case _:
-                    for found in entries:
-                        (store.remove(*found[:2]) if change.kind == "delete" else store.put(*found))
-                        self._wake(found[1])
+                    for item in entries:
+                        (store.remove(*item[:2]) if change.kind == "delete" else store.put(*item))
+                        self._wake(item[1])
             if denied is not (name in self.watches.denied):
                 denied = not denied
                 self._settled[name].set()

@@ -28,6 +28,7 @@ from megatron_operator.render.keys import (
     ANNOTATION_STAGE,
     KEY_NAMES,
     PEERS,
+    TRAINER_KEY_NAMES,
     encode,
     keys_secret,
     next_files,
@@ -36,7 +37,7 @@ from megatron_operator.render.keys import (
 from megatron_operator.resource.names import LABEL_MANAGED_BY, LABEL_NAME
 from megatron_operator.resource.states import KeyStage
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.transport.security import KeyPair, PeerKeys, generate_key_files
+from megatron_runtime.transport.security import TRAINER, KeyPair, PeerKeys, generate_key_files
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +78,16 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
     return KeyPair(public=_entry(secret, "admin.pub"), secret=_entry(secret, "admin.key"))
 
 
-def new_resource_keys(admin: KeyPair) -> dict[str, str]:
-    """Return the entries of a new `NAME-keys`: three pairs, and the public half of the admin key."""
-    files = generate_key_files(roles=("server", "engine", "client"))
-    files["admin.pub"] = admin.public.decode()
-    return {name: files[name] for name in KEY_NAMES}
+def new_resource_keys(admin: KeyPair, *, has_trainer: bool = False) -> dict[str, str]:
+    """Return the entries of a new `NAME-keys`: three pairs, that of a trainer, and the public half of the admin key."""
+    files = generate_key_files(roles=("server", "engine", "client", *((TRAINER,) if has_trainer else ())))
+    return {**files, "admin.pub": admin.public.decode()}
 
 
 def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Manifest:
     """Return a new `NAME-keys` with its seal."""
-    manifest = keys_secret(ctx, new_resource_keys(admin), generation=generation, since=since)
+    files = new_resource_keys(admin, has_trainer=ctx.spec.has_trainer)
+    manifest = keys_secret(ctx, files, generation=generation, since=since)
     metadata = manifest["metadata"]
     metadata["annotations"][ANNOTATION_SEAL] = seal(metadata, manifest["data"], admin)
     return manifest
@@ -100,7 +101,8 @@ def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generati
     except KeyFormatError:
         made = new_keys_secret(ctx, admin, generation=generation, since=since)
         annotations = made["metadata"]["annotations"]
-        return {"metadata": {**_preconditions(secret), "annotations": annotations}, "data": made["data"]}
+        data = {**dict.fromkeys(secret.get("data") or {}), **made["data"]}  # the seal is over what remains
+        return {"metadata": {**_preconditions(secret), "annotations": annotations}, "data": data}
     return None
 
 
@@ -119,8 +121,8 @@ def seal(metadata: Object, data: Object, admin: KeyPair) -> str:
 def is_sealed(secret: Object, admin: KeyPair) -> bool:
     """Return whether this operator wrote the data of a resource's Secret."""
     metadata = secret["metadata"]
-    found = (metadata.get("annotations") or {}).get(ANNOTATION_SEAL, "")
-    return hmac.compare_digest(found.encode(), seal(metadata, secret.get("data") or {}, admin).encode())
+    stored = (metadata.get("annotations") or {}).get(ANNOTATION_SEAL, "")
+    return hmac.compare_digest(stored.encode(), seal(metadata, secret.get("data") or {}, admin).encode())
 
 
 def keys_view(secret: Object, admin: KeyPair) -> KeysView:
@@ -149,6 +151,7 @@ def _keys_view(secret: Object, admin: KeyPair) -> KeysView:
         new=frozenset(lines[-1].decode() for lines in pairs),
         server=_lines(secret, "server.pub")[0].decode(),
         admin_admitted=_lines(secret, "admin.pub") == [admin.public],
+        has_trainer=all(name in (secret.get("data") or {}) for name in TRAINER_KEY_NAMES),
     )
 
 
@@ -160,20 +163,24 @@ def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: s
         ValueError: the Secret is not at the previous stage, because the decision saw an older version of it.
     """
     view = keys_view(secret, admin)
-    files = {name: _entry(secret, name, whole=True).decode() for name in KEY_NAMES}
+    names = (*KEY_NAMES, *(TRAINER_KEY_NAMES if view.has_trainer else ()))
+    files = {name: _entry(secret, name, whole=True).decode() for name in names}
     generation, stage, server, since = view.generation, view.stage, view.server_generation, view.since or now
     if (generation, stage) != (action.generation, action.stage):
         begins = action.stage is KeyStage.ADMITTING
         follows = action.generation > generation if begins else action.generation == generation
         if AFTER[stage] is not action.stage or not follows:
-            found, wanted = f"{stage.value} of generation {generation}", f"{action.stage.value} of {action.generation}"
-            raise ValueError(f"Secret {action.name}: is at {found}, which is not the stage before {wanted}")
-        fresh = generate_key_files(roles=("server", *PEERS)) if begins else {}
+            current = f"{stage.value} of generation {generation}"
+            wanted = f"{action.stage.value} of {action.generation}"
+            raise ValueError(f"Secret {action.name}: is at {current}, which is not the stage before {wanted}")
+        fresh = generate_key_files(roles=("server", *PEERS, TRAINER)) if begins else {}
         files = next_files(files, action.stage, fresh=fresh)
         generation, stage, since = action.generation, action.stage, now if begins else since
         server = generation if stage is KeyStage.RESTARTING else server
-    elif view.admin_admitted:
+    elif view.admin_admitted and (view.has_trainer or not action.has_trainer):
         return None
+    if action.has_trainer and not view.has_trainer:
+        files |= generate_key_files(roles=(TRAINER,))
     files["admin.pub"] = admin.public.decode()
     data = encode(files)
     annotations = stage_annotations(generation, stage, server=server, since=since)
@@ -210,6 +217,6 @@ def _entry(secret: Object, entry: str, *, whole: bool = False) -> bytes:
     if not text.split() or any(len(line) != KEY_CHARACTERS for line in text.split()):
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: entry {entry} is missing or no key; delete the Secret to have it created again"
+            f"Secret {name}: entry {entry} is missing or not a key; delete the Secret, and the operator re-creates it"
         )
     return text if whole else text.split()[0]

@@ -235,7 +235,7 @@ class Elector:
             # Watches at versions of the future show nothing, and known objects count as newer than those that exist.
             self._trusted_until = float("-inf")
             raise LeadershipLostError(
-                f"lease {self._settings.name}: its version went back, so etcd was restored: reading everything again"
+                f"lease {self._settings.name}: its version decreased, so etcd was restored: reading everything again"
             )
         self._lease = lease
 
@@ -277,14 +277,14 @@ class Elector:
 
 def _term(lease: Object) -> int:
     annotations = lease["metadata"].get("annotations") or {}
-    found = annotations.get(TERM_ANNOTATION) or (lease.get("spec") or {}).get("leaseTransitions") or 0
+    stored = annotations.get(TERM_ANNOTATION) or (lease.get("spec") or {}).get("leaseTransitions") or 0
     try:
-        term = int(found)
+        term = int(stored)
     except ValueError:
         term = -1
     if 0 <= term <= MAX_TERM:
         return term
-    logger.warning("the term of the lease is invalid; counting restarts", extra={"term": str(found)[:80]})
+    logger.warning("the term of the lease is invalid; counting restarts", extra={"term": str(stored)[:80]})
     return 0
 
 

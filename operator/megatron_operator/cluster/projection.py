@@ -27,7 +27,7 @@ class SeenChild:
     cluster_ip: str = ""
     """Services: the virtual address; empty for headless ones."""
     changed_by: str = ""
-    """The other field manager that changed it last, apart from its status; empty without one."""
+    """The other field manager that last changed it, ignoring its status; empty if there is none."""
     owns_replicas: bool = False
     """This operator's applies own `spec.replicas`."""
 

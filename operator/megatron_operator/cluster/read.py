@@ -56,7 +56,7 @@ async def explain_resource(name: str, *, namespace: str | None, context: str | N
 
 
 async def problem_of_operators(api: KubeApi, namespace: str) -> str | None:
-    """Return what is wrong with the operators of a namespace: none runs, or several do. None if one runs.
+    """Return the problem with the operators of a namespace: none runs, or several do. None if exactly one runs.
 
     Raises:
         KubeApiError: the Leases could not be read, for another reason than missing permission.

@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """Margin that lets the server end a watch before the client does."""
 DENIED_SECONDS = 4.0
-"""A watch that the server has rejected for so long is denied. An API server that starts rejects some for a moment."""
+"""A watch that the server has rejected for this long is denied. A starting API server rejects watches for a moment."""
 RETRY_SECONDS = (0.5, 1.0, 3.0, 5.0)
-"""Pauses between attempts of a rejected watch."""
+"""Pauses between tries of a rejected watch."""
 
 FORBIDDEN, NOT_FOUND = 403, 404
 
@@ -38,7 +38,7 @@ class WatchAges:
     def __init__(self, *, watch_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due = watch_seconds + GRACE_SECONDS
         self._clock = clock
-        self._taken: dict[str, float] = {}
+        self._started: dict[str, float] = {}
         self._rejected: dict[str, tuple[float, str]] = {}
         """Time of the first rejection of each path that is rejected now, and the last answer."""
         self.vanished = asyncio.Event()
@@ -47,7 +47,7 @@ class WatchAges:
     @property
     def silent_seconds(self) -> float:
         """How long the oldest watch is overdue, in seconds; 0 if none is. Denied ones are none."""
-        oldest = min((at for path, at in self._taken.items() if path not in self._rejected), default=None)
+        oldest = min((at for path, at in self._started.items() if path not in self._rejected), default=None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest - self._due)
 
     @property
@@ -59,10 +59,10 @@ class WatchAges:
 
     def asked(self, path: str) -> None:
         """Record the request of a watch. One that was never accepted counts from its first request."""
-        self._taken.setdefault(path, self._clock())
+        self._started.setdefault(path, self._clock())
 
     def accepted(self, path: str) -> None:
-        self._taken[path] = self._clock()
+        self._started[path] = self._clock()
         if self._rejected.pop(path, None) is not None:
             logger.info("watched again", extra={"path": path})
 
@@ -88,7 +88,7 @@ class WatchAges:
         path, response = answer.url.path, answer.response
         if response.ok and (_is_watch(answer.url) or path in self._rejected):
             self.accepted(path)
-        elif response.status == NOT_FOUND and path in self._taken:
+        elif response.status == NOT_FOUND and path in self._started:
             self.vanished.set()
             await asyncio.Event().wait()
         elif response.status == FORBIDDEN and path.endswith(f"/{PLURAL}"):

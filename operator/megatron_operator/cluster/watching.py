@@ -95,14 +95,14 @@ async def watch(
                 failures = 0
                 yield CollectionChange("open", [])
                 async for event in _events(answer):
-                    found = event.get("object") or {}
+                    item = event.get("object") or {}
                     if event.get("type") == "ERROR":
-                        code = found.get("code") or 0
-                        raise KubeApiError(code, found.get("reason", ""), found.get("message", ""))
-                    version = found["metadata"]["resourceVersion"]
+                        code = item.get("code") or 0
+                        raise KubeApiError(code, item.get("reason", ""), item.get("message", ""))
+                    version = item["metadata"]["resourceVersion"]
                     if event["type"] != "BOOKMARK":
                         kind: Literal["put", "delete"] = "delete" if event["type"] == "DELETED" else "put"
-                        yield CollectionChange(kind, [project(found)])
+                        yield CollectionChange(kind, [project(item)])
             if version == begun:
                 # An API server that closes watches at once must not be asked in a loop.
                 await asyncio.sleep(retry_seconds[0])

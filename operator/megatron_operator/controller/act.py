@@ -1,4 +1,4 @@
-"""The actions of one pass. All are idempotent; the first failure ends the pass."""
+"""The actions of one pass. All are idempotent; the pass stops at the first failure."""
 
 from __future__ import annotations
 

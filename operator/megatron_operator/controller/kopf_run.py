@@ -113,11 +113,11 @@ class KopfRun:
         self._watch_seconds = watch_seconds
         self._show = show
         self._started = started
-        self._told = asyncio.Event()
+        self._stop = asyncio.Event()
         """Set when kopf should stop or is stopping."""
 
     def end(self) -> None:
-        self._told.set()
+        self._stop.set()
 
     async def run(self) -> None:
         """Run until end() is called, kopf gets a signal or a watched kind vanishes.
@@ -126,14 +126,14 @@ class KopfRun:
             WatchesEndedError: kopf has failed or does not stop, or the API server no longer serves a watched kind.
         """
         operating = asyncio.create_task(self._operate(), name="kopf")
-        told = asyncio.create_task(self._told.wait())
+        stopped = asyncio.create_task(self._stop.wait())
         vanished = asyncio.create_task(self.watches.vanished.wait())
         try:
-            await asyncio.wait({operating, told, vanished}, return_when=asyncio.FIRST_COMPLETED)
-            self._told.set()
+            await asyncio.wait({operating, stopped, vanished}, return_when=asyncio.FIRST_COMPLETED)
+            self._stop.set()
             await asyncio.wait({operating}, timeout=END_SECONDS)
         finally:
-            for task in (operating, told, vanished):
+            for task in (operating, stopped, vanished):
                 task.cancel()
         if not operating.done():
             raise WatchesEndedError(f"kopf has not stopped within {END_SECONDS:g} s")
@@ -156,7 +156,7 @@ class KopfRun:
         async def cleanup(**_: Any) -> None:
             # kopf treats every task created since its start as its own and would wait for it; its own waiter
             # for the stop flag is among them.
-            self._told.set()
+            self._stop.set()
             await self._supervisor.stop()
 
         await kopf.operator(
@@ -165,5 +165,5 @@ class KopfRun:
             standalone=True,
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
-            stop_flag=self._told,
+            stop_flag=self._stop,
         )

@@ -405,7 +405,7 @@ class OperatorProcess:
     async def _await_crd(self, api: KubeApi) -> None:
         """Wait until the kind is served: kopf only watches kinds that exist at its start, unless it may watch CRDs."""
         self._phase = "waiting for the CRD"
-        said = False
+        has_logged = False
         while True:
             try:
                 served = await api.request("GET", f"/apis/{RESOURCE.api_version}")
@@ -414,12 +414,12 @@ class OperatorProcess:
                 why = f"{RESOURCE.api_version} has no {RESOURCE.plural}"
             except KubeApiError as error:
                 why = str(error)
-            if not said:
+            if not has_logged:
                 logger.warning(
                     "resource kind not served yet; install the CRD (megatron-operator crd | kubectl apply -f -)",
                     extra={"kind": RESOURCE.kind, "error": why},
                 )
-                said = True
+                has_logged = True
             await asyncio.sleep(CRD_RETRY_SECONDS)
 
     async def _detect_openshift(self, api: KubeApi) -> None:

@@ -80,7 +80,7 @@ MISSING_SECRET = ("FailedMount", UNCONFIGURED)
 """Reasons of pods whose Secret may be missing."""
 _SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MAX_DOWNLOADS = 4
-"""Limit of the pods that are asked at a time."""
+"""Maximum number of pods that are queried at the same time."""
 _PROGRESS_SECONDS = 2.0
 _PROGRESS_MOST_BYTES = 4096
 _PROGRESS_LARGEST = 1 << 60

@@ -128,7 +128,7 @@ class ResourceTask:
         self._woken = woken
         self._parts = parts
         self._eager = 0
-        self._said: tuple[str, str, str] | None = None
+        self._last_logged: tuple[str, str, str] | None = None
         self._persisted: tuple[str, str] | None = None
         self._verbs = VerbClock(parts.metrics, time.monotonic)
         self._status: dict[str, Any] = {}
@@ -323,9 +323,9 @@ class ResourceTask:
             return
 
     def _log_decision(self, decision: Decision) -> None:
-        said = (decision.policy, decision.reason, decision.message)
-        if said != self._said:
-            self._said = said
+        summary = (decision.policy, decision.reason, decision.message)
+        if summary != self._last_logged:
+            self._last_logged = summary
             logger.info(
                 "decision",
                 extra={

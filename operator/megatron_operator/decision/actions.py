@@ -30,12 +30,13 @@ class AdoptKeys:
 
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
-    """Bring `NAME-keys` from the previous stage to this stage of this generation, and let it accept only this
-    operator's admin key. Does nothing if that is already so."""
+    """Bring `NAME-keys` from the previous stage to this stage of this generation, let it accept only this operator's
+    admin key, and add a pair for a trainer if it shall have one. Does nothing if that is already so."""
 
     name: str
     generation: int
     stage: KeyStage
+    has_trainer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ Action = OnChildren | Signal | AskCanary | EmitEvent
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions and the status. Reason and message of the deciding policy are those of the status."""
+    """The actions and the status. The status has the reason and message of the deciding policy."""
 
     policy: str
     """Name of the first policy that applied."""

@@ -1,4 +1,4 @@
-"""The adapters of a resource: the list of the spec against that of the coordinator, and the errors of the status."""
+"""The adapters of a resource: compares the lists of spec and coordinator, and reports errors in the status."""
 
 from __future__ import annotations
 

@@ -37,17 +37,17 @@ class Blockers:
             if manifest is not None:
                 manifests.append(manifest)
         for manifest in manifests:
-            found = self.rendered.rejected(manifest)
-            if found is not None and name in (None, ChildRef.of(manifest).name):
-                return found
+            rejection = self.rendered.rejected(manifest)
+            if rejection is not None and name in (None, ChildRef.of(manifest).name):
+                return rejection
         return None
 
     def component(self, component: str) -> Finding | None:
         """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
         pods = self.world.component_pods(component)
-        found = first_diagnosis(pods, self.references)
-        if found is not None:
-            return found
+        diagnosis = first_diagnosis(pods, self.references)
+        if diagnosis is not None:
+            return diagnosis
         ctx = self.ctx
         names = {COORDINATOR: ctx.coordinator_name, STANDBY: ctx.standby_name, SERVER: ctx.server_name}
         name = names[component]
@@ -62,11 +62,11 @@ class Blockers:
 
     def coordinator(self) -> Finding:
         """Return why the coordinator does not answer, as reason and what is waited for."""
-        found = self.rejection(name=self.ctx.coordinator_name)
+        finding = self.rejection(name=self.ctx.coordinator_name)
         pods = [pod for pod in self.world.component_pods(COORDINATOR, STANDBY) if not pod.deleting]
-        found = found or self.component(COORDINATOR)
-        if found is not None:
-            return found[0], f"the coordinator: {found[1]}"
+        finding = finding or self.component(COORDINATOR)
+        if finding is not None:
+            return finding[0], f"the coordinator: {finding[1]}"
         if any(pod.ready for pod in pods):
             why = f" ({self.world.coordinator.error})" if self.world.coordinator.error else ""
             return Reason.COORDINATOR_UNREACHABLE, f"the coordinator to answer{why}"
@@ -77,9 +77,9 @@ class Blockers:
         pods = self.world.component_pods(SERVER)
         if any(pod.ready and not pod.deleting for pod in pods):
             return None
-        found = self.rejection(name=self.ctx.server_name) or self.component(SERVER)
-        if found is not None:
-            return found[0], f"a front end: {found[1]}"
+        finding = self.rejection(name=self.ctx.server_name) or self.component(SERVER)
+        if finding is not None:
+            return finding[0], f"a front end: {finding[1]}"
         return Reason.SERVER_STARTING, "a front end's pod to become ready"
 
     def engine(self, engine: EngineView) -> Finding | None:
@@ -91,17 +91,19 @@ class Blockers:
             rejected = self.rendered.rejected(manifest)
             if rejected is not None:
                 return rejected
-        found = first_diagnosis(engine.pods, self.references)
-        if found is not None:
-            return found
+        diagnosis = first_diagnosis(engine.pods, self.references)
+        if diagnosis is not None:
+            return diagnosis
         failed = self.world.failed_creations.get(engine.name)
         if failed is not None and engine.incomplete:
             return creation_error("its pods", failed, component=ENGINE)
         if engine.report is not None and engine.report.suspect and not any(pod.deleting for pod in engine.pods):
-            message = f"engine {engine.name} sends no heartbeats; its requests go to other engines"
+            message = f"engine {engine.name} sends no heartbeats; its requests are routed to other engines"
             return Reason.ENGINE_UNRESPONSIVE, message
+        if engine.report is not None and engine.report.weights_unavailable:
+            return Reason.WEIGHTS_UNAVAILABLE, f"engine {engine.name}: {engine.report.weights_unavailable}"
         if self.losses.is_lost(engine):
-            message = f"the pods of engine {engine.name} run and it is not registered at its coordinator"
+            message = f"the pods of engine {engine.name} run, but it is not registered with the coordinator"
             return Reason.ENGINE_LOST, message
         return None
 
@@ -112,9 +114,9 @@ class Blockers:
             return reason, f"the engines: {message}"
         absent = self.engines.absent or [engine for engine in self.engines.wanted if not engine.responsive]
         for engine in absent:
-            found = self.engine(engine)
-            if found is not None:
-                return found[0], f"engine {engine.name}: {found[1]}"
+            finding = self.engine(engine)
+            if finding is not None:
+                return finding[0], f"engine {engine.name}: {finding[1]}"
         incomplete = next((engine for engine in absent if engine.incomplete), None)
         if incomplete is not None:
             return Reason.ENGINES_STARTING, f"the StatefulSet of {incomplete.name} to create its pods"

@@ -24,6 +24,8 @@ class EngineReport:
     """Digest of its weights; empty if unknown."""
     source: str | None = None
     """Source of its weights, if they were updated in place; empty if they were not, None if unknown."""
+    weights_unavailable: str | None = None
+    """Why it waits for the weights of a trainer; None if it does not."""
     in_flight: int = 0
     serving: bool = True
     """It sent HELLO with `serving: true`; before that it loads weights and gets neither requests nor signals."""

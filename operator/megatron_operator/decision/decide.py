@@ -36,7 +36,7 @@ CONNECT_SECONDS = 10.0
 """After the creation of a coordinator's pod, the time until the operator has connected to it."""
 Report = TypeVar("Report", OperationReport, CanaryReport)
 OBSERVED_KINDS = ("Deployment", "Pod", "Secret", "Service", "StatefulSet")
-"""Without their objects nothing is decided. Those of other kinds are only applied, and left unchanged if unknown."""
+"""Nothing is decided without their objects. Objects of other kinds are only applied, and not changed if unknown."""
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MAX_TEXT = 2048
 """Limit of characters of a string in a status, after escaping."""
@@ -111,7 +111,7 @@ def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> flo
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Drop second actions on the same child: a policy's action replaces that of upkeep."""
+    """Drop second actions on the same child: a policy's action replaces the action of upkeep."""
     last = {action.ref: index for index, action in enumerate(actions) if isinstance(action, ApplyChild | DeleteChild)}
     return tuple(
         action

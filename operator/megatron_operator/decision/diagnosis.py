@@ -46,7 +46,7 @@ class MissingObject:
     key: str = ""
 
     def remedy(self, references: References, *, component: str) -> str:
-        """Return what the user does, with the field of the spec; `component` is that of the pod."""
+        """Return what the user can do, with the field of the spec. component: of the pod."""
         field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
@@ -66,14 +66,14 @@ def pod_template(component: str) -> str:
 
 def missing_object(message: str) -> MissingObject | None:
     """Return the missing object that a message of the kubelet or the scheduler names; None if it names none."""
-    found = _MISSING_OBJECT.search(message)
-    if found is not None:
-        return MissingObject(found["kind"].lower(), found["name"])
-    found = _MISSING_KEY.search(message)
-    if found is not None:
-        return MissingObject(found["kind"].lower(), found["name"], found["key"])
-    found = _MISSING_VOLUME_KEY.search(message)
-    return None if found is None else MissingObject("volume", found["name"], found["key"])
+    match = _MISSING_OBJECT.search(message)
+    if match is not None:
+        return MissingObject(match["kind"].lower(), match["name"])
+    match = _MISSING_KEY.search(message)
+    if match is not None:
+        return MissingObject(match["kind"].lower(), match["name"], match["key"])
+    match = _MISSING_VOLUME_KEY.search(message)
+    return None if match is None else MissingObject("volume", match["name"], match["key"])
 
 
 _FIELDS = (
@@ -91,16 +91,16 @@ _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 
 
 def references(spec: Mapping[str, Any]) -> References:
-    """Return the objects that the fields of a spec, as in the API, name; except those of podTemplates."""
-    found: dict[tuple[str, str], str] = {}
+    """Return the objects that the fields of a spec, as in the API, refer to, except in podTemplates."""
+    names: dict[tuple[str, str], str] = {}
     for kind, section, key, shown in _FIELDS:
         value: Any = spec
         for part in (*section.split("."), key):
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, str):
-            found[kind, value] = shown.format(section)
+            names[kind, value] = shown.format(section)
             if section in _VOLUMES:
-                found["volume", _VOLUMES[section]] = shown.format(section)
+                names["volume", _VOLUMES[section]] = shown.format(section)
     engine: Any = spec.get("engine") or {}
     for claim in (engine.get("accelerator") or {}).get("claims") or ():
         for kind, key in (
@@ -108,8 +108,8 @@ def references(spec: Mapping[str, Any]) -> References:
             ("resourceclaimtemplate", "resourceClaimTemplateName"),
         ):
             if claim.get(key):
-                found[kind, claim[key]] = f"spec.engine.accelerator.claims[].{key}"
-    return found
+                names[kind, claim[key]] = f"spec.engine.accelerator.claims[].{key}"
+    return names
 
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
@@ -146,13 +146,13 @@ class _Termination:
 
 def _termination_message(pod: PodView) -> _Termination:
     try:
-        told = json.loads(pod.last_message)
-        rank = told.get("rank")
+        document = json.loads(pod.last_message)
+        rank = document.get("rank")
         return _Termination(
-            text=str(told["message"]),
-            reason=str(told.get("reason") or ""),
+            text=str(document["message"]),
+            reason=str(document.get("reason") or ""),
             rank=rank if isinstance(rank, int) else None,
-            remedy=str(told.get("remedy") or ""),
+            remedy=str(document.get("remedy") or ""),
         )
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return _Termination(pod.last_message)
@@ -162,22 +162,25 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
     """Return the error of a pod, or None while it starts or runs. `references`: the objects that the spec names."""
     if pod.deleting or pod.ready:
         return None
-    said = f": {pod.message}" if pod.message else ""
+    detail = f": {pod.message}" if pod.message else ""
     if pod.reason in _PULL:
-        return Reason.IMAGE_PULL_FAILED, f"pod {pod.name}: {pod.reason}{said}; check the image's name and pull secrets"
+        return (
+            Reason.IMAGE_PULL_FAILED,
+            f"pod {pod.name}: {pod.reason}{detail}; check the image's name and pull secrets",
+        )
     missing = missing_object(pod.message)
     if pod.reason in _CONFIG or pod.reason in _VOLUME:
         reason = Reason.VOLUME_FAILED if pod.reason in _VOLUME and missing is None else Reason.CONTAINER_CONFIG_ERROR
         remedy = f"; {missing.remedy(references, component=pod.component)}" if missing is not None else ""
-        return reason, f"pod {pod.name}: {pod.reason}{said}{remedy}"
+        return reason, f"pod {pod.name}: {pod.reason}{detail}{remedy}"
     if pod.reason in ("Unschedulable", "SchedulingGated"):
-        said = f": {_without_repetition(pod.message)}" if pod.message else ""
+        detail = f": {_without_repetition(pod.message)}" if pod.message else ""
         cause = find_cause(pod.message, SCHEDULING)
         if cause is not None and missing is not None:
             remedy = missing.remedy(references, component=pod.component)
-            return cause.reason, f"pod {pod.name} has no node{said}; {remedy}"
+            return cause.reason, f"pod {pod.name} has no node{detail}; {remedy}"
         remedy = f"; {cause.remedy}" if cause else ""
-        return (cause.reason if cause else Reason.UNSCHEDULABLE), f"pod {pod.name} has no node{said}{remedy}"
+        return (cause.reason if cause else Reason.UNSCHEDULABLE), f"pod {pod.name} has no node{detail}{remedy}"
     ended = pod.exit_code is not None
     if ended and pod.exit_reason == "OOMKilled":
         return termination(pod)
@@ -213,8 +216,8 @@ def termination(pod: PodView) -> tuple[Reason, str]:
     rank = f", rank {termination.rank}" if termination.rank is not None and pod.ended not in _BEFORE else ""
     who = f"pod {pod.name} (node rank {pod.index} of {pod.engine}{rank})" if pod.engine else f"pod {pod.name}"
     cause = find_cause(f"{termination.reason}: {termination.text}")
-    said = termination.remedy or (cause.remedy if cause else "")
-    remedy = f"; {said}" if said else ""
+    action = termination.remedy or (cause.remedy if cause else "")
+    remedy = f"; {action}" if action else ""
     reason = cause.reason if cause else Reason.CRASH_LOOPING
     what = f"container {pod.ended}" if pod.ended in _BEFORE else "its container"
     return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){termination.quoted(cause)}{remedy}"
@@ -234,14 +237,14 @@ def is_device_failure(pod: PodView) -> bool:
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:
     """Return the first diagnosis of the pods, by name."""
     for pod in sorted(pods, key=lambda pod: pod.name):
-        found = diagnose(pod, references)
-        if found is not None:
-            return found
+        finding = diagnose(pod, references)
+        if finding is not None:
+            return finding
     return None
 
 
-def creation_error(what: str, said: str, *, component: str) -> tuple[Reason, str]:
+def creation_error(what: str, error: str, *, component: str) -> tuple[Reason, str]:
     """Return why pods of a component cannot be created, from the words of the API server. `what` names the pods."""
-    cause = find_cause(said, CREATION)
+    cause = find_cause(error, CREATION)
     remedy = f"; {cause.remedy.format(pod_template=pod_template(component))}" if cause else ""
-    return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {said}{remedy}"
+    return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {error}{remedy}"

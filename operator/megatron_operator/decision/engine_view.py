@@ -54,9 +54,9 @@ class EngineView:
 
     @property
     def superseded(self) -> bool:
-        """The coordinator still reports a process of an earlier revision than that of its StatefulSet."""
-        said = self.report.revision if self.report is not None else ""
-        return not self.stale and self.statefulset is not None and said not in ("", self.statefulset.revision)
+        """The coordinator still reports a process of an earlier revision than its StatefulSet."""
+        reported = self.report.revision if self.report is not None else ""
+        return not self.stale and self.statefulset is not None and reported not in ("", self.statefulset.revision)
 
     @property
     def scaled(self) -> int:

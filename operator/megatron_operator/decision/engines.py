@@ -38,7 +38,7 @@ MAX_STARTING = 256
 """Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
 the nodes and the source of the weights start this many engines of one resource in parallel."""
 LOST, UNKNOWN, UNRESPONSIVE = "Lost", "Unknown", "Unresponsive"
-"""States of an engine in the status, besides those that it reports."""
+"""States of an engine in the status, in addition to the states that engines report."""
 REPORTED_STATES = frozenset(state.value for state in EngineState)
 
 
@@ -118,11 +118,10 @@ class Engines:
         """Digest of the inputs of the engines and the last restart command; another one begins new restart budgets."""
         resource = self.world.resource
         manifest = self.rendered.engine_manifest(0)
-        wanted = resource.spec.weights
         return digest(
             [
                 engine_revision(manifest) if manifest is not None else "",
-                wanted.revision if wanted is not None else "",
+                resource.spec.weights_revision,
                 resource.spec.lifecycle.restart_budget.model_dump(mode="json"),
                 resource.restarted_at,
             ]

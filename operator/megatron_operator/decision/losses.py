@@ -34,7 +34,7 @@ MANY_SILENT = 3
 """Number of coordinators that must be silent before the operator suspects its own network."""
 BACK_OFF = "CrashLoopBackOff"
 SERVED_SECONDS = 20.0
-"""A server that has run for so long had served."""
+"""A server that has run for this long has served."""
 NODE_SECONDS = 5.0
 """Interval at which the node of a pod is read whose deletion is overdue."""
 
@@ -101,7 +101,7 @@ class Losses:
 
 
 def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
-    """Return whether the operator has lost so many coordinators at once that its own network is the likely cause.
+    """Return whether the operator lost many coordinators at the same time, so that its own network is the likely cause.
 
     silent: the nodes of the pods of each coordinator that was connected and is silent.
     answering: number of the coordinators that answer.
@@ -114,7 +114,7 @@ def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
 
 
 def replacement(world: World, ctx: RenderContext) -> list[Action]:
-    """Return the deletion of a lost coordinator's pod, and its Event; nothing while it may come back by itself.
+    """Return the deletion of a lost coordinator's pod, and its Event; nothing while it may recover automatically.
 
     Of a pair, both pods are lost: one of them would have become active.
     """

@@ -115,8 +115,7 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
         return None
     changed_goal = operation.goal is not desired
     if operation.phase is Phase.PENDING:
-        weights = world.resource.spec.weights
-        other_weights = operation.weights is not None and (weights is None or weights.revision != operation.weights)
+        other_weights = operation.weights not in (None, world.resource.spec.weights_revision)
         obsolete = (
             changed_goal
             or other_weights

@@ -41,7 +41,7 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The shared children that can be rendered, and by name the errors of the others, which are left unchanged."""
+        """The shared children that can be rendered, and by name the errors of the others, which are not changed."""
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
         for name, build in builds.items():
@@ -136,7 +136,9 @@ class Rendered:
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
         view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
         weights = self.ctx.spec.weights
-        if not pods or weights is None or view is None or view.model_hash != self.model_hash:
+        if weights is None or weights.revision is None:
+            return self.ctx
+        if not pods or view is None or view.model_hash != self.model_hash:
             return self.ctx
         started = weights.model_copy(update={"revision": pods[-1].weights or weights.revision})
         return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))

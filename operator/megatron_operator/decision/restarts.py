@@ -72,11 +72,11 @@ class EngineBudget:
     incidents: int = 0
     """Number of incidents since the engine last served."""
     retries: int = 0
-    """Number of times that it was started again by itself, until all incidents are forgiven."""
+    """Number of automatic restarts, until all incidents are forgiven."""
     exhausted: str | None = None
     """The diagnosis when the budget was exhausted."""
     retry_at: str | None = None
-    """When an exhausted engine is started again; None if not by itself."""
+    """When an exhausted engine is restarted automatically; None if never."""
     avoided: tuple[str, ...] = ()
     """Nodes where a device failed."""
     avoided_until: str | None = None
@@ -136,7 +136,7 @@ def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
-    """Return an exhausted budget, or that of an engine that starts again: another incident exhausts it at once."""
+    """Return an exhausted budget, or the budget of a restarted engine, which the next incident exhausts."""
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
         return EngineBudget(

@@ -218,7 +218,7 @@ class RevisionCheck:
     def retry_in(self, pod: PodView) -> float:
         """Return the seconds until a failed check is repeated: the time between two checks doubles.
 
-        It is as long as the rollout has waited when this check began, so no number of attempts needs to be stored.
+        It is as long as the rollout has waited when this check began, so no number of tries needs to be stored.
         """
         if pod.created_at is None:
             return RETRY_MAX_SECONDS

@@ -189,7 +189,7 @@ class Situation:
     """The desired revision needs no check: it has passed, an engine of it serves or served, or no engine of another
     revision serves."""
     paused: bool = False
-    """Engines of another revision are left as they are."""
+    """Engines of another revision are not changed."""
 
     @cached_property
     def every(self) -> Sequence[EngineFacts]:
@@ -322,7 +322,7 @@ RULES = (
     RolloutRule(
         "wait for capacity",
         lambda now: True,
-        lambda now: Await(now.missing, "to register before the next engine is taken"),
+        lambda now: Await(now.missing, "to register before the next engine is replaced"),
     ),
 )
 """The rules of a rollout, in their order. The first that applies gives the step."""

@@ -65,7 +65,7 @@ class Scene:
         installation with the release of the resource."""
         resource = self.world.resource
         spec, revision = resource.spec, self._confirmed_weights.revision
-        if revision is not None and spec.weights is not None:
+        if revision is not None and spec.weights is not None and spec.weights.revision is not None:
             spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"revision": revision})})
         settings = self.update.release.settings(self.world.settings)
         return RenderContext(

@@ -41,7 +41,7 @@ LIMITS = {
     "maxRequests": "max_requests",
     "maxTokens": "max_tokens",
 }
-"""Fields of EngineReport by those of `status.limits`."""
+"""Fields of EngineReport by field of `status.limits`."""
 FULL_TEXTS = 64
 """Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
 ENGINE_TEXT, SHORT_TEXT = 1024, 80
@@ -99,21 +99,21 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
     """Return the formats of answers that the servers read. They are kept while no server reports them."""
-    found = scene.world.coordinator.formats
-    if found is None:
+    formats = scene.world.coordinator.formats
+    if formats is None:
         return scene.world.resource.status.get("formats")
-    return {"toolCalls": found.tool_calls or NO_FORMAT, "reasoning": found.reasoning or NO_FORMAT}
+    return {"toolCalls": formats.tool_calls or NO_FORMAT, "reasoning": formats.reasoning or NO_FORMAT}
 
 
 def _download(scene: Scene) -> dict[str, Any] | None:
     """Return the progress of the download to the cache; absent if none is in progress."""
-    found = scene.world.download
-    if found is None:
+    download = scene.world.download
+    if download is None:
         return None
-    progress = {"pod": found.pod, "bytes": found.bytes, "totalBytes": found.total_bytes}
-    if found.bytes_per_second > 0:
-        left = max(0, found.total_bytes - found.bytes)
-        progress |= {"bytesPerSecond": found.bytes_per_second, "secondsLeft": -(-left // found.bytes_per_second)}
+    progress = {"pod": download.pod, "bytes": download.bytes, "totalBytes": download.total_bytes}
+    if download.bytes_per_second > 0:
+        left = max(0, download.total_bytes - download.bytes)
+        progress |= {"bytesPerSecond": download.bytes_per_second, "secondsLeft": -(-left // download.bytes_per_second)}
     return progress
 
 
@@ -133,16 +133,16 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
     """Return the limits of the engines that serve, of each the lowest. They are kept while no engine reports any."""
     reports = [engine.report for engine in serving if engine.report is not None]
-    found = {}
+    limits = {}
     for field, name in LIMITS.items():
         values = [value for report in reports if (value := getattr(report, name)) is not None]
         if values:
-            found[field] = min(values)
-    return found or scene.world.resource.status.get("limits") or {}
+            limits[field] = min(values)
+    return limits or scene.world.resource.status.get("limits") or {}
 
 
 def _revision(scene: Scene) -> str:
-    """Return the revision that engines should have; while an update is held, that of the first engine."""
+    """Return the revision that engines should have; while an update is held, the revision of the first engine."""
     if not scene.engines.wanted:
         return str(scene.world.resource.status.get("revision", ""))
     first = scene.engines.wanted[0]
@@ -160,11 +160,11 @@ def _has_release(scene: Scene) -> bool:
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
     """Merge recorded failed requests with reported ones: records outlive the coordinator. Ordered by time, so that
     equal reports give equal bytes."""
-    found = {entry["id"]: entry for entry in scene.world.resource.status.get("failedRequests") or ()}
+    entries = {entry["id"]: entry for entry in scene.world.resource.status.get("failedRequests") or ()}
     for failed in scene.world.coordinator.failed_requests:
         entry = {"id": failed.id, "engines": list(failed.engines), "time": stamp(failed.time)}
-        found.setdefault(failed.id, entry)
-    return sorted(found.values(), key=lambda entry: (entry["time"], entry["id"]))[-FAILED_REQUESTS:]
+        entries.setdefault(failed.id, entry)
+    return sorted(entries.values(), key=lambda entry: (entry["time"], entry["id"]))[-FAILED_REQUESTS:]
 
 
 def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
@@ -175,6 +175,9 @@ def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | 
         return None
     if any(engine in scene.engines.old_model for engine in serving):
         return scene.world.resource.status.get("weights")
+    if wanted.revision is None:
+        published = scene.weights.published
+        return {**published, "model": scene.rendered.model_hash} if published else None
     held = scene.weights.confirmed.revision or (wanted.revision if serving else None)
     if held is None:
         return None
@@ -188,13 +191,13 @@ def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | 
 
 def _keys(scene: Scene) -> Mapping[str, Any] | None:
     """Return the keys. They are kept after the Secret is deleted, so that new keys get another generation."""
-    found = scene.world.keys
-    if found is None:
+    keys = scene.world.keys
+    if keys is None:
         return scene.world.resource.status.get("keys")
     return {
-        "generation": found.generation,
-        "stage": found.stage.value,
-        **({"since": found.since} if found.since else {}),
+        "generation": keys.generation,
+        "stage": keys.stage.value,
+        **({"since": keys.since} if keys.since else {}),
     }
 
 
@@ -312,7 +315,7 @@ def _conditions(
     scene: Scene, verdict: Verdict, state: ResourceState, progress: tuple[Reason, str, str] | None
 ) -> list[dict[str, Any]]:
     degraded = _degraded(scene, verdict, progress)
-    found = {
+    findings = {
         T.READY: _ready(scene, verdict, state, degraded),
         T.COORDINATOR_READY: _coordinator_ready(scene),
         T.ENGINES_READY: _engines_ready(scene),
@@ -335,7 +338,7 @@ def _conditions(
             before=before.get(kind.value),
             now=stamp_seconds(scene.world.now),
         )
-        for kind, finding in found.items()
+        for kind, finding in findings.items()
     ]
 
 
@@ -472,14 +475,14 @@ def _unfinished(scene: Scene) -> str:
         if not view.rolled_out:
             return f"the pods of {ref.name} to be replaced and ready"
     for engine in scene.engines.wanted:
-        found = engine.statefulset
+        statefulset = engine.statefulset
         if engine.stale:
             continue
         if engine.budget.exhausted is not None:
             return f"engine {engine.name} to be started again"
-        if found is None or found.replicas != scene.engines.pods_for(engine):
+        if statefulset is None or statefulset.replicas != scene.engines.pods_for(engine):
             return f"StatefulSet {engine.name} to be applied"
-        if not found.rolled_out or engine.stale_pods:
+        if not statefulset.rolled_out or engine.stale_pods:
             return f"the pods of {engine.name} to be replaced and ready"
     return ""
 
@@ -496,7 +499,7 @@ def _progressing(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, st
     deferred = _deferred(scene)
     if deferred:
         return "Unknown", verdict.reason, f"changes to {', '.join(deferred[:8])} wait until the resource runs"
-    return "False", Reason.SETTLED, "nothing is left to do"
+    return "False", Reason.SETTLED, "all changes are complete"
 
 
 def _deferred(scene: Scene) -> list[str]:
@@ -511,9 +514,9 @@ def _deferred(scene: Scene) -> list[str]:
 
 
 def _degraded(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] | None) -> ConditionFinding:
-    found = _degradation(scene) or scene.losses.finding or _overdue(scene, progress)
-    if found is not None:
-        return "True", found[0], found[1]
+    error = _degradation(scene) or scene.losses.finding or _overdue(scene, progress)
+    if error is not None:
+        return "True", error[0], error[1]
     if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED, Reason.STALE_FENCE):
         return "True", verdict.reason, verdict.message
     return "False", Reason.ALL_WELL, "nothing is wrong"
@@ -560,7 +563,7 @@ def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding 
     step, on = progress[1:]
     if (printable(step), printable(on)) != world.waiting:
         return None
-    return Reason.DEADLINE_EXCEEDED, f"{step}: waiting for {on}, for more than {WAIT_SECONDS // 60:.0f} min"
+    return Reason.DEADLINE_EXCEEDED, f"{step}: waiting for {on} for more than {WAIT_SECONDS // 60:.0f} min"
 
 
 def _contested(scene: Scene) -> Finding | None:

@@ -105,7 +105,7 @@ class Update:
     def finding(self) -> tuple[str, Reason, str]:
         """Status, reason and message of the condition."""
         if not self.available:
-            return "False", Reason.UP_TO_DATE, f"release {self.release.version} is that of the operator"
+            return "False", Reason.UP_TO_DATE, f"release {self.release.version} is the release of the operator"
         name, oldest = self.world.resource.name, self.world.settings.oldest_secure_version
         insecure = bool(oldest) and is_older(self.release.version, oldest)
         reason = Reason.SECURITY_UPDATE_AVAILABLE if insecure else Reason.UPDATE_AVAILABLE

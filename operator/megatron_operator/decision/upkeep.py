@@ -73,7 +73,7 @@ def upkeep(scene: Scene) -> list[Action]:
 
 def _keys(scene: Scene) -> list[Action]:
     """Create the Secret once or adopt it, replace keys that cannot be read, and let it accept the current admin key of
-    this operator."""
+    this operator, and a trainer."""
     name, keys = scene.ctx.keys_name, scene.world.keys
     if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
@@ -84,8 +84,9 @@ def _keys(scene: Scene) -> list[Action]:
         return [AdoptKeys(name)]
     if keys is None and view.owned and "Secret" not in scene.world.unwatched:
         return [CreateKeys(name, scene.keys.first_generation)]
-    if keys is not None and not keys.admin_admitted:
-        return [RotateKeys(name, keys.generation, keys.stage)]
+    has_trainer = scene.world.resource.spec.has_trainer
+    if keys is not None and (not keys.admin_admitted or (has_trainer and not keys.has_trainer)):
+        return [RotateKeys(name, keys.generation, keys.stage, has_trainer=has_trainer)]
     return []
 
 
@@ -163,7 +164,9 @@ def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
     if not pods:
         return []
     names = tuple((pod.name, pod.uid) for pod in pods)
-    return [DeletePods(engine.name, names, "no other node had room, and the node of the failed GPU may be used again")]
+    return [
+        DeletePods(engine.name, names, "no other node had capacity, and the node of the failed GPU may be used again")
+    ]
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:

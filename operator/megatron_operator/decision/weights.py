@@ -1,9 +1,11 @@
-"""Weights that the engines serve, against those of the spec."""
+"""Compares the weights that the engines serve with the weights of the spec."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import Engines
@@ -14,9 +16,12 @@ from megatron_operator.render.model_source import model_argument, model_hash
 from megatron_operator.resource.conditions import Finding, Reason
 from megatron_operator.resource.states import LifecyclePhase, SignalKind
 from megatron_operator.resource.text import seconds_since
+from megatron_runtime.protocol.published_weights import is_published
+from megatron_runtime.protocol.text import printable
 
 WEIGHTS_REPORT_SECONDS = 30
 """Time in which engines report the weights of an update. Then a wrong report leads to another update."""
+_EQUAL_FILES = "make the files of the weights equal on all nodes"
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,10 @@ class ConfirmedWeights:
 
     @cached_property
     def revision(self) -> str | None:
-        """Revision of the weights that engines serve; None before the first engine served, when pods use the spec's."""
+        """Revision of the weights that engines serve; None with a trainer, and before the first engine served, when
+        pods use the spec's."""
+        if self.world.resource.spec.has_trainer:
+            return None
         if self._update is not None:
             return self._update.weights
         stored = self.world.resource.status.get("weights") or {}
@@ -50,7 +58,9 @@ class ConfirmedWeights:
 
     @cached_property
     def epoch(self) -> int:
-        """Epoch of the last confirmed update of the weights of this model; 0 if there was none."""
+        """Epoch of the last confirmed update of the weights of this model; 0 if there was none, or with a trainer."""
+        if self.world.resource.spec.has_trainer:
+            return 0
         if self._update is not None:
             return self._update.epoch or 0
         stored = self.world.resource.status.get("weights") or {}
@@ -85,7 +95,7 @@ class Weights:
 
     @cached_property
     def wrong(self) -> tuple[EngineView, ...]:
-        """Serving engines with other weights than those of the last confirmed update."""
+        """Serving engines whose weights differ from the last confirmed update."""
         if self.engines.old_model:
             return ()
         right = (None, self.confirmed.revision)
@@ -93,11 +103,15 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Digests of the weights of engines of one revision, if they differ: they loaded different files."""
-        digests: dict[str, set[str]] = {}
+        """Digests of the weights of engines of one revision, if they differ: they loaded different files. With a
+        trainer, whose updates reach the reports of the engines one after the other, of one epoch."""
+        has_trainer = self.world.resource.spec.has_trainer
+        digests: dict[tuple[str, int], set[str]] = {}
         for engine in self.engines.serving:
-            if engine.report is not None and engine.report.digest:
-                digests.setdefault(engine.report.revision, set()).add(engine.report.digest)
+            report = engine.report
+            if report is not None and report.digest:
+                epoch = report.epoch if has_trainer else 0
+                digests.setdefault((report.revision, epoch), set()).add(report.digest)
         mixed = (group for group in digests.values() if len(group) > 1)
         return tuple(sorted(set().union(*mixed)))
 
@@ -122,13 +136,43 @@ class Weights:
         return wanted.revision if revision != wanted.revision or self.wrong or mixed else None
 
     @cached_property
+    def published(self) -> Mapping[str, Any]:
+        """Source, epoch and digest of the weights of a trainer: those that all serving engines have, or the last ones
+        that they had; empty if there were none for this model."""
+        reports = [engine.report for engine in self.engines.serving if engine.report is not None]
+        found = {(report.source, report.epoch, report.digest) for report in reports}
+        if len(found) == 1:
+            source, epoch, digest = found.pop()
+            if source and is_published(source) and digest:
+                return {"source": printable(source), "epoch": epoch, "digest": digest}
+        stored = self.world.resource.status.get("weights") or {}
+        is_same = stored.get("model") == self.confirmed.model_hash
+        return {name: stored[name] for name in ("source", "epoch", "digest") if is_same and name in stored}
+
+    @cached_property
+    def _lost(self) -> Finding | None:
+        """That engines serve the weights of the model's source again, after those of a trainer."""
+        epoch = self.published.get("epoch", 0)
+        reports = [engine.report for engine in self.engines.serving if engine.report is not None]
+        names = ", ".join([report.name for report in reports if report.source == ""][:8])
+        if not epoch or not names:
+            return None
+        return Reason.WRONG_WEIGHTS, (
+            f"{names} serve the weights of spec.model.source, because no engine had those of epoch {epoch} when the "
+            "coordinator started; publish the weights again"
+        )
+
+    @cached_property
     def finding(self) -> Finding | None:
         """That engines serve other weights than requested, or different ones."""
+        if self.world.resource.spec.has_trainer and self._lost is not None:
+            return self._lost
         if self.wrong:
             names = ", ".join(engine.name for engine in self.wrong[:8])
             return Reason.WRONG_WEIGHTS, f"{names} serve other weights than revision {self.confirmed.revision}"
         if self.mixed:
             digests = ", ".join(digest[:12] for digest in self.mixed[:8])
             text = f"engines of one revision report different digests of their weights: {digests}"
-            return Reason.WRONG_WEIGHTS, f"{text}; make the files of the weights equal on all nodes"
+            remedy = "publish the weights again" if self.world.resource.spec.has_trainer else _EQUAL_FILES
+            return Reason.WRONG_WEIGHTS, f"{text}; {remedy}"
         return None

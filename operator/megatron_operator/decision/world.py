@@ -76,7 +76,7 @@ class ResourceSnapshot:
     spec: MegatronInferenceSpec
     """The fields that this version knows."""
     unknown_fields: tuple[str, ...] = ()
-    """Paths of the other fields, which a later release knows."""
+    """Paths of the other fields, which belong to a later release."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """`.status` as stored; empty before the first write."""
     deleting: bool = False
@@ -169,7 +169,7 @@ class Download:
 
     pod: str
     bytes: int
-    """Bytes that are there, also from earlier attempts."""
+    """Bytes in the cache, including earlier downloads."""
     total_bytes: int
     bytes_per_second: int
     """Rate of the last half minute; 0 if unknown."""
@@ -269,6 +269,8 @@ class KeysView:
     """Public half of the coordinator's own key; at Restarting, of the next one."""
     admin_admitted: bool = True
     """Whether the admin port accepts this operator's admin key."""
+    has_trainer: bool = False
+    """Whether there is a pair for a trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +347,7 @@ class World:
     unwatched: Mapping[str, str] = field(default_factory=dict)
     """Kinds of which the operator cannot watch the objects in the namespace, or read the keys, and why."""
     isolated: bool = False
-    """Whether this operator has lost so many coordinators at once that its own network is the likely cause."""
+    """Whether this operator lost many coordinators at the same time: its own network is the likely cause."""
     waiting: tuple[str, str] = ("", "")
     """Step of the last decision of this process, and what it waits for."""
     waiting_seconds: float = 0.0

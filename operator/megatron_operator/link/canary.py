@@ -90,13 +90,13 @@ def judge(canary: SentCanary, answer: Final | Error) -> CanaryReport | None:
     reason: dict[Any, Any] = found if isinstance(found, dict) else {}
     if reason.get("code") in list(PASSING):
         return None
-    fault = _fault(canary, answer, reply, said=reason.get("message", "without a reason"))
+    fault = _fault(canary, answer, reply, cause=reason.get("message", "without a reason"))
     return CanaryReport(revision, ok=fault is None, message=fault or "")
 
 
-def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, said: object) -> str | None:
+def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, cause: object) -> str | None:
     if reply.get("status") != "COMPLETED":
-        return f"the completion failed: {printable(str(said), 400)}"
+        return f"the completion failed: {printable(str(cause), 400)}"
     tokens = np.frombuffer(answer.tokens, dtype="<i4")
     if not len(tokens):
         return "the completion is empty"

@@ -212,7 +212,7 @@ class CoordinatorLink:
         came_up, self._expected = expected and not self._expected, expected
         if expected and not self._registered.is_set():
             if came_up and self._link is not None:
-                # A new socket connects at once; the old one may wait for its next attempt.
+                # A new socket connects at once; the old one may wait for its next try.
                 self._link.reopen(f"connecting to {self._address}")
                 self._pointed_at = self._clock()
             await self._first_contact()

@@ -35,7 +35,7 @@ from megatron_runtime.protocol.text import printable as escaped
 
 NAME_CHARACTERS = 128
 MESSAGE_CHARACTERS = 1024
-NAMES_TOLD = 8
+MAX_NAMES = 8
 
 
 def snapshot_of(
@@ -102,14 +102,16 @@ def rejection_of(ack: ControlAck) -> OperationReport:
 def _engine(engine: EngineStatus) -> EngineReport:
     values = {each.name: getattr(engine, each.name) for each in fields(EngineReport)}
     texts = {name: printable(values[name], NAME_CHARACTERS) for name in ("name", "revision", "digest")}
+    if engine.weights_unavailable is not None:
+        texts["weights_unavailable"] = printable(engine.weights_unavailable, MESSAGE_CHARACTERS)
     return EngineReport(**{**values, **texts})
 
 
 def _operation(operation: Operation) -> OperationReport:
     message = _words(operation.code, operation.error)
     if operation.evicted:
-        names = [printable(name, NAME_CHARACTERS) for name in operation.evicted[:NAMES_TOLD]]
-        more = f" and {len(operation.evicted) - NAMES_TOLD} more" if len(operation.evicted) > NAMES_TOLD else ""
+        names = [printable(name, NAME_CHARACTERS) for name in operation.evicted[:MAX_NAMES]]
+        more = f" and {len(operation.evicted) - MAX_NAMES} more" if len(operation.evicted) > MAX_NAMES else ""
         message = f"{message}; removed: {', '.join(names)}{more}".removeprefix("; ")
     return OperationReport(
         outcome=OperationOutcome(operation.phase),

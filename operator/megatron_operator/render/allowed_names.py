@@ -14,7 +14,7 @@ class Group:
 
     reason: str
     names: tuple[str, ...]
-    """A name that ends in `*` is a prefix."""
+    """A name that ends in `*` matches every name with that prefix."""
     value: str | None = None
     """Pattern of the values; a variable then has its value in the spec. None: any value."""
 

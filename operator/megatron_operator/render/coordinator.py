@@ -11,7 +11,14 @@ from typing import Any
 
 from megatron_operator.render.context import Manifest, RenderContext, child, release_annotations, seal, selector
 from megatron_operator.render.options import Option, command_line, of_field
-from megatron_operator.render.pod import KEYS_DIR_OPTION, anti_affinity, bounded_memory, http_probe, pod_template
+from megatron_operator.render.pod import (
+    KEYS_DIR_OPTION,
+    anti_affinity,
+    bounded_memory,
+    http_probe,
+    pod_template,
+    trainer_keys,
+)
 from megatron_operator.resource.names import (
     ANNOTATION_SERVER_KEY,
     COORDINATOR,
@@ -63,7 +70,7 @@ def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
 
 
 def lost_node_tolerations(given: list[Any]) -> list[Any]:
-    """Return these tolerations, and those of a lost node that they do not contain."""
+    """Return these tolerations, plus the missing ones for a lost node."""
     keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
     missing = [key for key in NODE_TAINTS if key not in keys]
     effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}
@@ -94,7 +101,7 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
         COORDINATOR,
         container=container,
         grace_seconds=GRACE_SECONDS,
-        keys=KEYS,
+        keys=(*KEYS, *trainer_keys(ctx)),
         overlay=ctx.spec.coordinator.pod_template,
         extra_labels={LABEL_COMPONENT: component},
     )

@@ -39,7 +39,7 @@ from megatron_operator.render.model_source import (
     without_weights,
 )
 from megatron_operator.render.options import SEQUENCE_LENGTH_OPTION, Option, command_line, of_field
-from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template
+from megatron_operator.render.pod import KEYS_DIR_OPTION, http_probe, pod_template, trainer_keys
 from megatron_operator.render.vllm import VLLM_OPTIONS, engine_image, vllm_env
 from megatron_operator.resource.accelerator import DEFAULT_RESOURCE, MIG_PREFIX
 from megatron_operator.resource.engine import Backend, PrefixEviction
@@ -231,7 +231,7 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
         ENGINE,
         container=container,
         grace_seconds=drain + 15,
-        keys=KEYS,
+        keys=(*KEYS, *trainer_keys(ctx)),
         overlay=overlay,
         extra_labels={LABEL_ENGINE: ctx.engine_name(index)},
         volumes=volumes,

@@ -74,6 +74,16 @@ def _operator(ctx: RenderContext) -> dict[str, Any]:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
 
 
+def _trainer(ctx: RenderContext) -> list[dict[str, Any]]:
+    """Return the peers of spec.weights.trainer; empty without it."""
+    trainer = ctx.spec.weights.trainer if ctx.spec.weights is not None else None
+    peers = trainer.peers if trainer is not None else []
+    return [peer.model_dump(mode="json", by_alias=True, exclude_none=True) for peer in peers]
+
+
+_ANY_TCP = [{"protocol": "TCP"}]
+
+
 def _tcp(port: int) -> list[dict[str, Any]]:
     return [{"protocol": "TCP", "port": port}]
 
@@ -118,7 +128,8 @@ def media_egress() -> dict[str, Any]:
 def network_policies(ctx: RenderContext) -> list[Manifest]:
     """Return the policies of all components: allowed peers in both directions. The operator's
     namespace, monitoring and the API server reach the health port; a node reaches it on its own pods in any case. A
-    coordinator opens connections to the other one of its pair only. Engines and servers resolve names, and download if
+    coordinator opens connections to the other one of its pair only. A trainer reaches the admin port, and it and the
+    engines each other. Engines and servers resolve names, and download if
     the model, also of an earlier revision of engines, or an adapter of the engines, is downloaded. `engine_policy` adds
     the connections within an engine."""
     api_server = [{"ipBlock": {"cidr": cidr}} for cidr in ctx.settings.api_server_ranges]
@@ -144,6 +155,11 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     media = [media_egress()] if ctx.spec.server.allowed_media_hosts else []
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source, *media]
     from_coordinator = []
+    if trainer := _trainer(ctx):
+        # gloo connects from the higher address to the lower one, with ports that both sides choose.
+        coordinator.append({"from": trainer, "ports": _tcp(PORT_ADMIN)})
+        engine.append({"from": trainer, "ports": _ANY_TCP})
+        from_engine.append({"to": trainer, "ports": _ANY_TCP})
     if ctx.has_standby:
         coordinator.append({"from": [_coordinators(ctx)], "ports": _tcp(PORT_ADMIN)})
         from_coordinator = [{"to": [_coordinators(ctx)], "ports": _tcp(PORT_ADMIN)}, dns_egress()]

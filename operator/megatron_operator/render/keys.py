@@ -4,7 +4,8 @@ A file has one key per line. A port accepts every key of its `.pub` file; a proc
 `.key`, and tries the lines of `server.pub` in order. So a rotation writes the Secret in stages, each of which is
 compatible with processes that still have the previous one (see `resource.states.KeyStage`):
 
-    stage        engine.key, client.key   their .pub   server.key   server.pub
+    stage        engine.key, client.key,  their .pub   server.key   server.pub
+                 trainer.key
     Settled      A                        A            A            A
     Admitting    A B                      A B          A B          A B
     Switching    B                        A B          A B          A B
@@ -22,6 +23,8 @@ from megatron_operator.resource.names import GROUP
 from megatron_operator.resource.states import KeyStage
 
 KEY_NAMES = ("server.key", "server.pub", "engine.key", "engine.pub", "client.key", "client.pub", "admin.pub")
+TRAINER_KEY_NAMES = ("trainer.key", "trainer.pub")
+"""Entries of a resource with spec.weights.trainer. They stay in the Secret when the field is removed."""
 PEERS = ("engine", "client")
 ADMIN_SECRET = "megatron-operator-admin"
 """Secret of the admin pair, in the operator's namespace."""
@@ -40,7 +43,7 @@ Files = Mapping[str, str]
 
 
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
-    """Return a new Secret. data: of all KEY_NAMES."""
+    """Return a new Secret. data: of all KEY_NAMES, and of TRAINER_KEY_NAMES if there is a trainer."""
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
         generation, KeyStage.SETTLED, server=generation, since=since
@@ -50,7 +53,7 @@ def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: 
 
 def encode(data: Files) -> dict[str, str]:
     """Return the base64 data of a Secret."""
-    return {name: base64.b64encode(data[name].encode()).decode() for name in KEY_NAMES}
+    return {name: base64.b64encode(text.encode()).decode() for name, text in data.items()}
 
 
 def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: str) -> dict[str, str]:
@@ -64,20 +67,21 @@ def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: s
 
 
 def next_files(files: Files, stage: KeyStage, *, fresh: Files) -> dict[str, str]:
-    """Return the files of `stage`, from those of the previous stage.
+    """Return the files of `stage`, given the files of the previous stage.
 
     Args:
         fresh: the pairs of the new generation, used by ADMITTING only.
     """
-    pairs = [f"{role}.{half}" for role in ("server", *PEERS) for half in ("key", "pub")]
+    peers = (*PEERS, "trainer") if TRAINER_KEY_NAMES[0] in files else PEERS
+    pairs = [f"{role}.{half}" for role in ("server", *peers) for half in ("key", "pub")]
     lines = {name: files[name].split() for name in pairs}
     if stage is KeyStage.ADMITTING:
         lines = {name: [found[0], fresh[name].strip()] for name, found in lines.items()}
     elif stage is KeyStage.SWITCHING:
-        lines |= {f"{role}.key": lines[f"{role}.key"][-1:] for role in PEERS}
+        lines |= {f"{role}.key": lines[f"{role}.key"][-1:] for role in peers}
     elif stage is KeyStage.RESTARTING:
         lines |= {"server.key": lines["server.key"][-1:], "server.pub": lines["server.pub"][::-1]}
     else:
-        lines |= {f"{role}.pub": lines[f"{role}.pub"][-1:] for role in PEERS}
+        lines |= {f"{role}.pub": lines[f"{role}.pub"][-1:] for role in peers}
         lines["server.pub"] = lines["server.pub"][:1]
     return {**files, **{name: "\n".join(found) for name, found in lines.items()}}

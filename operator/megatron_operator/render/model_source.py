@@ -41,8 +41,7 @@ def model_argument(ctx: RenderContext) -> str:
     if source.builtin is not None:
         return f"builtin:{source.builtin}"
     if source.hugging_face is not None:
-        weights = ctx.spec.weights
-        revision = source.hugging_face.revision or (weights.revision if weights else None)
+        revision = source.hugging_face.revision or weights_revision(ctx)
         return f"hf:{source.hugging_face.repo}" + (f"@{revision}" if revision else "")
     if source.object_store is not None:
         return _filled(ctx, source.object_store.url).rstrip("/")
@@ -119,7 +118,7 @@ def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 @once
 def without_weights(ctx: RenderContext) -> RenderContext:
     """Return the context without the revision of the weights, which are updated in place."""
-    return replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
+    return ctx if ctx.spec.has_trainer else replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
 
 
 def model_adapters(spec: MegatronInferenceSpec) -> tuple[Adapter, ...]:
@@ -141,7 +140,7 @@ def adapters_digest(adapters: Iterable[Adapter]) -> str:
 
 def weights_revision(ctx: RenderContext) -> str:
     """Return the revision of the weights of `model_argument`; empty without one."""
-    return ctx.spec.weights.revision if ctx.spec.weights else ""
+    return ctx.spec.weights_revision
 
 
 @once

@@ -42,7 +42,7 @@ CONTAINER_SECURITY = {
 
 
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
-    """Return the security context of a pod. On OpenShift it has no IDs: admission assigns those of the namespace."""
+    """Return the security context of a pod. On OpenShift it has no IDs: admission assigns the IDs of the namespace."""
     return {
         "runAsNonRoot": True,
         **({} if ctx.settings.openshift else _FIXED_IDS),
@@ -195,6 +195,11 @@ def bounded_memory(
 
 
 KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.security else None)
+
+
+def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
+    """Return the entries of the keys Secret by which a coordinator and engines know the trainer; none without one."""
+    return ("trainer.pub",) if ctx.spec.has_trainer else ()
 
 
 def http_probe(path: str, **timing: int) -> dict[str, Any]:

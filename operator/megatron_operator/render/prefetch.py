@@ -111,9 +111,9 @@ def _labels(ctx: RenderContext) -> dict[str, str]:
 def _pinned(ctx: RenderContext) -> tuple[str, str]:
     source = ctx.spec.model.source.hugging_face
     if source is None:
-        raise NothingToPrefetch("spec.model.source: is no huggingFace repository; only those are fetched")
-    revision = source.revision or (ctx.spec.weights.revision if ctx.spec.weights else None)
-    if revision is None:
+        raise NothingToPrefetch("spec.model.source: is not a huggingFace repository; prefetch supports only those")
+    revision = source.revision or ctx.spec.weights_revision
+    if not revision:
         raise NothingToPrefetch(
             "spec.model.source.huggingFace.revision: is not set; name a commit, so that the files in the claim never "
             "change under an engine"

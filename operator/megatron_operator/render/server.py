@@ -46,7 +46,7 @@ HELD_SECONDS = 30
 _BACKEND = {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"}
 """The option --backend of `megatron server`, in a form that images of earlier releases ignore."""
 _INPUTS: dict[str, Any] = {"model": True, "weights": True, "server": True, "lifecycle": {"drain_seconds"}}
-_NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters", "cache"}}
+_NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters", "cache"}, "weights": {"trainer"}}
 
 
 OPTIONS = (
@@ -137,6 +137,8 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     }
     manifest = child(ctx, "Deployment", ctx.server_name, api_version="apps/v1", component=SERVER, spec=spec)
     inputs = ctx.spec.model_dump(mode="json", include=_INPUTS, exclude=_NOT_IN_TEMPLATE, exclude_defaults=True)
+    if ctx.spec.has_trainer:
+        del inputs["weights"]
     # A fixed default, which resources of earlier releases have stored, is no change of the spec.
     if ctx.spec.max_sequence_length == CPU_SEQUENCE_LENGTH:
         inputs["model"].pop("max_sequence_length", None)

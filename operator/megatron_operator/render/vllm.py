@@ -34,7 +34,7 @@ _ENV = {
 
 
 def engine_image(ctx: RenderContext) -> str | None:
-    """Return the image of the engines; None for that of the other components."""
+    """Return the image of the engines; None if they use the image of the other components."""
     engine = ctx.spec.engine
     if engine.backend is Backend.NATIVE:
         return engine.image

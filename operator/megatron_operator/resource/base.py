@@ -130,6 +130,11 @@ def cel(rule: str, message: str, *, expression: str | None = None) -> dict[str, 
     return entry
 
 
+Selector = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
+]
+"""A part of a peer of a NetworkPolicy, which the API server checks with the policy."""
 PodTemplate = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),

@@ -79,7 +79,7 @@ class Reason(Documented):
     )
     WRONG_WEIGHTS = (
         "WrongWeights",
-        "Engines do not serve the weights of spec.weights.revision, or their weight files differ.",
+        "Engines do not serve the weights of spec.weights, or their weight files differ.",
     )
     SETTING_ADAPTERS = "SettingAdapters", "Engines are loading or unloading LoRA adapters without a restart."
     ADAPTER_FAILED = (
@@ -126,6 +126,10 @@ class Reason(Documented):
     GPU_COMMUNICATION = "GpuCommunication", "The ranks of an engine cannot exchange data between their GPUs."
     SHARED_MEMORY_FULL = "SharedMemoryFull", "The shared memory of an engine's pod, /dev/shm, is full."
     WEIGHTS_MISSING = "WeightsMissing", "An engine cannot find or read its weights."
+    WEIGHTS_UNAVAILABLE = (
+        "WeightsUnavailable",
+        "An engine waits for the weights that a trainer published last, and serves nothing until it has them.",
+    )
     ACCESS_DENIED = "AccessDenied", "The source of the weights rejects the token, or needs one."
     RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine cannot reach each other at the start."
     PORT_TAKEN = "PortTaken", "A port of a container is in use."

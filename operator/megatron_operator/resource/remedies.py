@@ -74,6 +74,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "towards this limit.",
         Reason.WEIGHTS_MISSING: "Correct spec.model.source or spec.weights.revision. For a volume, check that the "
         "path exists in it.",
+        Reason.WEIGHTS_UNAVAILABLE: "Start the trainer where the message says, and publish the same weights under the "
+        "same epoch, or others under a higher one. Check that spec.weights.trainer.from selects the trainer's pods.",
         Reason.ACCESS_DENIED: "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the "
         "repository.",
         Reason.RENDEZVOUS_FAILED: "Check that all pods of the engine are scheduled, and that NetworkPolicies let them "
@@ -132,7 +134,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "and its controller. The operator continues automatically when the wait ends.",
         Reason.WRONG_WEIGHTS: "Wait: every engine reloads the weights. If status.weights.differentDigests remains, "
         "the files differ between nodes or were changed in place: make them equal, and use another "
-        "spec.weights.revision.",
+        "spec.weights.revision. With spec.weights.trainer the operator does not update the weights: publish them "
+        "again.",
         Reason.SIGNAL_FAILED: "Read the coordinator's message in status.lifecycle.message. The operator retries the "
         "signal after 5 s. You can set another desiredState at any time.",
         Reason.CANARY_FAILED: "Apply the previous spec, or correct the change. The other engines still run the "

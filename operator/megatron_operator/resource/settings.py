@@ -35,7 +35,7 @@ class Settings:
     operator_namespace: str = "megatron-system"
     """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
     version: str = __version__
-    """Version of the operator; while an update is held, that of the resource's release."""
+    """Version of the operator, or of the resource's release while an update is held."""
     oldest_secure_version: str = ""
     """Oldest version without a known vulnerability; an update of an older release is a security update."""
     image_pull_policy: str = "IfNotPresent"
@@ -52,11 +52,11 @@ class Settings:
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
     """Allowed fields of pod templates. None: no check, for recorded templates that were accepted earlier."""
     quoted_repositories: tuple[str, ...] = ()
-    """Repositories, besides those of `runtime_images`, whose termination messages and errors the status quotes."""
+    """Repositories whose termination messages and errors the status quotes, in addition to `runtime_images`."""
     egress_policies: bool = True
     "Create NetworkPolicies that limit the outgoing connections of the pods of a resource."
     monitoring_peers: tuple[Mapping[str, Any], ...] = (MONITORING_NAMESPACE,)
-    """Peers, as in a NetworkPolicy, that may read probes and metrics besides the operator's namespace."""
+    """NetworkPolicy peers that may read probes and metrics, in addition to the operator's namespace."""
     api_server_ranges: tuple[str, ...] = ()
     """Address ranges (CIDR) from which the API server connects to pods: its proxy reads metrics for kubectl."""
 

@@ -7,8 +7,10 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from megatron_operator.resource.base import ApiModel, Matches, Name, SpecRule, list_by
+from megatron_operator.resource.base import ApiModel, Matches, Name, Selector, SpecRule, list_by
 from megatron_runtime.protocol.adapters import MAX_ADAPTER_NAME_CHARACTERS, MAX_ADAPTERS
+
+MAX_TRAINER_PEERS = 16
 
 
 class Format(StrEnum):
@@ -338,10 +340,47 @@ class ModelSpec(ApiModel):
         return self
 
 
+class TrainerPeer(ApiModel):
+    RULES: ClassVar = (
+        SpecRule(
+            "has(self.ipBlock) != (has(self.podSelector) || has(self.namespaceSelector))",
+            lambda peer: (peer.ip_block is None) is not (peer.pod_selector is peer.namespace_selector is None),
+            "spec.weights.trainer.from: set ipBlock alone, or podSelector, namespaceSelector or both",
+        ),
+    )
+
+    pod_selector: Selector | None = Field(
+        default=None, description="Pods in the resource's namespace, or in those of namespaceSelector."
+    )
+    namespace_selector: Selector | None = Field(default=None, description="Namespaces of the pods.")
+    ip_block: Selector | None = Field(default=None, description="Addresses, for a trainer outside the cluster.")
+
+
+class TrainerSpec(ApiModel):
+    peers: Annotated[list[TrainerPeer], Field(min_length=1, max_length=MAX_TRAINER_PEERS)] = Field(
+        alias="from",
+        description="Peers of NetworkPolicies from which the trainer connects to the coordinator, and to which the "
+        "engines connect.",
+    )
+
+
 class WeightsSpec(ApiModel):
-    revision: WeightsRevision = Field(
+    RULES: ClassVar = (
+        SpecRule(
+            "has(self.revision) != has(self.trainer)",
+            lambda weights: (weights.revision is None) != (weights.trainer is None),
+            "spec.weights: set exactly one of revision and trainer",
+        ),
+    )
+
+    revision: WeightsRevision | None = Field(
+        default=None,
         description="Text that replaces {revision} in the path or URL of the model's source. Change it to update "
         "the weights without a restart.",
         min_length=1,
         max_length=63,
+    )
+    trainer: TrainerSpec | None = Field(
+        default=None,
+        description="A trainer publishes the weights over the network. Engines start with those of the model's source.",
     )

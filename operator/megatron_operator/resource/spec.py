@@ -114,6 +114,9 @@ _LOCATIONS = ("objectStore.url", "persistentVolumeClaim.path", "image.path")
 """Fields of spec.model.source in which {revision} is replaced."""
 
 
+_HAS_REVISION = "(has(self.weights) && has(self.weights.revision))"
+
+
 def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     source, placed = field.partition(".")[0], f"self.model.source.{field}.contains('{{revision}}')"
     absent = f"!has(self.model.source.{source})"
@@ -125,13 +128,13 @@ def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
 
     return (
         SpecRule(
-            f"has(self.weights) || {absent} || !{placed}",
-            lambda spec: spec.weights is not None or is_placed(spec) is not True,
+            f"{_HAS_REVISION} || {absent} || !{placed}",
+            lambda spec: spec.weights_revision or is_placed(spec) is not True,
             f"spec.model.source.{field}: contains {{revision}}, so spec.weights.revision must be set",
         ),
         SpecRule(
-            f"!has(self.weights) || {absent} || {placed}",
-            lambda spec: spec.weights is None or is_placed(spec) is not False,
+            f"!{_HAS_REVISION} || {absent} || {placed}",
+            lambda spec: not spec.weights_revision or is_placed(spec) is not False,
             f"spec.model.source.{field}: has no {{revision}} placeholder for spec.weights.revision; add it there, or "
             "remove spec.weights",
         ),
@@ -176,18 +179,26 @@ class MegatronInferenceSpec(ApiModel):
             value=lambda spec: spec.parallelism.data,
         ),
         SpecRule(
-            "!has(self.weights) || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
+            f"!{_HAS_REVISION} || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
             lambda spec: (
-                not (spec.weights and spec.model.source.hugging_face and spec.model.source.hugging_face.revision)
+                not spec.weights_revision
+                or spec.model.source.hugging_face is None
+                or spec.model.source.hugging_face.revision is None
             ),
             "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
             "remove one of the two",
         ),
         *(rule for field in _LOCATIONS for rule in _revision_rules(field)),
         SpecRule(
-            "!has(self.weights) || !has(self.model.source.builtin)",
-            lambda spec: spec.weights is None or spec.model.source.builtin is None,
+            f"!{_HAS_REVISION} || !has(self.model.source.builtin)",
+            lambda spec: not spec.weights_revision or spec.model.source.builtin is None,
             "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
+        ),
+        SpecRule(
+            "!has(self.weights) || !has(self.weights.trainer) || self.engine.backend != 'VLLM'",
+            lambda spec: not spec.has_trainer or spec.engine.backend is not Backend.VLLM,
+            "spec.weights.trainer: vLLM engines receive no weights from a trainer; set spec.engine.backend to Native, "
+            "or use spec.weights.revision",
         ),
         *(_parser_rule(field, names) for field, names in _PARSERS.items()),
         SpecRule(
@@ -227,16 +238,28 @@ class MegatronInferenceSpec(ApiModel):
         "autoscalers change it. 0 removes all engine pods.",
     )
     model: ModelSpec = Field(description="The model.")
-    weights: WeightsSpec | None = Field(default=None, description="The revision of the weights.")
+    weights: WeightsSpec | None = Field(
+        default=None, description="The revision of the weights, or the trainer that publishes them."
+    )
     parallelism: Parallelism = section(
         Parallelism, "Parallelism of one engine. The product of the sizes is its number of ranks."
     )
-    engine: EngineSpec = section(EngineSpec, "State of each engine.")
+    engine: EngineSpec = section(EngineSpec, "Settings of every engine.")
     coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
     server: ServerSpec = section(ServerSpec, "The OpenAI servers.")
     lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
     keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
     rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
+
+    @property
+    def weights_revision(self) -> str:
+        """Revision of the weights; empty without one."""
+        return (self.weights.revision if self.weights is not None else None) or ""
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer publishes the weights."""
+        return self.weights is not None and self.weights.trainer is not None
 
     @property
     def max_sequence_length(self) -> int | None:

@@ -71,9 +71,18 @@ class LifecycleStatus(ApiModel):
 
 
 class WeightsStatus(ApiModel):
-    revision: str = Field(description="Revision of the weights that the engines have loaded.")
+    revision: str | None = Field(
+        default=None,
+        description="Revision of the weights that the engines have loaded; absent with spec.weights.trainer.",
+    )
     model: str = Field(description="Hash of the model.")
     epoch: int | None = Field(default=None, description="Epoch of the last weight update; absent if there was none.")
+    source: str | None = Field(
+        default=None, description="With spec.weights.trainer: source of the weights that all engines serve."
+    )
+    digest: str | None = Field(
+        default=None, description="With spec.weights.trainer: digest of these weights, the same on all engines."
+    )
     different_digests: list[str] | None = Field(
         default=None,
         description="Different weight digests of engines with the same revision that remain after every engine has "

@@ -150,7 +150,7 @@ def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dic
         mapped = MappedFile(file)
         for info in _whole_tensors(each, index, file.status().st_size):
             if info.name in stored:
-                raise ModelFileError(f"{each} has tensor {shown(info.name)} a second time: write the file again")
+                raise ModelFileError(f"{each} has tensor {shown(info.name)} twice: write the file again")
             stored[info.name] = _Entry(mapped, info.kind, info.shape, info.offset)
     return metadata, stored
 

@@ -92,7 +92,7 @@ class _Reader:
         tensors, pairs = self._scalar("Q"), self._scalar("Q")
         for count, maximum, what in ((tensors, _MAX_TENSORS, "tensors"), (pairs, _MAX_PAIRS, "metadata keys")):
             if count > maximum:
-                raise ModelFileError(f"{self._path} says it has {count} {what}: at most {maximum} are read")
+                raise ModelFileError(f"{self._path} declares {count} {what}: at most {maximum} are allowed")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()

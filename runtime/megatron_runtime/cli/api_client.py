@@ -58,7 +58,7 @@ class EventReader:
             if self.is_done:
                 return
         if len(self._rest) + len(rest) > MAX_EVENT_BYTES:
-            raise StreamFormatError(f"a line of its stream has more than {MAX_EVENT_BYTES} bytes")
+            raise StreamFormatError(f"a line of the stream has more than {MAX_EVENT_BYTES} bytes")
         self._rest += rest
 
     def _event(self, line: bytes) -> dict[str, Any] | None:
@@ -106,7 +106,7 @@ def parts_of(event: dict[str, Any]) -> Iterator[Part]:
 
 def terminal_text(text: str) -> str:
     """Return the text with all control characters but tab and newline escaped, so that it cannot control a terminal."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _server_url(text: str) -> str:

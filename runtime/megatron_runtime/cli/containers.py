@@ -172,6 +172,18 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     "--health-port", type=OPTIONAL_PORT, default="8080", help="Port for probes and metrics; off disables both."
 )
 @click.option(
+    "--role",
+    type=click.Choice(["prefill", "decode"]),
+    help="Preferred stage of requests. prefill computes long prompts for other engines; decode imports them and "
+    "generates. Default: both stages on one engine.",
+)
+@click.option(
+    "--kv-port",
+    type=PORT,
+    default=0,
+    help="Port on which engines with a role exchange the KV of prompts. 0 chooses a free port.",
+)
+@click.option(
     "--keys-dir",
     type=DIRECTORY,
     help="Directory with engine.key, engine.pub and server.pub, and with trainer.pub to accept weights from a "

@@ -87,10 +87,10 @@ def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[
         raise click.UsageError(f"--device {device}: {machine}, so there is no {absent[0]}: use {allowed}--device cpu.")
     needed = engines * ranks
     if len(usable) < needed:
-        found = machine if device.gpus is None else f"--device lists {len(usable)}"
+        available = machine if device.gpus is None else f"--device lists {len(usable)}"
         raise click.UsageError(
             f"--engines {engines} with --tensor-parallel {ranks} need {needed} GPU{'s' * (needed != 1)}, "
-            f"{found}: use fewer engines or ranks, or --device cpu."
+            f"{available}: use fewer engines or ranks, or --device cpu."
         )
     return [usable[index * ranks : (index + 1) * ranks] for index in range(engines)]
 

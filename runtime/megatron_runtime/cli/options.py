@@ -165,7 +165,7 @@ def _adapter(text: str) -> Adapter:
 def _media_host(text: str) -> str:
     host = text.lower()
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?|\[[0-9a-f:.]+\]|[0-9a-f]*:[0-9a-f]*:[0-9a-f:.]*", host):
-        raise click.BadParameter(f"{text!r} is no host: use a name or an address, without scheme and port.")
+        raise click.BadParameter(f"{text!r} is not a host: use a name or an address, without scheme and port.")
     return host
 
 
@@ -215,7 +215,7 @@ def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str)
     ):
         if backend != "vllm" and name not in names:
             allowed = ", ".join(map(repr, names))
-            raise click.UsageError(f"{flag} {name!r} is no format: use one of {allowed}, or --backend vllm.")
+            raise click.UsageError(f"{flag} {name!r} is not a format: use one of {allowed}, or --backend vllm.")
 
 
 def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:

@@ -70,7 +70,7 @@ def free_ports(count: int) -> list[int]:
     Raises:
         OSError: too few ports are free.
     """
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe:
             try:
@@ -78,9 +78,9 @@ def free_ports(count: int) -> list[int]:
             except OSError:
                 continue
         if port not in _reservations and reserve_port(port):
-            found.append(port)
-        if len(found) == count:
-            return found
+            ports.append(port)
+        if len(ports) == count:
+            return ports
     raise OSError(f"fewer than {count} of the ports {_PORTS.start} to {_PORTS.stop - 1} are free")
 
 

@@ -67,17 +67,17 @@ def listed(server: Server) -> Iterator[None]:
 
 def running_servers() -> list[Server]:
     """Return this user's running servers in the order of their start. Delete the files of killed servers."""
-    found = []
+    servers = []
     for path in _directory().glob("*.json"):
         with suppress(FileNotFoundError), path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 with suppress(ValueError, TypeError):  # written by another release
-                    found.append(Server(**json.loads(file.read())))
+                    servers.append(Server(**json.loads(file.read())))
             else:
                 path.unlink(missing_ok=True)
-    return sorted(found, key=lambda server: server.started)
+    return sorted(servers, key=lambda server: server.started)
 
 
 @click.command()
@@ -87,8 +87,8 @@ def status(*, output: str | None) -> None:
     servers = running_servers()
     engines = asyncio.run(_all_engines(servers))
     if output == "json":
-        found = [{**asdict(server), "engines": each} for server, each in zip(servers, engines, strict=True)]
-        click.echo(json.dumps(found, indent=2))
+        entries = [{**asdict(server), "engines": each} for server, each in zip(servers, engines, strict=True)]
+        click.echo(json.dumps(entries, indent=2))
         return
     if not servers:
         click.echo("no server runs: start one with 'megatron serve MODEL'", err=True)
@@ -118,14 +118,14 @@ async def _engines(server: Server) -> list[dict[str, Any]]:
     """
     from megatron_runtime.client.coordinator_client import CoordinatorClient
 
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     absent = "STARTING"
     client = CoordinatorClient(server.coordinator)
     try:
         async with asyncio.timeout(_ANSWER_SECONDS):
             await client.start(connect_timeout_seconds=_ANSWER_SECONDS)
             for engine in (await client.status()).engines:
-                found[engine.name] = {
+                entries[engine.name] = {
                     "name": engine.name,
                     "state": engine.state,
                     "serving": engine.serving,
@@ -137,5 +137,5 @@ async def _engines(server: Server) -> list[dict[str, Any]]:
     finally:
         client.stop()
     for name in (f"engine-{index}" for index in range(server.engines)):
-        found.setdefault(name, {"name": name, "state": absent, "serving": False, "ranks": 0, "requests": 0})
-    return sorted(found.values(), key=lambda engine: engine["name"])
+        entries.setdefault(name, {"name": name, "state": absent, "serving": False, "ranks": 0, "requests": 0})
+    return sorted(entries.values(), key=lambda engine: engine["name"])

@@ -136,7 +136,7 @@ class Conversation:
 _COMMANDS: Mapping[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
     "help": ("", "Show the commands.", Conversation.help),
     "system": ("TEXT", "Set the system message; without TEXT remove it.", Conversation.system),
-    "set": ("NAME VALUE", f"Set {', '.join(SETTINGS)}; without VALUE that of the server.", Conversation.set),
+    "set": ("NAME VALUE", f"Set {', '.join(SETTINGS)}; without VALUE, the server's default applies.", Conversation.set),
     "regenerate": ("", "Replace the last answer.", Conversation.regenerate),
     "clear": ("", "Begin a new conversation, with the same system message.", Conversation.clear),
     "save": ("FILE", "Write the conversation to FILE.", Conversation.save),

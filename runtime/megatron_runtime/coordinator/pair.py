@@ -137,7 +137,7 @@ class Pair:
         takeover = settings.timing.takeover
         self._election = Election(now=self._loop.time(), incarnation=incarnation, takeover=takeover)
         self._redirect = Error(code=ErrorCode.STANDBY, message=f"on standby: connect to {host}", other=host).to_frames()
-        self._attempts = itertools.count()
+        self._tries = itertools.count()
         self._dealer: Dealer | None = None
         self._connected = 0.0
         self._due = math.inf
@@ -237,7 +237,7 @@ class Pair:
         keys = None
         if self._gatekeeper is not None:
             first, *others = self._gatekeeper.servers
-            keys = PeerKeys(self._gatekeeper.own, first, tuple(others)).for_attempt(next(self._attempts))
+            keys = PeerKeys(self._gatekeeper.own, first, tuple(others)).for_try(next(self._tries))
         return Dealer(self._address, lambda frames: None, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
 
 

@@ -29,8 +29,7 @@ GREETING_SECONDS = 2.0
 NAMED = 4
 """Maximum number of pairs in an error message."""
 SILENT_SHARE = 0.3
-"""A connection attempt that has been open for this share of the timeout when the deadline comes counts as
-unanswered."""
+"""A connection that has been opening for this share of the timeout when the deadline comes counts as unanswered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class PreflightError(RuntimeError):
 
 
 class Outcome(StrEnum):
-    """The result of one pod's attempt to reach another."""
+    """Whether one pod reached another."""
 
     ANSWERED = "answered"
     REACHABLE = "is reachable and takes no part"
@@ -142,7 +141,7 @@ async def _resolve_own_name(settings: PreflightSettings, until: float) -> None:
 
 
 async def _reach(settings: PreflightSettings, number: int, until: float) -> Outcome | str:
-    """Connect until the pod answers. At the deadline the last completed attempt counts. Return an error as text."""
+    """Connect until the pod answers. At the deadline the last completed try counts. Return an error as text."""
     loop, name = asyncio.get_running_loop(), settings.names[number]
     result: Outcome | str | None = None
     connecting_since: float | None = None

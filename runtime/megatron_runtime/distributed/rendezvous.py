@@ -47,7 +47,7 @@ SILENCE_SECONDS = 3.0
 
 def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
     """Return the store of this engine's ranks. Raises RendezvousError if rank 0 does not open it in time."""
-    prefix = f"megatron/{identity.attempt}/{identity.engine}"
+    prefix = f"megatron/{identity.build_index}/{identity.engine}"
     if dist.is_initialized():  # a program that uses torch.distributed has a store already
         return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
     if identity.folder is not None:
@@ -186,7 +186,7 @@ class Meeting:
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
             if isinstance(parse_address(address), Path) is (self._identity.folder is None):
-                raise AddressError(f"address {address!r}: want that of a socket of the ranks")
+                raise AddressError(f"address {address!r}: want the address of a socket of the ranks")
         except ValueError as error:
             raise RendezvousError(rank, f"the rendezvous store has no address of it: {error}") from error
         return address, public

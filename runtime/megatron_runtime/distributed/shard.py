@@ -165,7 +165,7 @@ class RankIdentity:
     address, port:           address and port on which rank 0 listens.
     engine, engines:         index of this engine and number of engines, in a program that runs several side by side.
                              All their ranks are in the program's torch.distributed, engine after engine.
-    attempt:                 number of engines that this program has constructed before.
+    build_index:             number of engines that this program has constructed before.
     folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it. None:
                              they connect by TCP, at the address and port.
     """
@@ -178,7 +178,7 @@ class RankIdentity:
     port: int
     engine: int = 0
     engines: int = 1
-    attempt: int = 0
+    build_index: int = 0
     folder: Path | None = None
 
 

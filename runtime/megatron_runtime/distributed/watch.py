@@ -35,15 +35,15 @@ class HeartbeatTimer:
 
     def __init__(self) -> None:
         self.allowed_seconds = HEARTBEAT_SECONDS
-        self._heard_at = time.monotonic()
+        self._last_heartbeat = time.monotonic()
 
     def restart(self, now: float) -> None:
         """Restart the timer: a message of the peer arrived, or this process was late and cannot judge the peer."""
-        self._heard_at = now
+        self._last_heartbeat = now
 
     def expired(self, now: float) -> str | None:
         """Return the cause of the loss if the peer is silent for longer than allowed, else None."""
-        silence = now - self._heard_at
+        silence = now - self._last_heartbeat
         return f"its interpreter has sent no heartbeat for {silence:.1f} s" if silence > self.allowed_seconds else None
 
 

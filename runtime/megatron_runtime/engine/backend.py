@@ -16,6 +16,7 @@ from prometheus_client import Metric
 
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
+from megatron_runtime.engine.kv_transfer import KVTransfer
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.capabilities import NEEDS
 from megatron_runtime.requests.capabilities import Capability as Capability
@@ -175,6 +176,8 @@ class EngineBackend(Protocol):
     """
 
     info: BackendInfo
+    kv: KVTransfer | None = None
+    """Of a backend that declares Capability.KV_TRANSFER."""
 
     def stats(self) -> BackendStats:
         """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""

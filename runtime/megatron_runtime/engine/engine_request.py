@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy.typing as npt
 
+from megatron_runtime.engine.kv_transfer import ExportedBlocks
 from megatron_runtime.process.metrics import Histogram, counter, gauge, histogram
 from megatron_runtime.protocol.adapters import Adapter
 from megatron_runtime.protocol.codec import tokens_from_bytes
@@ -45,6 +46,7 @@ class EngineRequest:
     client_request_id: id of the client's request, for log lines.
     bad_words:        token sequences of the sampling parameter `bad_words`; None: it is not set, or not tokenized.
     media:            images, audio and video of the prompt; None: no media.
+    prefill_only:     compute the complete blocks of the prompt, sample nothing, and keep the blocks under `request_id`.
     text:             the prompt of a pooling model, which the backend tokenizes; None: prompt_tokens has its tokens.
     """
 
@@ -63,6 +65,7 @@ class EngineRequest:
     media: Media | None = None
     text: str | None = None
     generated_epochs: TokenEpochs = ()
+    prefill_only: bool = False
 
     @classmethod
     def of_dispatch(
@@ -178,6 +181,7 @@ class RequestOutput:
     error, error_code: the cause, if finish_reason is "error". The answer keeps the class and the fields of an
                        exception.
     summary: in the last output, and in every output of a request that a stop text may end.
+    exported: the blocks that were kept, in the last output of a request with `prefill_only`.
     routing: with the summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each token in
              the G layers with experts. The last token is left out, because it is not computed.
     """
@@ -199,6 +203,7 @@ class RequestOutput:
     error: Exception | str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED
     summary: RequestSummary | None = None
+    exported: ExportedBlocks | None = None
     routing: npt.NDArray[Any] | None = None
 
 
@@ -215,6 +220,7 @@ class BackendStats:
     prefix_coordination_waits: steps that a request waited while another request computed its prefix.
     prefill_rate, decode_rate, queued_tokens: as in Heartbeat; None: unknown.
     last_request:     the highest id of the requests that `queued_tokens` includes.
+    free_blocks:      as in Heartbeat; None: unknown.
     """
 
     steps: int = counter("engine_steps", "engine steps; 0 with vLLM")
@@ -243,3 +249,4 @@ class BackendStats:
     decode_rate: float | None = None
     queued_tokens: int | None = None
     last_request: int | None = None
+    free_blocks: int | None = None

@@ -12,6 +12,8 @@ from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementM
 
 DEFAULT_MAX_REQUESTS = 64
 DEFAULT_MAX_TOKENS = 2048
+DECODE_PREFILL_TOKENS = 256
+"""Limit of prompt tokens of a step that also decodes, on an engine that is preferred for decoding."""
 DEFAULT_CPU_CACHE_BYTES = 1 << 30
 
 
@@ -41,6 +43,10 @@ class EngineSettings:
     kv_cache_mode:     effect of SUSPEND on the KV cache: "persist" keeps it, "offload" moves used blocks to host
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
+    role:              "prefill": the engine is preferred for computing prompts for other engines; "decode": for answers
+                       to such prompts, and a prompt that it computes itself is computed in chunks of at most 256 tokens
+                       unless max_prefill_tokens is set. None: for both.
+    kv_port:           port on which engines with a role exchange KV; 0: a free one.
     model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: any.
     revision:          hash of the manifests of this engine; shown in the status. Empty: the engine belongs to no
                        resource, and its process exits after STOP.
@@ -79,6 +85,8 @@ class EngineSettings:
     prefix_eviction: Literal["lru", "ref_zero"] = "lru"
     kv_cache_mode: Literal["persist", "offload", "recompute"] = "recompute"
     block_size_tokens: int = 256
+    role: Literal["prefill", "decode"] | None = None
+    kv_port: int = 0
     model_hash: str = ""
     revision: str = ""
     health_port: int | None = None
@@ -97,12 +105,15 @@ class EngineSettings:
     def inference_config(self) -> InferenceConfig:
         """The configuration of the native engine's core."""
         requests = self.max_requests or DEFAULT_MAX_REQUESTS
+        prefill_tokens = self.max_prefill_tokens
+        if prefill_tokens is None and self.role == "decode" and self.chunked_prefill:
+            prefill_tokens = DECODE_PREFILL_TOKENS
         return InferenceConfig(
             max_requests=requests,
             max_tokens=max(self.max_tokens or DEFAULT_MAX_TOKENS, requests),
             max_sequence_length=self.max_sequence_length,
             enable_chunked_prefill=self.chunked_prefill,
-            max_prefill_tokens=self.max_prefill_tokens,
+            max_prefill_tokens=prefill_tokens,
             moe_enable_routing_replay=self.moe_enable_routing_replay,
             enable_prefix_caching=self.prefix_caching,
             prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(self.prefix_eviction),

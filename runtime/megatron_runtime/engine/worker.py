@@ -13,6 +13,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import uvloop
@@ -21,6 +23,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend, UnsupportedVerbError
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
+from megatron_runtime.engine.kv_exchange import KVExchange, params_of_prompt
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.engine.output_stage import OutputStage
@@ -51,6 +54,9 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     Message,
     Plain,
+    Prefill,
+    ReleaseBlocks,
+    Transfer,
     tokens_to_bytes,
     unpack,
 )
@@ -58,7 +64,7 @@ from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.addresses import CoordinatorAddresses
+from megatron_runtime.transport.addresses import CoordinatorAddresses, local_address
 from megatron_runtime.transport.peer_link import (
     CoordinatorUnreachableError,
     PeerLink,
@@ -66,6 +72,7 @@ from megatron_runtime.transport.peer_link import (
     unreachable_cause,
 )
 from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp.dealer import parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +84,7 @@ FIRST_REPORT_SECONDS = 10.0
 REPORT_SECONDS = 30.0
 """Time from the start to the first log message about a coordinator that does not answer, and between such messages."""
 WEIGHTS_RETRY_SECONDS = 1.0
-"""Time between two attempts of a starting engine to get the weights of a trainer."""
+"""Time between two tries of a starting engine to get the weights of a trainer."""
 LOAD_SILENCE_SECONDS = 600.0
 """Allowed silence towards the coordinator while weights load, because loading can hold the interpreter lock."""
 
@@ -137,6 +144,13 @@ class EngineWorker:
             on_forget=self._release_adapter,
             tracer=tracer,
         )
+        self._exchange: KVExchange | None = None
+        """Of an engine with a role."""
+        if settings.role is not None:
+            backend.info.require(f"--role {settings.role}", Capability.KV_TRANSFER)
+            self._exchange = KVExchange(
+                backend, keys_dir=settings.keys_dir, send=self._link.send, release=self._abort_in_backend
+            )
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self.lifecycle, backend))
@@ -148,6 +162,8 @@ class EngineWorker:
         exited container.
         """
         await self._backend.start(self)
+        if self._exchange is not None:
+            self._exchange.listen(_host_towards(self._link.address), self._settings.kv_port)
         health = None
         if self._settings.health_port is not None:
             health = HealthServer(
@@ -168,6 +184,8 @@ class EngineWorker:
             with contextlib.suppress(asyncio.CancelledError):
                 await controller
             self._link.close(self._goodbye)
+            if self._exchange is not None:
+                self._exchange.close()
             await self._backend.stop(self.failure)
             if health is not None:
                 await health.stop()
@@ -222,6 +240,9 @@ class EngineWorker:
             started_ms=self._started_ms,
             backend=info.name,
             task=info.task,
+            weights_unavailable=self._weights_unavailable or None,
+            engine_role=settings.role,
+            kv=self._exchange.port if self._exchange is not None else None,
             lacks=info.lacks or None,
             parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )
@@ -234,7 +255,7 @@ class EngineWorker:
             epoch=self.lifecycle.epoch,
             source=self.lifecycle.source,
             adapters=self.lifecycle.adapters.current.generation,
-            running=len(self._outputs.open) + self._aborts_in_progress,
+            running=self._num_running,
             steps=stats.steps,
             busy_for=self._busy_for,
             digest=stats.weights_digest,
@@ -242,7 +263,13 @@ class EngineWorker:
             decode_rate=stats.decode_rate,
             queued_tokens=stats.queued_tokens,
             last_dispatch=stats.last_request,
+            free_blocks=stats.free_blocks if self._exchange is not None else None,
         )
+
+    @property
+    def _num_running(self) -> int:
+        split = self._exchange.num_running if self._exchange is not None else 0
+        return len(self._outputs.open) + self._aborts_in_progress + split
 
     async def _report_until_registered(self) -> None:
         """Log the coordinator's address and why it does not answer, until it answers or the engine exits."""
@@ -274,11 +301,19 @@ class EngineWorker:
 
     def _drop_all(self) -> None:
         """Drop every request: the coordinator or the client sends them again."""
-        for dispatch_id in list(self._outputs.open):
+        split = self._exchange.ids if self._exchange is not None else []
+        for dispatch_id in [*self._outputs.open, *split]:
             self._abort(dispatch_id)
 
     def _abort(self, dispatch_id: int) -> None:
-        """Drop a request. It counts as running, and keeps its adapter in use, until the backend has released it."""
+        """Drop a request, an export or an import. It counts as running, and keeps its adapter in use, until the backend
+        has released it.
+        """
+        if self._exchange is not None:
+            self._exchange.forget(dispatch_id)
+        self._abort_in_backend(dispatch_id)
+
+    def _abort_in_backend(self, dispatch_id: int) -> None:
         adapter = self._adapters_in_use.pop(dispatch_id, None)
         self._outputs.forget(dispatch_id)
         self._aborts_in_progress += 1
@@ -299,15 +334,19 @@ class EngineWorker:
         if not aborted.cancelled():
             aborted.exception()
         self._aborts_in_progress -= 1
-        if not self._aborts_in_progress and not self._outputs.open:
+        if not self._num_running:
             self._link.beat()
 
     def _on_message(self, message: Message) -> None:
         match message:
             case Dispatch():
                 self._dispatch(message)
-            case Abort(id=int() as dispatch_id):
+            case Abort(id=int() as dispatch_id) | ReleaseBlocks(dispatch_id=dispatch_id):
                 self._abort(dispatch_id)
+            case Prefill() if self._exchange is not None:
+                self._prefill(message.dispatch, self._exchange)
+            case Transfer() if self._exchange is not None:
+                self._exchange.transfer(message)
             case Control() | ControlCommit():
                 self._controls.put_nowait(message)
             case Heartbeat():
@@ -458,6 +497,16 @@ class EngineWorker:
         if dispatch.dispatch_id in self._outputs.open:  # the request was not rejected
             self._backend.submit(request)
 
+    def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
+        """Compute the complete blocks of a prompt for another engine. Whatever fails is left to that engine."""
+        exchange.begin(dispatch.dispatch_id)
+        try:
+            params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))
+            request = EngineRequest.of_dispatch(dispatch, params)
+            self._backend.submit(replace(request, prefill_only=True))
+        except Exception as error:  # nothing that a request contains ends the engine
+            exchange.fail(dispatch.dispatch_id, error)
+
     def _check_media(self, dispatch: Dispatch) -> None:
         """Raise ValueError for images, audio or video that the backend does not accept, or that did not arrive."""
         if dispatch.media is not None and Capability.MEDIA not in self._backend.info.capabilities:
@@ -472,7 +521,7 @@ class EngineWorker:
     # --- BackendListener ----------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
-        self._outputs.step(outputs)
+        self._outputs.step(outputs if self._exchange is None else self._exchange.take(outputs))
 
     def on_cache_events(self, events: CacheEvents) -> None:
         if not events:
@@ -547,3 +596,9 @@ def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
         yield
     finally:
         stop()
+
+
+def _host_towards(coordinator: str) -> str:
+    """Return the address of this machine that other engines of the coordinator reach."""
+    target = parse_address(coordinator)
+    return "127.0.0.1" if isinstance(target, Path) else local_address(*target)

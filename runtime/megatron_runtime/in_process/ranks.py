@@ -30,7 +30,7 @@ _DIMENSIONS = ("tensor", "pipeline", "expert")
 MAX_TEXT_BYTES = 512
 """Size limit of a text that the first rank sends to the others."""
 
-_attempts = count()
+_builds = count()
 
 
 def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
@@ -130,7 +130,7 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
         port=integer(os.environ, "MASTER_PORT", RENDEZVOUS_PORT),
         engine=engine,
         engines=world // sizes.world,
-        attempt=next(_attempts),
+        build_index=next(_builds),
     )
 
 

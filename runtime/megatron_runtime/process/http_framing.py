@@ -140,7 +140,7 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
     """Section 3.2: an absolute target replaces the Host header."""
     target = request.target
     if request.method == b"CONNECT":
-        raise FramingError(501, "This server is no proxy: it does not implement CONNECT.")
+        raise FramingError(501, "This server is not a proxy: it does not implement CONNECT.")
     if (target.startswith(b"/") and b"#" not in target) or (target == b"*" and request.method == b"OPTIONS"):
         return request
     absolute = _ABSOLUTE_FORM.fullmatch(target)

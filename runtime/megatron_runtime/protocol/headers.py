@@ -54,6 +54,11 @@ class Header(IntEnum):
     RESERVE = 117
     QUOTA = 118
     CHARGE = 119
+    PREFILL = 120
+    EXPORTED = 121
+    TRANSFER = 122
+    IMPORTED = 123
+    RELEASE = 124
 
 
 SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})

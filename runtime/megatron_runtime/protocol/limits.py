@@ -33,6 +33,9 @@ MAX_ADMIN_MESSAGE_BYTES = 1 << 20
 """Size limit of a message to the operator, which keeps the answers of many coordinators in memory."""
 
 UID_BYTES = 16
+TICKET_BYTES = 32
+MAX_TRANSFER_BLOCKS = 2048
+"""Blocks of one prompt that engines exchange; the rest is computed."""
 
 HEARTBEAT_SECONDS = 0.5
 SUSPECT_SECONDS = 2.0

@@ -102,6 +102,16 @@ class AnswerFormats(_Map):
     """Empty: reasoning is part of the text."""
 
 
+class KVPort(_Map):
+    """Where an engine exports and imports blocks of its prefix cache. Engines exchange blocks of equal layouts only."""
+
+    address: Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
+    """`tcp://HOST:PORT`."""
+    layout: Label
+    """Data type, sizes and block size of its KV cache, and how it divides the model."""
+    block_bytes: Annotated[int, Field(ge=1, lt=1 << 40)]
+
+
 class Hello(ControlMessage):
     """Registers a peer, or reports that an engine has loaded (`serving`). Answered by HELLO_ACK."""
 
@@ -151,6 +161,12 @@ class Hello(ControlMessage):
     """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
     task: Label | None = None
     """Engines: what its pooling model computes instead of tokens. None: it generates tokens."""
+    weights_unavailable: Words | None = None
+    """Engines: why the weights of a trainer that HELLO_ACK named cannot be loaded. The engine serves when they are."""
+    engine_role: Literal["prefill", "decode"] | None = None
+    """Engines: the stage of requests that they are preferred for. None: both."""
+    kv: KVPort | None = None
+    """Engines: the port of their KV cache. None: their backend has none."""
     formats: AnswerFormats | None = None
     """OpenAI servers: the formats of answers that they read. None: another client, or a release
     that does not report them."""
@@ -217,6 +233,9 @@ class Heartbeat(ControlMessage):
     not counted."""
     last_dispatch: U64 | None = None
     """Engines: the highest dispatch id that `queued_tokens` includes."""
+    free_blocks: Count | None = None
+    """Engines: blocks that an import can take now: the free ones, and cached ones that no request holds. None: not
+    counted."""
 
 
 class Control(ControlMessage):
@@ -325,6 +344,12 @@ class EngineStatus(_Map):
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
     """The limits from its HELLO. None: unknown."""
+    weights_unavailable: Words | None = None
+    """Why it waits for the weights of a trainer, from its HELLO. None: it does not."""
+    role: Label | None = None
+    """`engine_role` of its HELLO."""
+    recomputes: Words | None = None
+    """Why it computes prompts that a prefill engine has computed. None: it imports them, or there is no such engine."""
 
 
 class AdapterStatus(_Map):
@@ -489,7 +514,7 @@ class Disconnect(ControlMessage):
 
 # --- the request path -------------------------------------------------------------------------------------------------
 
-_SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
+_SUBMIT, _DISPATCH, _PREFILL = int(Header.SUBMIT), int(Header.DISPATCH), int(Header.PREFILL)
 _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 
@@ -533,6 +558,21 @@ class Dispatch(NamedTuple):
         return [pack((_DISPATCH, *items))]
 
 
+class Prefill(NamedTuple):
+    """PREFILL: coordinator to engine, a DISPATCH of which only the complete blocks of the prompt are computed."""
+
+    dispatch: Dispatch
+
+    @property
+    def dispatch_id(self) -> int:
+        return self.dispatch.dispatch_id
+
+    def to_frames(self) -> Frames:
+        dispatch_id, uid, route, meta, prompt, generated, params, media, epochs = self.dispatch
+        items = dispatch_id, uid, route, meta.items(), prompt, generated, params, *_optional(media, epochs)
+        return [pack((_PREFILL, *items))]
+
+
 def _optional(media: Media | None, epochs: TokenEpochs) -> tuple[list[bytes] | bytes | None, ...]:
     if epochs:
         return None if media is None else media.to_list(), epochs_to_bytes(epochs)
@@ -549,6 +589,8 @@ class PartialEntry(NamedTuple):
 
 
 _ENTRY = struct.Struct("<16sQII")
+DIGEST_BYTES = 32
+"""Of a block of the prefix cache."""
 
 
 class Partial(NamedTuple):
@@ -583,6 +625,73 @@ class Final(NamedTuple):
     def to_frames(self) -> Frames:
         dispatch_id, uid, tokens, reply = self
         return [pack((_FINAL, dispatch_id, uid, tokens, reply if type(reply) is bytes else pack(reply)))]
+
+
+class Exported(NamedTuple):
+    """EXPORTED: engine to coordinator, PREFILL has ended. The engine keeps the blocks until RELEASE or its deadline.
+
+    digests: of the blocks that it keeps, 32 bytes each, in the order of the prompt; empty: it could not compute or keep
+             any.
+    weights: the weights and the epoch that computed them. Engines import blocks of their own weights only.
+    """
+
+    dispatch_id: int
+    digests: bytes = b""
+    weights: str = ""
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.EXPORTED), *self))]
+
+
+class Transfer(NamedTuple):
+    """TRANSFER: coordinator to both engines, the second one imports blocks of the first.
+
+    export_id:   dispatch id of the PREFILL.
+    dispatch_id: of the import.
+    ticket:      opens the blocks once, within `seconds`.
+    key:         public key of the other engine, Z85; empty without keys.
+    address:     of the exporting engine's KV port; empty in the message to that engine.
+    """
+
+    export_id: int
+    dispatch_id: int
+    ticket: bytes
+    digests: bytes
+    weights: str
+    key: str
+    seconds: float
+    address: str = ""
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.TRANSFER), *self))]
+
+
+class Imported(NamedTuple):
+    """IMPORTED: engine to coordinator, an import has ended.
+
+    ok:       the engine pins the blocks for the next request that begins with them, or until RELEASE or its deadline.
+    has_room: False: too few blocks are free. The engine has not asked for any.
+    seconds:  that the received bytes took.
+    """
+
+    dispatch_id: int
+    ok: bool
+    has_room: bool = True
+    received_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.IMPORTED), *self))]
+
+
+class ReleaseBlocks(NamedTuple):
+    """RELEASE: coordinator to engine, drop the blocks of an export or an import. An unknown id is ignored."""
+
+    dispatch_id: int
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.RELEASE), self.dispatch_id))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -655,6 +764,10 @@ def _decode_dispatch(items: list[Any]) -> Dispatch:
     return Dispatch(*head, request, *bodies, _body("params", params), media, epochs)
 
 
+def _decode_prefill(items: list[Any]) -> Prefill:
+    return Prefill(_decode_dispatch(items))
+
+
 def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
     """Return the optional media of a request. Their items have tokens within the prompt."""
     if not rest or rest[0] is None:
@@ -690,6 +803,60 @@ def _decode_abort(items: list[Any]) -> Abort:
     return Abort(_uid(items[1]) if isinstance(items[1], bytes) else _u64("id", items[1]))
 
 
+def _digests(value: Any) -> bytes:
+    digests = _array("digests", value, DIGEST_BYTES)
+    if len(digests) > limits.MAX_TRANSFER_BLOCKS * DIGEST_BYTES:
+        raise MalformedMessageError(f"{len(digests) // DIGEST_BYTES} digests: at most {limits.MAX_TRANSFER_BLOCKS}")
+    return digests
+
+
+def _short(name: str, value: Any, limit: int) -> str:
+    if type(value) is not str or len(value) > limit:
+        raise MalformedMessageError(f"{name} {shown(value)}: want a text of at most {limit} characters")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= 86400:
+        raise MalformedMessageError(f"seconds {shown(value)}: want 0 to 86400")
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise MalformedMessageError(f"{name} {shown(value)}: want true or false")
+    return value
+
+
+def _decode_exported(items: list[Any]) -> Exported:
+    return Exported(_u64("dispatch id", items[1]), _digests(items[2]), _short("weights", items[3], 128))
+
+
+def _decode_transfer(items: list[Any]) -> Transfer:
+    _, export, dispatch, ticket, digests, weights, key, seconds, address = items[:9]
+    if len(_body("ticket", ticket)) != limits.TICKET_BYTES:
+        raise MalformedMessageError(f"ticket of {len(ticket)} bytes: want {limits.TICKET_BYTES}")
+    ids = _u64("export id", export), _u64("dispatch id", dispatch)
+    texts = _short("weights", weights, 128), _short("key", key, 64)
+    return Transfer(*ids, ticket, _digests(digests), *texts, _seconds(seconds), _short("address", address, 4096))
+
+
+def _decode_imported(items: list[Any]) -> Imported:
+    _, number, ok, has_room, received, seconds, error = items[:7]
+    return Imported(
+        _u64("dispatch id", number),
+        _flag("ok", ok),
+        _flag("has_room", has_room),
+        _u64("received bytes", received),
+        _seconds(seconds),
+        _short("error", error, limits.MAX_TEXT_CHARACTERS),
+    )
+
+
+def _decode_release(items: list[Any]) -> ReleaseBlocks:
+    return ReleaseBlocks(_u64("dispatch id", items[1]))
+
+
 def _decode_cached(items: list[Any]) -> CachedBlocks:
     fields = items[1]
     if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
@@ -708,7 +875,9 @@ class Plain:
     items: list[Any]
 
 
-RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | CachedBlocks
+StageMessage: TypeAlias = Prefill | Exported | Transfer | Imported | ReleaseBlocks
+"""Of requests whose prompt another engine computes."""
+RequestMessage: TypeAlias = Submit | Dispatch | StageMessage | Partial | Final | Abort | CachedBlocks
 NativeMessage: TypeAlias = ControlMessage | RequestMessage
 Message: TypeAlias = NativeMessage | Plain
 Outgoing: TypeAlias = Frames | NativeMessage
@@ -735,9 +904,17 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
         "dispatch_id, uid, route, meta, prompt, generated, params",
         _decode_dispatch,
     ),  # and media, epochs
+    int(Header.PREFILL): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_prefill),  # likewise
     int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),  # and epochs
     int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
     int(Header.ABORT_REQUEST): ("id", _decode_abort),
+    int(Header.EXPORTED): ("dispatch_id, digests, weights", _decode_exported),
+    int(Header.TRANSFER): (
+        "export_id, dispatch_id, ticket, digests, weights, key, seconds, address",
+        _decode_transfer,
+    ),
+    int(Header.IMPORTED): ("dispatch_id, ok, has_room, received_bytes, seconds, error", _decode_imported),
+    int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
 """Header -> the elements that follow it, and the function that reads them. Further elements are ignored."""

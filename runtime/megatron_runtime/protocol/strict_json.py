@@ -63,7 +63,7 @@ def finite(value: Any) -> Any:
 
 
 def _reject(constant: str) -> float:
-    raise ValueError(f"{constant} is no number of JSON: give a finite number, or null")
+    raise ValueError(f"{constant} is not a JSON number: give a finite number, or null")
 
 
 def _finite_float(text: str) -> float:

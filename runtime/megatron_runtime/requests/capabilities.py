@@ -19,6 +19,7 @@ class Capability(StrEnum):
     UPDATE_WEIGHTS = "weight updates"
     ADAPTERS = "LoRA adapters"
     PROFILER = "the CUDA profiler"
+    KV_TRANSFER = "exchange of KV blocks"
     TEXT = "text prompts"
     # Features that a request may need, see NEEDS. A name keeps its meaning in all releases, because peers exchange it.
     STRUCTURED_OUTPUT = "structured output"

@@ -97,14 +97,14 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ApiKeyFileError(f"{str(path)!r} is not UTF-8 text: write one key a line") from None
+        raise ApiKeyFileError(f"{str(path)!r} is not UTF-8 text: write one key per line") from None
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if lines and re.fullmatch(r"keys:\s*(\[.*)?|---", lines[0]):
         entries = _parse(text, path)
     else:
         entries = [_Entry.model_construct(key=line, name="") for line in lines]  # unnamed, without limits
     if not entries:
-        raise NoKeysError(f"{str(path)!r} holds no key: write one key a line, or leave the option out")
+        raise NoKeysError(f"{str(path)!r} holds no key: write one key per line, or leave the option out")
     found: dict[bytes, ApiKey] = {}
     names: set[str] = set()
     for place, entry in enumerate(entries):

@@ -77,7 +77,7 @@ class HttpConnection(HttpProtocol):
         super().__init__(**options)
         self._limits = limits
         self._parse_queue = parse_queue
-        self._since = self._heard = self.loop.time()
+        self._since = self._last_received = self.loop.time()
         self._stalled_since: float | None = None
         self._rejected_at: float | None = None
         self._backlog = bytearray()
@@ -91,7 +91,7 @@ class HttpConnection(HttpProtocol):
         others = (other for other in self.connections if isinstance(other, HttpConnection) and other is not self)
         idle = [other for other in others if other.is_evictable]
         if idle:
-            min(idle, key=lambda other: other._heard).transport.abort()
+            min(idle, key=lambda other: other._last_received).transport.abort()
         else:
             message = f"This server has {self._limits.max_connections} connections open: try again."
             self._reject(try_again(503, message, code="too_many_connections"))
@@ -103,7 +103,7 @@ class HttpConnection(HttpProtocol):
         return self.conn.their_state is h11.IDLE and self._rejected_at is None and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
-        self._heard = self.loop.time()
+        self._last_received = self.loop.time()
         self._backlog += data
         if self._is_parsing_later:
             self.transport.pause_reading()  # uvicorn may have resumed it
@@ -168,8 +168,8 @@ class HttpConnection(HttpProtocol):
         elif phase[0] == "body" and now - self._since > self._limits.body_seconds:
             self._time_out("body", self._limits.body_seconds)
         elif phase[0] == "body" and (self.flow.read_paused or self._is_parsing_later):
-            self._heard = now
-        elif phase[0] == "body" and now - self._heard > self._limits.body_idle_seconds:
+            self._last_received = now
+        elif phase[0] == "body" and now - self._last_received > self._limits.body_idle_seconds:
             self._time_out("next part of the body", self._limits.body_idle_seconds)
 
     def _awaited(self) -> str:

@@ -219,9 +219,11 @@ class JsonScan:
         self._elements += commas
         self._count_runs(outside, commas, has_brackets=bool(brackets))
         if max(self._containers // 2, self._members) > MAX_CONTAINERS:
-            raise JsonLimitError(f"it has more than {MAX_CONTAINERS} objects and arrays, or members: send less at once")
+            raise JsonLimitError(
+                f"it has more than {MAX_CONTAINERS} objects and arrays, or members: send a smaller body"
+            )
         if self._elements > MAX_ELEMENTS:
-            raise JsonLimitError(f"it has more than {MAX_ELEMENTS} elements: send less at once")
+            raise JsonLimitError(f"it has more than {MAX_ELEMENTS} elements: send a smaller body")
         depths = list(accumulate((1 if opens else -1 for opens in brackets), initial=self._depth))
         self._depth = depths[-1]
         if max(depths) > MAX_DEPTH:

@@ -58,7 +58,7 @@ class ControlCalls:
         self._operations[operation_id] = (control, future)
         future.add_done_callback(lambda _: self._operations.pop(operation_id, None))
         if not self._send(control.to_frames()):
-            text = f"{name} is larger than the coordinator takes: at most its max_message_bytes"
+            text = f"{name} is larger than the coordinator's max_message_bytes"
             future.set_exception(ControlRejectedError(int(ErrorCode.TOO_LARGE), text))
         return future
 

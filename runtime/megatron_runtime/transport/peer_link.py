@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 SILENCE_SECONDS = 3.0
 """Time without any message after which a new socket is opened."""
 REDIRECT_SECONDS = 0.1
-"""Time between an answer of a standby and the next attempt, at the other coordinator."""
+"""Time between an answer of a standby and the next try, at the other coordinator."""
 PROBE_SECONDS = 2.0
 """Timeout of the connection that determines why a coordinator does not answer."""
 GOODBYE_LINGER_MS = 2000
@@ -145,7 +145,7 @@ class PeerLink:
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
     on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
-    open_socket:  opens a new DEALER for each attempt to register.
+    open_socket:  opens a new DEALER for each try to register.
     """
 
     addresses: CoordinatorAddresses
@@ -171,9 +171,9 @@ class PeerLink:
         self._socket: PeerSocket | None = None
         self._incarnation = 0
         self._key_stamp: tuple[int, int] | None = None
-        self._attempts = 0
+        self._tries = 0
         self._lost = False
-        self._heard = 0.0
+        self._last_received = 0.0
         self._due = 0.0
         self._muted_until = 0.0
         self._tick_seconds = self.timing.tick or limits.HEARTBEAT_SECONDS
@@ -285,12 +285,12 @@ class PeerLink:
     def _open_again(self) -> None:
         if self._socket is None and not self._closed:
             # A standby has accepted the key in use.
-            self._attempts = max(0, self._attempts - 1)
+            self._tries = max(0, self._tries - 1)
             self._open()
 
     def _open(self) -> None:
-        self._heard = self._now()
-        if self._heard < self._muted_until:
+        self._last_received = self._now()
+        if self._last_received < self._muted_until:
             return
         self._incarnation = random.SystemRandom().getrandbits(64)
         keys = self._next_keys()
@@ -300,14 +300,14 @@ class PeerLink:
         self.say_hello()
 
     def _next_keys(self) -> PeerKeys | None:
-        """Return the keys of the next attempt to connect. The last attempt may have failed because the keys changed."""
-        attempt = self._attempts
-        self._attempts += 1
+        """Return the keys of the next try to connect. The last try may have failed because the keys changed."""
+        tries = self._tries
+        self._tries += 1
         if self.keys is None:
             return None
         self._key_stamp = self.keys.stamp()
         self.keys = self.keys.refreshed()
-        return self.keys.for_attempt(attempt // len(self.addresses))
+        return self.keys.for_try(tries // len(self.addresses))
 
     def _lose(self, reason: str) -> None:
         was_registered, self.registered, self._lost = self.registered, False, True
@@ -326,12 +326,12 @@ class PeerLink:
     def _tick(self) -> None:
         # While this loop was blocked, it handled no message, even if some had arrived.
         now = self._now()
-        self._heard = min(now, self._heard + max(0.0, now - self._due))
+        self._last_received = min(now, self._last_received + max(0.0, now - self._due))
         self._schedule_tick()
         if self._socket is None:
             self._open()
-        elif now - self._heard > self._patience():
-            reason = f"no message from the coordinator at {self.address} for {now - self._heard:.0f} s"
+        elif now - self._last_received > self._patience():
+            reason = f"no message from the coordinator at {self.address} for {now - self._last_received:.0f} s"
             if self.registered:
                 logger.warning("%s: connecting again", reason)
             self.move(reason)
@@ -363,13 +363,13 @@ class PeerLink:
         return self.keys.refreshed().own != self.keys.own
 
     def _receive(self, frames: Frames) -> None:
-        self._heard = self._now()
+        self._last_received = self._now()
         try:
             message = decode(frames)
         except MalformedMessageError as error:
             self.on_malformed(error)
             if self._knows_no_coordinator:
-                self._reject(f"answered HELLO with bytes that are no message: it is no coordinator ({error})")
+                self._reject(f"answered HELLO with bytes that are not a message: it is not a coordinator ({error})")
             return
         match message:
             case HelloAck():
@@ -389,7 +389,7 @@ class PeerLink:
             case Error() | Heartbeat():
                 self.on_message(message)
             case _ if self._knows_no_coordinator:
-                self._reject(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
+                self._reject(f"answered HELLO with {type(message).__name__}: it is not a coordinator of this protocol")
             case _:
                 self.on_message(message)
 

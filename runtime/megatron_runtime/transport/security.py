@@ -107,10 +107,10 @@ class PeerKeys:
             logger.warning("keeping the keys in use: %s", error)
             return self
 
-    def for_attempt(self, attempt: int) -> PeerKeys:
-        """Return keys whose `server_public` is the one to try; the next attempt gets the coordinator's next key."""
+    def for_try(self, number: int) -> PeerKeys:
+        """Return keys whose `server_public` is the one to try; the next try gets the coordinator's next key."""
         servers = (self.server_public, *self.other_server_publics)
-        return replace(self, server_public=servers[attempt % len(servers)])
+        return replace(self, server_public=servers[number % len(servers)])
 
 
 class Gatekeeper:

@@ -236,9 +236,9 @@ async def test_a_blocked_event_loop_is_not_mistaken_for_a_silent_coordinator(poo
     connection = link._incarnation
     for _ in range(2):
         time.sleep(1.5)  # noqa: ASYNC251 - a library that holds the interpreter, as a compiler does
-        heard = link._heard
+        received = link._last_received
         async with asyncio.timeout(LONG_SECONDS):
-            while link._heard == heard:  # noqa: ASYNC110 - a moment has no event
+            while link._last_received == received:  # noqa: ASYNC110 - a moment has no event
                 await asyncio.sleep(0.01)
     assert link._incarnation == connection
     # A coordinator that is silent while this loop runs is still detected.

@@ -67,7 +67,7 @@ def together(smollm: CpuExecutor, generate: Generate, prompts: list[list[int]]) 
     return generate(smollm, prompts, NEW_TOKENS, temperature=0.0)
 
 
-@pytest.mark.parametrize("index", range(0, len(PROMPTS), size(3, soak=1)))
+@pytest.mark.parametrize("index", range(0, len(PROMPTS), size(5, soak=1)))
 def test_builtin_model_in_a_batch(
     together: dict[int, list[int]], smollm_reference: nn.Module, prompts: list[list[int]], index: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from typing import Any
 
@@ -157,6 +158,7 @@ async def test_a_change_of_the_spec_is_previewed(page: Page, settings: Any, fake
     preview = page.get_by_role("region", name="Preview")
     await preview.get_by_text("Preview a change of the spec").click()
     editor = preview.get_by_label("Spec in YAML")
+    await expect(editor).to_have_value(re.compile("replicas: 2"))
     text = await editor.input_value()
     await editor.fill(text.replace("replicas: 2", "replicas: 3"))
     await preview.get_by_role("button", name="Preview").click()

@@ -260,7 +260,7 @@ class TestHandshake:
     async def test_an_answer_that_is_no_message_raises_at_once(self, impostor) -> None:
         port, answer, _ = impostor
         answer[:] = [b"HTTP/1.1 400 Bad Request"]
-        with pytest.raises(HandshakeRejectedError, match="it is no coordinator"):
+        with pytest.raises(HandshakeRejectedError, match="it is not a coordinator"):
             await InferenceClient(port).start(connect_timeout_seconds=10 * LONG_SECONDS)
 
 

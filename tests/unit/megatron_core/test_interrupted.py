@@ -337,19 +337,24 @@ BAD_PROMPTS += [[10**6], [], [1] * 300, "\ud800", "", "long " * 300]
 
 
 @MODES
-@pytest.mark.parametrize("bad", BAD_PROMPTS, ids=lambda bad: ascii(bad)[:12])
-def test_a_bad_prompt_fails_alone(llm: MegatronAsyncLLM, greedy: Any, bad: Any) -> None:
+def test_bad_prompts_fail_alone(llm: MegatronAsyncLLM, greedy: Any) -> None:
+    """Each has an error, and the prompts around it are answered."""
     for good in (PROMPT, [5, 6]):
-        for answers in (
-            Blocking(llm).generate([good, bad, good], greedy(2)),
-            asyncio.run(llm.generate([good, bad, good], greedy(2))),
-        ):
-            assert [answer.status for answer in answers] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
-            assert answers[1].error["message"]
-    if isinstance(bad, str) or (isinstance(bad, list) and bad and not isinstance(bad[0], float | str | list | bool)):
-        *_, last = Blocking(llm).generate_stream(bad, greedy(2))
-        assert last.request.status is Status.FAILED
-        assert Blocking(llm).generate(bad, greedy(2)).status is Status.FAILED
+        prompts = [good, *(prompt for bad in BAD_PROMPTS for prompt in (bad, good))]
+        for answers in (Blocking(llm).generate(prompts, greedy(2)), asyncio.run(llm.generate(prompts, greedy(2)))):
+            failed = [answer for answer in answers if answer.status is not Status.COMPLETED]
+            assert failed == answers[1::2], "those between the good ones"
+            assert all(answer.status is Status.FAILED and answer.error["message"] for answer in failed)
+
+
+@MODES
+def test_one_bad_prompt_is_one_failed_answer(llm: MegatronAsyncLLM, greedy: Any) -> None:
+    for bad in BAD_PROMPTS:
+        is_one_prompt = isinstance(bad, list) and bad and not isinstance(bad[0], float | str | list | bool)
+        if isinstance(bad, str) or is_one_prompt:
+            *_, last = Blocking(llm).generate_stream(bad, greedy(2))
+            assert last.request.status is Status.FAILED, bad
+            assert Blocking(llm).generate(bad, greedy(2)).status is Status.FAILED, bad
 
 
 @MODES

@@ -25,7 +25,7 @@ class Coordinator:
         self._socket = self._context.socket(zmq.ROUTER)
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.connects: list[list[Any]] = []
-        self._heard: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._received: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._peer = b""
         self._task = asyncio.create_task(self._serve())
 
@@ -37,10 +37,10 @@ class Coordinator:
                 self.connects.append(items)
                 await self.say(Header.CONNECT_ACK)
             else:
-                self._heard.put_nowait(items)
+                self._received.put_nowait(items)
 
     async def hear(self) -> list[Any]:
-        return await asyncio.wait_for(self._heard.get(), LONG_SECONDS)
+        return await asyncio.wait_for(self._received.get(), LONG_SECONDS)
 
     async def say(self, *items: Any) -> None:
         await self._socket.send_multipart([self._peer, pack(list(items))])

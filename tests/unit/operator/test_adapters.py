@@ -68,7 +68,7 @@ def test_a_wrong_list_is_rejected_with_field_and_remedy(spec: dict[str, Any], wo
 
 
 def test_an_adapter_with_the_name_of_the_resource_is_rejected_unless_the_model_has_another() -> None:
-    with pytest.raises(ValueError, match=r"has the name of the resource.*is 'sql'"):
+    with pytest.raises(ValueError, match=r"has the same name as the resource.*is 'sql'"):
         require([ADAPTER_NAME_RULE], ("sql", parse_spec(_spec(SQL))))
     require([ADAPTER_NAME_RULE], ("sql", parse_spec(_spec(SQL, name="base"))))
     require([ADAPTER_NAME_RULE], ("demo", parse_spec(_spec(SQL))))

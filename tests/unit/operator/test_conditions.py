@@ -93,7 +93,7 @@ def unfinished(cluster: Cluster, objects: dict[ChildRef, dict[str, Any]]) -> lis
 
 def _renderings(ctx: RenderContext, manifest: dict[str, Any]) -> set[str]:
     """Return the hashes that a child may have: servers are not replaced for other weights of their model."""
-    if ChildRef.of(manifest) != DEPLOYMENT or ctx.spec.weights is None:
+    if ChildRef.of(manifest) != DEPLOYMENT or ctx.spec.weights is None or ctx.spec.has_trainer:
         return {manifest_hash(manifest)}
     weights = [ctx.spec.weights.model_copy(update={"revision": revision}) for revision in ("1", "12")]
     specs = [ctx.spec.model_copy(update={"weights": each}) for each in weights]

@@ -50,7 +50,7 @@ def test_a_rollout_of_a_deployment_is_progress(name: str, state: str) -> None:
     assert name in progressing["message"]
     assert name in cluster.status["plan"]["waitingOn"]
     cluster.settle()
-    assert cluster.condition("Progressing")["message"] == "nothing is left to do"
+    assert cluster.condition("Progressing")["message"] == "all changes are complete"
     assert "plan" not in cluster.status
 
 

@@ -58,7 +58,7 @@ def test_another_revision_is_another_job_and_another_directory() -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ({"builtin": "smollm2-135m"}, "spec.model.source: is no huggingFace repository"),
+        ({"builtin": "smollm2-135m"}, "spec.model.source: is not a huggingFace repository"),
         ({"huggingFace": {"repo": "org/name"}}, "spec.model.source.huggingFace.revision: is not set"),
     ],
 )

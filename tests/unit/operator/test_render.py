@@ -610,8 +610,8 @@ def test_absent_limits_of_a_batch_are_the_engines_defaults() -> None:
     """The descriptions of the fields name them."""
     defaults = EngineSettings(coordinator="", name="").inference_config
     fields = Batching.model_fields
-    assert f"If absent, {defaults.max_requests};" in str(fields["max_requests"].description)
-    assert f"If absent, {defaults.max_tokens};" in str(fields["max_tokens"].description)
+    assert f"Default: {defaults.max_requests};" in str(fields["max_requests"].description)
+    assert f"Default: {defaults.max_tokens};" in str(fields["max_tokens"].description)
     assert EngineSettings(coordinator="", name="", max_tokens=1).inference_config.max_tokens == defaults.max_requests
 
 

@@ -208,7 +208,7 @@ def test_an_engine_is_started_again_after_a_cause_in_the_infrastructure(
     engine = exhaust(cluster, **how)
     assert ("retryAt" in engine) is retried
     waits = cluster.condition("Ready")["message"]
-    assert ("the next attempt at" if retried else "kubectl megatron restart") in waits
+    assert ("the next start at" if retried else "kubectl megatron restart") in waits
     cluster.broken_engines.clear()
     cluster.now += timedelta(hours=1)
     cluster.settle()

@@ -181,7 +181,7 @@ def test_data_parallel_ranks_are_in_one_pod_and_read_their_number_from_it(monkey
 @pytest.mark.parametrize(
     ("backend", "engine_fields", "sizes", "message"),
     [
-        ("Native", {"ranksPerPod": 2}, {"data": 2}, "parallelism.data: above 1 it needs spec.engine.backend VLLM"),
+        ("Native", {"ranksPerPod": 2}, {"data": 2}, "parallelism.data: above 1 requires spec.engine.backend VLLM"),
         ("VLLM", {}, {"data": 2}, "parallelism.data: above 1 requires .* and an engine that fits in one pod"),
         ("VLLM", {"ranksPerPod": 4}, {"tensor": 2, "expert": 2, "data": 2}, "set it to 1 or to tensor x data"),
         ("VLLM", {"ranksPerPod": 3}, {"data": 2}, r"tensor x pipeline x expert \(with data above 1: x data\)"),

@@ -37,12 +37,12 @@ async def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KopfRun]:
     return make
 
 
-async def until_told(*, stop_flag: asyncio.Event, **_: Any) -> None:
+async def until_stopped(*, stop_flag: asyncio.Event, **_: Any) -> None:
     await stop_flag.wait()
 
 
 async def test_sigterm_ends_the_operator(make_run: Any) -> None:
-    run = make_run(until_told)
+    run = make_run(until_stopped)
     running = asyncio.create_task(run.run())
     await asyncio.sleep(0)
     assert not running.done()
@@ -51,7 +51,7 @@ async def test_sigterm_ends_the_operator(make_run: Any) -> None:
 
 
 async def test_a_deleted_crd_ends_the_operator_cleanly(make_run: Any) -> None:
-    run = make_run(until_told)
+    run = make_run(until_stopped)
     run.watches.vanished.set()
     with pytest.raises(WatchesEndedError, match="no longer serves"):
         await run.run()

@@ -199,7 +199,7 @@ async def test_pooling_returns_the_array_of_every_model_in_each_encoding(serve: 
         ("score", {"queries": "a", "documents": []}, "documents", "0 texts, give at least one"),
         ("score", {"queries": "a", "documents": ["b"] * 1001}, "documents", "at most 1000"),
         ("score", {"queries": "a", "documents": "b", "instruction": "c"}, "instruction", "query"),
-        ("pooling", {"input": "a", "task": "classify"}, "task", "'classify' is no task of the model: use embed"),
+        ("pooling", {"input": "a", "task": "classify"}, "task", "'classify' is not a task of the model: use embed"),
         ("pooling", {"input": "a", "dimensions": 2}, "dimensions", "/v1/embeddings"),
         ("pooling", {"input": ["a", "b" * 300]}, "input[1]", "256"),
         ("rerank", {"query": "a", "documents": ["b", 3]}, "documents", "a list of texts"),

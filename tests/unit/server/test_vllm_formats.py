@@ -206,7 +206,7 @@ async def test_the_parent_is_started_again(served: Any) -> None:
 async def test_a_request_that_kills_two_workers_fails_alone(served: Any) -> None:
     before = await served.chat("CRASH")
     assert before.status_code == 500
-    assert "it ended two processes" in before.json()["error"]["message"]
+    assert "it crashed two processes" in before.json()["error"]["message"]
     served.backend.free_tokens = 4
     served.backend.gate.clear()
     innocent = [asyncio.create_task(streamed(served, tools=TOOLS)) for _ in range(3)]
@@ -217,7 +217,7 @@ async def test_a_request_that_kills_two_workers_fails_alone(served: Any) -> None
     served.backend.gate.set()
     stream, whole = await asyncio.gather(*guilty)
     assert stream["error"]["code"] == "answer_not_parsed"
-    assert "it ended two processes" in stream["error"]["message"]
+    assert "it crashed two processes" in stream["error"]["message"]
     assert (whole.status_code, whole.json()["error"]["code"]) == (500, "answer_not_parsed")
     assert await asyncio.gather(*innocent) == [{**EXPECTED, "error": None}] * 3
 

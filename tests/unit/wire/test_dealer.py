@@ -90,12 +90,12 @@ async def test_a_router_with_another_key_gets_nothing(make_port, keys, dealer, c
         own=right.own, server_public=KeyPair.generate().public, other_server_publics=(right.server_public,)
     )
     stranger, _ = dealer(port.address, keys=wrong)
-    other, _ = dealer(port.address, keys=wrong.for_attempt(1))
+    other, _ = dealer(port.address, keys=wrong.for_try(1))
     await say(other, [b"by the second key"])
     assert (await asyncio.wait_for(port.received.get(), LONG_SECONDS))[1] == [b"by the second key"]
     assert not stranger.send([b"x"])
     await asyncio.sleep(0.5)
-    assert caplog.messages == [], "a line for each attempt would fill the log"
+    assert caplog.messages == [], "a line for each try would fill the log"
 
 
 async def test_it_comes_back_when_its_connection_ends(make_port, dealer) -> None:

@@ -1,4 +1,4 @@
-"""Policies that block all others, and those of the reached state."""
+"""Policies that block all others, and policies for a resource that has reached its state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
         return None
     _, on = blockers.desired_engines()
     retry_at = min((time for engine in engines.wanted if (time := engine.budget.retry_at)), default=None)
-    event = f"the next attempt at {retry_at}" if retry_at else "another spec of the engines or kubectl megatron restart"
+    event = f"the next start at {retry_at}" if retry_at else "another spec of the engines or kubectl megatron restart"
     return waiting(Reason.RESTART_BUDGET_EXHAUSTED, "starting engines", f"{event}; {on}")
 
 
@@ -82,7 +82,7 @@ def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict |
     return waiting(
         Reason.STALE_FENCE,
         "checking the fence",
-        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, maximum {maximum}; "
+        f"a restart of the coordinator: it reports fence {seen}, at most {maximum} is valid, this leader's is {own}; "
         f"delete the pod of {ctx.coordinator_name}, and the engine pods if the fence recurs",
         requeue_after=desired.overdue_in,
     )

@@ -30,7 +30,7 @@ def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered
     if view.stage is KeyStage.SETTLED:
         if wanted == view.generation or not observed.running:
             return None
-        on = "the new keys to be accepted beside the old ones"
+        on = "the new keys to be accepted in addition to the old ones"
         return _write(ctx, rendered, wanted, KeyStage.ADMITTING, on)
     unfinished = _unfinished(world, view, observed)
     if unfinished is None:
@@ -63,12 +63,12 @@ def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeySt
     name = ctx.keys_name
     rejection = rendered.just_rejected(ChildRef("Secret", name))
     if rejection is not None:
-        on = f"Secret {name} to be writable; the API server said {rejection.code}: {rejection.message}"
+        on = f"Secret {name} to be writable; the API server answered {rejection.code}: {rejection.message}"
         return waiting(Reason.CHILD_REFUSED, _step(generation), on)
     actions: tuple[RotateKeys | EmitEvent, ...] = (RotateKeys(name, generation, stage),)
     if stage is KeyStage.SETTLED:
-        said = f"all components use the keys of generation {generation}; earlier keys are rejected"
-        actions = (*actions, EmitEvent("Normal", "KeysRotated", said))
+        message = f"all components use the keys of generation {generation}; earlier keys are rejected"
+        actions = (*actions, EmitEvent("Normal", "KeysRotated", message))
     return waiting(Reason.ROTATING_KEYS, _step(generation), waits_for, actions=actions)
 
 

@@ -116,7 +116,7 @@ def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | N
     if last is not None and last.phase is LifecyclePhase.FAILED and same:
         left = RETRY_SECONDS - seconds_since(last.since, world.now)
         if left > 0:
-            on = f"the next attempt: {last.message}"
+            on = f"a retry: {last.message}"
             return waiting(Reason.SIGNAL_FAILED, _step(last), on, requeue_after=left)
     operation = replace(begin(world, signal, goal=desired.state, engine=engine), **target)
     on = "the signal to be sent"

@@ -223,7 +223,7 @@ class _Carrier:
         if step.drain:
             return start(self.world, self.desired, SignalKind.DRAIN, engine=step.name)
         why = self._by_name[step.name].canary_message
-        on = f"a change of the spec; {step.name} gives a wrong answer to its canary: {why}"
+        on = f"a change of the spec; {step.name} gave a wrong answer to its canary: {why}"
         return waiting(Reason.CANARY_FAILED, self._title, on)
 
 
@@ -270,7 +270,7 @@ def _unchecked(
     if pod is not None and pod.phase == "Failed":
         left = check.retry_in(pod)
         again = DeletePods("", ((pod.name, pod.uid),), f"the check of revision {revision} is repeated")
-        on = f"the next attempt to check revision {revision}{why}"
+        on = f"the next check of revision {revision}{why}"
         return waiting(reason, step, on, actions=(again,) if left <= 0 else (), requeue_after=left)
     actions: tuple[Action, ...] = ()
     if not rollout.check_pods and rendered.just_rejected(check.ref) is None:  # one pod at a time

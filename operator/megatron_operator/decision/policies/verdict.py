@@ -12,7 +12,7 @@ from megatron_operator.resource.conditions import Reason
 
 
 class Recorded(Enum):
-    """The operation that a verdict records, if it starts or ends none."""
+    """The operation that a verdict records if it neither starts nor completes one."""
 
     UNCHANGED = "unchanged"
 
@@ -27,7 +27,7 @@ class Verdict:
     operation: Operation | Recorded | None = Recorded.UNCHANGED
     """The operation to record; None: the recorded one has ended."""
     step: str = ""
-    """The current step; empty if nothing is left to do."""
+    """The current step; empty if all changes are complete."""
     waiting_on: str = ""
     """What the step waits for."""
     actions: tuple[Action, ...] = ()

@@ -55,7 +55,7 @@ def refresh_weights(
 
 def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
     """Replace pods that were created with obsolete weights and have never served."""
-    template = ctx.spec.weights.revision if ctx.spec.weights else ""
+    template = ctx.spec.weights_revision
     found = [
         engine
         for engine in engines.wanted

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.open_request import BackendRequest
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput, TopLogProbs, too_long
+from megatron_runtime.protocol import limits
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.errors import BlockOverflowError, TokenOverflowError
 from megatron_runtime.requests.hashing import block_digests
@@ -118,6 +119,12 @@ class Admission:
             # Long sequences use other rotary frequencies.
             variant = request.adapter + _LONG_VARIANT if is_long else request.adapter
             digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=variant)
+        if request.prefill_only:
+            # Those that RequestSlots.match() finds for the whole request.
+            digests = digests[: min((len(tokens) - 2) // config.block_size_tokens, limits.MAX_TRANSFER_BLOCKS)]
+            tokens = tokens[: len(digests) * config.block_size_tokens]
+            if not digests:
+                raise ValueError(f"the prompt has no block of {config.block_size_tokens} tokens to keep")
         return CoreRequest.open(
             request,
             longest=self.longest,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from megatron_runtime.engine.backend import (
     RankResults,
 )
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
+from megatron_runtime.engine.kv_transfer import KVTransfer, TransferEndedError
 from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.process.threads import off_loop
@@ -67,6 +69,54 @@ class Ranks:
         """Stop the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
 
 
+class NativeKVTransfer(KVTransfer):
+    """The prefix cache of a native engine. Everything runs on the engine's thread, between steps."""
+
+    def __init__(self, backend: NativeBackend) -> None:
+        self._call = backend.call
+        core = backend.core
+        self.layout = f"{core.executor.kv_layout} {core.config.block_size_tokens}"
+        pages = core.context.prefix_cache.pages_per_block
+        self.block_bytes = core.executor.kv_cache_bytes // core.executor.num_pages * pages
+
+    def read(self, transfer: int, block: int) -> Awaitable[bytes]:
+        def command(core: EngineCore) -> bytes:
+            with _transfer_of_core():
+                return core.executor.read_pages(core.context.transfers.exported(transfer, block))
+
+        return self._call(command)
+
+    def reserve(self, transfer: int, digests: Sequence[bytes], weights: str) -> Awaitable[int | None]:
+        def command(core: EngineCore) -> int | None:
+            if core.weights != weights:
+                raise TransferEndedError(f"the blocks are of the weights {weights!r}, this engine has {core.weights!r}")
+            return core.context.transfers.reserve(transfer, digests)
+
+        return self._call(command)
+
+    def write(self, transfer: int, block: int, data: bytes) -> Awaitable[None]:
+        def command(core: EngineCore) -> None:
+            with _transfer_of_core():
+                core.executor.write_pages(core.context.transfers.reserved(transfer, block), data)
+
+        return self._call(command)
+
+    def complete(self, transfer: int) -> Awaitable[None]:
+        def command(core: EngineCore) -> None:
+            with _transfer_of_core():
+                core.context.transfers.complete(transfer)
+
+        return self._call(command)
+
+
+@contextlib.contextmanager
+def _transfer_of_core() -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise TransferEndedError("it was released, or the KV cache was cleared") from error
+
+
 class NativeBackend(EngineBackend):
     """Runs `core` on one thread from start() on. All other code must use the core through call().
 
@@ -89,6 +139,7 @@ class NativeBackend(EngineBackend):
         self.controller = controller
         self.ranks = ranks or Ranks()
         config = core.config
+        is_transferable = config.enable_prefix_caching and bool(core.executor.kv_layout)
         self.info = BackendInfo(
             name=name,
             vocab_size=core.executor.vocab_size,
@@ -99,8 +150,12 @@ class NativeBackend(EngineBackend):
             kv_cache_bytes=core.executor.kv_cache_bytes,
             block_size_tokens=config.block_size_tokens if config.enable_prefix_caching else 0,
             ranks=self.ranks.count,
-            capabilities=ALL_CAPABILITIES - (_OF_TEXT if controller is None else frozenset()),
+            capabilities=ALL_CAPABILITIES
+            - (_OF_TEXT if controller is None else frozenset())
+            - (frozenset() if is_transferable else {Capability.KV_TRANSFER}),
+            remedies={Capability.KV_TRANSFER: "use one rank, with prefix caching"},
         )
+        self.kv = NativeKVTransfer(self) if is_transferable else None
         self._grammars = GrammarQueue(controller)
         self._staged_epoch = 0
         self._commands: deque[tuple[Callable[[EngineCore], Any], Future[Any]]] = deque()

@@ -18,6 +18,7 @@ from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
 from megatron_runtime.backends.native.step_rates import StepRates
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.engine_request import STEP_SIZES, BackendStats, EngineRequest, FinishReason, RequestOutput
+from megatron_runtime.engine.kv_transfer import ExportedBlocks
 from megatron_runtime.process.metrics import Histogram
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
@@ -45,7 +46,7 @@ _UNSUPPORTED = {
     "paused_buffer_size_gb": "this engine preempts requests instead of pausing them",
     "static_kv_memory_pointers": "this engine releases the addresses of the KV cache",
     "sampling_backend": "this engine samples with its own code",
-    "async_sched_mode": "this engine plans a step when the last one has ended",
+    "async_sched_mode": "this engine plans a step only after the previous step has ended",
 }
 """Fields of InferenceConfig that must have their default, and why."""
 
@@ -121,11 +122,14 @@ class EngineCore:
         self._uses_adapters = self._uses_adapters or bool(request.adapter)
         opened.note(Event.ADD_ENGINE)
         self._scheduler.add(opened)
-        if len(request.generated_tokens):
+        if len(request.generated_tokens) and not request.prefill_only:
             self._continued.append(opened)
 
     def abort_request(self, request_id: int) -> bool:
-        """Remove a request that was aborted or that a stop text ended, and free its memory. False if it is not open."""
+        """Remove a request that was aborted or that a stop text ended, and free its memory. False if it is not open.
+        End an export or import of this id.
+        """
+        self.context.transfers.release(request_id)
         request = self._scheduler.open.get(request_id)
         if request is not None:
             self._scheduler.remove(request)
@@ -257,10 +261,12 @@ class EngineCore:
             rows.requests[row].add_prompt_log_probs(found)
         now = self._clock()
         totals = context.num_tokens[rows.slots].tolist()
+        computed = ~context.samples[rows.slots] & ~has_failed & (context.tokens_left(rows.slots) == 0)
         outputs = [
             self._fail(rows.requests[row], RowFailure(int(result.tokens[row])))
             for row in np.flatnonzero(has_failed).tolist()
         ]
+        outputs += [self._export(rows.requests[row]) for row in np.flatnonzero(computed).tolist()]
         for index in sampled.tolist():
             request, token = rows.requests[index], int(result.tokens[index])
             if request.first_token is None:
@@ -285,6 +291,13 @@ class EngineCore:
             outputs.append(output)
         return outputs
 
+    def _export(self, request: CoreRequest) -> RequestOutput:
+        """Close a request of which only the prompt is computed, and keep the blocks. Return its last output."""
+        digests = self.context.transfers.export(request.request_id, request.digests)
+        output = self._end(request, "length", [])
+        output.exported = ExportedBlocks(digests, self.weights)
+        return output
+
     def _fail(self, request: CoreRequest, failure: RowFailure) -> RequestOutput:
         """Close a request whose row of the step has failed, and return its last output."""
         self._failed_rows += 1
@@ -308,7 +321,7 @@ class EngineCore:
     ) -> RequestOutput:
         """Close `request` and return its last output. newest: the last token of prompt and answer."""
         routing = self._routing_of(request)
-        if request.slot >= 0:
+        if request.slot >= 0 and not request.request.prefill_only:
             self._rates.ended(int(self.context.num_tokens[request.slot]) - request.prompt_length)
         self._scheduler.remove(request)
         output = request.end(request.output(tokens), reason, now=self._clock())
@@ -319,6 +332,11 @@ class EngineCore:
     def _routing_of(self, request: CoreRequest) -> npt.NDArray[Any] | None:
         """Return the experts of a request's tokens; None if they are not recorded, or if it holds no slot."""
         return self.context.routing_of(request.slot) if request.slot >= 0 else None
+
+    @property
+    def weights(self) -> str:
+        """Name of epoch and weights. Blocks are exchanged between engines for which it is equal."""
+        return f"{self.epoch} {self.executor.digest}"
 
     # --- weights and memory -------------------------------------------------------------------------------------
 
@@ -401,6 +419,7 @@ class EngineCore:
             decode_rate=decode_rate,
             queued_tokens=scheduler.queued_tokens,
             last_request=last_request,
+            free_blocks=self.context.prefix_cache.num_available() // self.context.prefix_cache.pages_per_block,
         )
 
     def check_integrity(self) -> None:

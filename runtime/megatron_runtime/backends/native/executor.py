@@ -90,6 +90,8 @@ class Executor(Protocol):
     short_length: as in the model's configuration.
     num_pages: pages of the KV cache; the last one is the dummy page.
     kv_cache_bytes: size on each rank; 0: unknown.
+    kv_layout: text that is equal for executors whose pages have equal contents for equal tokens; empty: pages can
+               neither be read nor written, because several ranks hold them.
     """
 
     vocab_size: int
@@ -98,6 +100,7 @@ class Executor(Protocol):
     short_length: int | None
     page_size: int
     num_pages: int
+    kv_layout: str
 
     @property
     def kv_cache_bytes(self) -> int: ...
@@ -119,6 +122,12 @@ class Executor(Protocol):
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         """Release the KV cache. load() restores the contents of `keep_pages`."""
+
+    def read_pages(self, pages: Int32) -> bytes:
+        """Return the keys and values of some pages. Only of an executor with a `kv_layout`."""
+
+    def write_pages(self, pages: Int32, data: bytes) -> None:
+        """Set the keys and values of some pages to what read_pages() returned."""
 
     def use_source(self, source: str) -> None:
         """Make load() read these weights from now on. Only while no weights are loaded."""

@@ -104,6 +104,28 @@ class KVPool:
             values_NXE.copy_(layer_PXE[on_device])
         self._kept = pages, values_LNXE
 
+    @torch.inference_mode()
+    def read(self, pages: npt.NDArray[np.int32]) -> bytes:
+        """Return the contents of some pages, layer by layer. Raises MemoryShortError while the memory is released."""
+        cache_LPXE = self._allocated()
+        where = torch.from_numpy(pages.astype(np.int64)).to(self._device)
+        values_LNXE = cache_LPXE.index_select(1, where)
+        return values_LNXE.cpu().view(torch.uint8).numpy().tobytes()
+
+    @torch.inference_mode()
+    def write(self, pages: npt.NDArray[np.int32], data: bytes) -> None:
+        """Set the contents of some pages to those that read() returned."""
+        cache_LPXE = self._allocated()
+        layers, _, tokens, width = self._shape_LPXE
+        values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(layers, len(pages), tokens, width)
+        where = torch.from_numpy(pages.astype(np.int64)).to(self._device)
+        cache_LPXE.index_copy_(1, where, values.to(self._device))
+
+    def _allocated(self) -> torch.Tensor:
+        if self.cache_LPXE is None:
+            raise MemoryShortError("the memory of the KV cache is released: RESUME first")
+        return self.cache_LPXE
+
     def _zeros(self) -> torch.Tensor:
         """Allocate zeros: attention masks the slots that are not written yet, but their values must be finite."""
         if self._device.type != "cpu":

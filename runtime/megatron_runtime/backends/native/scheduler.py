@@ -184,7 +184,8 @@ class Scheduler:
         left = self._left(self.running)
         if self.running and not self.waiting and left.max() == 1 and not self.without_mask():
             self._running_tokens = 0
-            return StepRows(list(self.running), _slots(self.running), left, np.ones(len(left), dtype=bool))
+            slots = _slots(self.running)
+            return StepRows(list(self.running), slots, left, self._context.samples[slots])
         self._admit(victim, now=now, epoch=epoch)
         if not self.running:
             return None
@@ -199,7 +200,9 @@ class Scheduler:
         if not len(chosen):
             return None
         requests = [self.running[index] for index in chosen]
-        return StepRows(requests, _slots(requests), counts[chosen], counts[chosen] == left[chosen])
+        slots = _slots(requests)
+        needs_sample = (counts[chosen] == left[chosen]) & self._context.samples[slots]
+        return StepRows(requests, slots, counts[chosen], needs_sample)
 
     def without_mask(self) -> dict[int, AnswerState]:
         """Return the grammars that are still computing the mask of the next token, by index of the running request."""
@@ -340,7 +343,7 @@ class Scheduler:
         if self._tenants != Counter(request.tenant for request in self.open.values()):
             raise AssertionError("the requests of a tenant are miscounted")
         if not self._has_changed and [request.rank[1] for request in self.open.values()] != self._places():
-            raise AssertionError("a request is in the wrong place among those of its tenant")
+            raise AssertionError("a request is out of order among the requests of its tenant")
         if any(request.slot >= 0 for request in self.waiting):
             raise AssertionError("a waiting request holds a slot")
         if sorted(request.slot for request in self.running) != self._context.taken_slots():

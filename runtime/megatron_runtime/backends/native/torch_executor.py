@@ -217,6 +217,8 @@ class TorchExecutor(ABC):
         self._make_pool = lambda: KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
         self._pool = self._make_pool()
         self._page_bytes = page_bytes
+        numbers = f"{self.device.type} {dtype} {cache_dtype}".replace("torch.", "")
+        self.kv_layout = f"{numbers} {layers}x{page_size}x{width}"
         self._kept_pages: Int64 | None = None
         self._loaded = (False, False)
         """Whether the last load() loaded weights, and whether it allocated the cache."""
@@ -311,6 +313,12 @@ class TorchExecutor(ABC):
         self._kept_pages = keep_pages
         self._pool.release(keep_pages)
         self._trim_memory()
+
+    def read_pages(self, pages: Int32) -> bytes:
+        return self._pool.read(pages)
+
+    def write_pages(self, pages: Int32, data: bytes) -> None:
+        self._pool.write(pages, data)
 
     def use_memory(self, model: ModelInMemory) -> None:
         """Make the reference IN_MEMORY name `model` from now on."""

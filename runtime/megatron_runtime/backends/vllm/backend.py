@@ -54,6 +54,7 @@ UNUSED_SECONDS = 60.0
 suspended pool. The imports alone take 900 MiB."""
 
 CAPABILITIES = frozenset(Capability) - {
+    Capability.KV_TRANSFER,
     Capability.PROFILER,
     Capability.ADAPTERS,
     Capability.MEDIA,

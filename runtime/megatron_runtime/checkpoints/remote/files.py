@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 MANIFEST_FILE = ".megatron-manifest.json"
 """Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
-MAX_ATTEMPTS = 6
-"""Maximum number of consecutive attempts without progress."""
+MAX_TRIES = 6
+"""Maximum number of consecutive tries without progress."""
 _MIN_BYTES = 1 << 16
-"""An attempt that transfers fewer bytes counts as no progress."""
+"""A try that transfers fewer bytes counts as no progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _OWN_PREFIX = ".megatron-"
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -124,11 +124,11 @@ def retried(
     *,
     reached: Callable[[], int] | None = None,
 ) -> T:
-    """Return what `call` returns; repeat it while the hub is overloaded, at most MAX_ATTEMPTS times. Raises its errors.
+    """Return what `call` returns; repeat it while the hub is overloaded, at most MAX_TRIES times. Raises its errors.
 
     wait:    sleeps for a number of seconds: the hub's retry-after, otherwise twice as long after each failure.
     reached: returns how many bytes of the file have arrived. If given, `call` is also repeated when no hub answers, and
-             attempts that got further than all earlier ones do not count.
+             tries that got further than all earlier ones do not count.
     """
     failures, furthest = 0, 0
     while True:
@@ -138,7 +138,7 @@ def retried(
             now = reached() if reached is not None else 0
             failures = 1 if now - furthest >= _MIN_BYTES else failures + 1
             furthest = max(furthest, now)
-            if failures == MAX_ATTEMPTS or (error.retry_after is None and reached is None):
+            if failures == MAX_TRIES or (error.retry_after is None and reached is None):
                 raise
             seconds = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
             _log.warning("%s; retrying in %.0f s", error, seconds)

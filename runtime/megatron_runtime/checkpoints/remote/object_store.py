@@ -180,8 +180,8 @@ class ObjectStoreApi:
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Fetch a file as HubApi.get() does. Writes are unbuffered, so bytes that an earlier attempt or process
-        received are not transferred again.
+        """Fetch a file as HubApi.get() does. Writes are unbuffered, so bytes that an earlier try or process received
+        are not transferred again.
         """
         repository = cache / self._reference.cache_name
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
@@ -445,7 +445,7 @@ def _library_store(reference: ObjectReference) -> ObjectStore:
                 f"the file of SSL_CERT_FILE cannot be read ({error.strerror}): name a PEM file"
             ) from None
     prefix = reference.directory[0] or None
-    # The download code counts attempts and resumes them. A retry of the library would start from the first byte.
+    # The download code counts tries and resumes. A retry of the library would start from the first byte.
     retries: Any = {"max_retries": 0}
     if reference.scheme == "s3":
         return S3Store(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)

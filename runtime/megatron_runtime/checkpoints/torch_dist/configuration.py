@@ -81,7 +81,7 @@ def read_arguments(common: ModelFile) -> dict[str, Any]:
     )
     arguments = found.get("args") if isinstance(found, dict) else None
     if not isinstance(arguments, Namespace):
-        raise UnsupportedModelError(f"{path} holds no arguments of a training: put the model's {CONFIG_FILE} beside")
+        raise UnsupportedModelError(f"{path} holds no training arguments: put the model's {CONFIG_FILE} next to")
     return {
         name: value
         for name, value in vars(arguments).items()
@@ -112,7 +112,7 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
         lacking.append("vocab_size or padded_vocab_size")
     if lacking:
         raise UnsupportedModelError(
-            f"{where} has no argument {', '.join(lacking)}: put the model's config.json beside the checkpoint"
+            f"{where} has no argument {', '.join(lacking)}: put the model's config.json next to the checkpoint"
         )
     fields = Fields(arguments, where=where)
     heads = fields.size("num_attention_heads")

@@ -203,7 +203,7 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
     if value in SHAPES:
         return value
     if not Path(value).is_file():
-        raise click.BadParameter(f"{value!r} is no file; or one of {', '.join(SHAPES)}")
+        raise click.BadParameter(f"{value!r} is not a file; name a file or one of {', '.join(SHAPES)}")
     return Path(value)
 
 

@@ -118,6 +118,7 @@ class EngineRegistry:
 
     stopped:     STOP was sent to all engines and none has registered since, so requests need not wait.
     block_sizes: the block sizes of their prefix caches; more than one while a change is rolled out.
+    has_roles:   an engine is preferred for one stage of requests.
     has_pooling: an engine has a pooling model, so not every engine may answer a request without needs.
     min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token; 0: requests are counted instead.
     """
@@ -134,6 +135,7 @@ class EngineRegistry:
         self.stopped = False
         self.block_sizes: frozenset[int] = frozenset()
         self.has_pooling = False
+        self.has_roles = False
         self.min_prefill_cost = 0.0
 
     def __iter__(self) -> Iterator[Engine]:
@@ -193,6 +195,7 @@ class EngineRegistry:
         """Call after a registered engine has announced its sizes and its task."""
         self.load_changed(engine)
         self.has_pooling = self.has_pooling or bool(engine.task)
+        self.has_roles = self.has_roles or bool(engine.role)
         if engine.block_size_tokens not in self.block_sizes:
             self._collect_block_sizes()
 
@@ -226,6 +229,8 @@ class EngineRegistry:
         engine.serving = False
         if engine.task:
             self.has_pooling = any(other.task for other in self._by_name.values())
+        if engine.role:
+            self.has_roles = any(other.role for other in self._by_name.values())
         if len(self.block_sizes) > 1:
             self._collect_block_sizes()
 

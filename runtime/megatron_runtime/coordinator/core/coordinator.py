@@ -31,18 +31,22 @@ from megatron_runtime.protocol.messages import (
     Disconnect,
     Dispatch,
     Error,
+    Exported,
     Final,
     Heartbeat,
     Hello,
+    Imported,
     MalformedMessageError,
     Message,
     Outgoing,
     PackedTokens,
     Partial,
+    Prefill,
     Reserve,
     Status,
     StatusReply,
     Submit,
+    Transfer,
     block_hashes_from_bytes,
     decode,
 )
@@ -93,6 +97,7 @@ class CoordinatorCore:
             self.router,
             evict=lambda engine, reason: self.membership.lose_engine(engine, reason),
             stopped=self._engines_stopped,
+            cancel_transfers=lambda: self.dispatcher.cancel_transfers(),
             adapters_changed=lambda: self.membership.announce(),
         )
         self.dispatcher = dispatcher = Dispatcher(context, self.router, verbs, self.prompts)
@@ -163,7 +168,7 @@ class CoordinatorCore:
             engine, client = self.engines.at(peer), self.clients.at(peer)
             if client is not None:
                 self.replies.not_sent(client, message, is_gone=is_gone)
-            elif engine is not None and isinstance(message, Dispatch):
+            elif engine is not None and isinstance(message, Dispatch | Prefill | Transfer):
                 engine.full = True
                 self.dispatcher.not_dispatched(engine, message.dispatch_id)
         self._settle()
@@ -212,7 +217,10 @@ class CoordinatorCore:
             fence=self.verbs.fence,
             queued=self.dispatcher.waiting,
             in_flight=self.engines.in_flight(),
-            engines=[engine.describe(self.context.now) for engine in self.engines],
+            engines=[
+                engine.describe(self.context.now, recomputes=self.dispatcher.transfers.recomputes(engine))
+                for engine in self.engines
+            ],
             operations=self.verbs.operations(),
             rejected_frames=self.counters.rejected.total() + self.access.rejected(),
             drained_all=self.verbs.drained_all,
@@ -296,6 +304,8 @@ class CoordinatorCore:
             Partial: self.replies.partial,
             Final: self.replies.final,
             CachedBlocks: self._cached_blocks,
+            Exported: lambda engine, message, _: self.dispatcher.exported(engine, message),
+            Imported: lambda engine, message, _: self.dispatcher.imported(engine, message),
             Heartbeat: lambda engine, message, _: self.membership.engine_heartbeat(engine, message),
             ControlAck: self._acknowledged,
             Disconnect: self._engine_leaves,

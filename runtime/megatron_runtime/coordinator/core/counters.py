@@ -33,4 +33,8 @@ class Counters:
     engine_crashes: int = counter("engine_crashes", "Engines that crashed while they had requests.")
     suspects: int = counter("suspect_requests", "Requests in flight at two crashes, held back to run alone.")
     acquitted: int = counter("acquitted_requests", "Suspect requests that ran alone past their last crash.")
+    split_requests: int = counter("split_requests", "Requests whose prompt a prefill engine was given.")
+    imports: int = counter("kv_imports", "Requests whose prompt an engine imported from a prefill engine.")
+    failed_imports: int = counter("failed_kv_imports", "Requests whose prompt was computed again after its prefill.")
+    imported_bytes: int = counter("kv_imported_bytes", "Bytes of KV that engines imported.")
     poison_requests: int = counter("poison_requests", "Requests failed because they end engines.")

@@ -12,7 +12,7 @@ is moved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from megatron_runtime.coordinator.core import rejections
@@ -20,9 +20,10 @@ from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
+from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, Transfers
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import PromptReader
 from megatron_runtime.process.logs import of_request
@@ -33,13 +34,17 @@ from megatron_runtime.protocol.messages import (
     Abort,
     Dispatch,
     Error,
+    Exported,
+    Imported,
     MalformedMessageError,
     PackedTokens,
+    Prefill,
     Submit,
 )
 
 logger = logging.getLogger(__name__)
 
+_QUEUED, _PREFILLING, _EXPORTED, _IMPORTING, _DECODING = RequestStage  # see records.py
 NO_ROUTE = 0
 """Route of partials that the coordinator does not forward. The routes of clients begin at 1."""
 REMEMBERED_DISPATCHES = 4
@@ -61,6 +66,7 @@ class Dispatcher:
         self.quarantine = Quarantine(
             context, requeue=self._requeue, fail=self.fail, reject_unanswerable=self._reject_unanswerable
         )
+        self.transfers = Transfers(context, router, requeue=lambda entry: self._requeue(entry, first=entry.is_replay))
         self._admission = AdmissionControl(
             context=context,
             verbs=verbs,
@@ -154,9 +160,13 @@ class Dispatcher:
         """Dispatch, or reject, a request that has not been in the queue. Return False if it must wait for room at an
         engine.
         """
-        engine = self._engines.named(entry.meta.engine) if entry.meta.engine else self._choose(entry)
-        if engine is not None:
-            self._dispatch(entry, engine)
+        if entry.meta.engine:
+            pinned = self._engines.named(entry.meta.engine)
+            chosen = None if pinned is None else (pinned, _DECODING)
+        else:
+            chosen = self._choose(entry)
+        if chosen is not None:
+            self._dispatch(entry, *chosen)
             return True
         return self._has_room() and self._reject_unanswerable(entry)
 
@@ -192,6 +202,9 @@ class Dispatcher:
         If an engine had it, the caller must have removed it from that engine's table.
         """
         self._leave_engine(entry)
+        stage = _QUEUED if entry.export is None else _EXPORTED
+        if entry.stage is not stage:
+            self.transfers.move(entry, stage)
         if entry.crashes and self.quarantine.suspects(entry):
             self.quarantine.add(entry)
         else:
@@ -210,48 +223,64 @@ class Dispatcher:
             return bool(self._engines.available())
         return next(self._engines.with_room(), None) is not None
 
-    def _choose(self, entry: Entry) -> Engine | None:
-        """Return the engine for a request; None if no engine that may answer it has room."""
+    def _choose(self, entry: Entry) -> tuple[Engine, RequestStage] | None:
+        """Return the engine for a request, and its next stage; None if no engine that may answer it has room."""
+        if self._engines.has_roles:
+            if entry.hashes is None:
+                entry.hashes = self._hashes_of(entry)
+            return self.transfers.choose(entry, self._cheapest)
+        engine = self._cheapest(entry)
+        return None if engine is None else (engine, _DECODING)
+
+    def _cheapest(self, entry: Entry, accepts: Callable[[Engine], bool] | None = None) -> Engine | None:
+        """Return the engine that the routing policy chooses among those that have room and may answer the request.
+
+        accepts: tells which of these engines may be chosen; None: all.
+        """
         needs_match = entry.model or entry.meta.adapter or entry.meta.needs or self._engines.has_pooling
         if self._router.in_turn:
             open_engines = self._engines.available() if self._router.deterministic else self._engines.with_room()
             fitting = [engine for engine in open_engines if not needs_match or engine.runs(entry)]
+            fitting = fitting if accepts is None else list(filter(accepts, fitting))
             return self._router.next_in_turn(fitting) if fitting else None
         with_room = self._engines.with_room()
         by_load = (engine for engine in with_room if engine.runs(entry)) if needs_match else with_room
+        if accepts is not None:
+            by_load = filter(accepts, by_load)
         first = next(by_load, None)
         second = next(by_load, None) if self._router.by_prefix else None
         if first is None or second is None:
             return first
         if entry.hashes is None:
             entry.hashes = self._hashes_of(entry)
+
+        def fits(engine: Engine) -> bool:
+            may_answer = engine.has_room() and (not needs_match or engine.runs(entry))
+            return may_answer and (accepts is None or accepts(engine))
+
         if self._router.by_cost:
             return self._router.cheapest(
                 chain((first, second), by_load),
                 entry.hashes,
                 tokens=entry.num_tokens,
                 min_prefill_cost=self._engines.min_prefill_cost,
-                fits=lambda engine: engine.has_room() and (not needs_match or engine.runs(entry)),
+                fits=fits,
                 session=entry.meta.session,
             )
         if not entry.hashes:
             # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
             # policy.
             return self._router.select([first, second, *by_load], {})
-        return self._router.with_prefix(
-            entry.hashes,
-            least_loaded=first,
-            fits=lambda engine: engine.has_room() and (not needs_match or engine.runs(entry)),
-        )
+        return self._router.with_prefix(entry.hashes, least_loaded=first, fits=fits)
 
     def _offer(self, entry: Entry) -> bool:
         """Dispatch, or reject, a request at the head of the queue. Return False if it has to wait for an engine."""
         if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
-        engine = self._choose(entry)
-        if engine is None:
+        chosen = self._choose(entry)
+        if chosen is None:
             return self._reject_unanswerable(entry)
-        self._dispatch(entry, engine)
+        self._dispatch(entry, *chosen)
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
@@ -264,7 +293,10 @@ class Dispatcher:
             self.fail(entry, rejection)
         return rejection is not None
 
-    def _dispatch(self, entry: Entry, engine: Engine) -> None:
+    def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
+        """Give a request to an engine, to decode it or for a stage before. Transfers.begin() then sends the message of
+        an import, which has no prompt.
+        """
         if not self._is_readable(entry, engine):
             try:
                 prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
@@ -289,7 +321,9 @@ class Dispatcher:
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
-        self._context.effects.append((engine.peer, Dispatch(dispatch_id, entry.uid, route, meta, *bodies)))
+        if stage is not _IMPORTING:
+            dispatch = Dispatch(dispatch_id, entry.uid, route, meta, *bodies)
+            self._context.effects.append((engine.peer, Prefill(dispatch) if stage is _PREFILLING else dispatch))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
@@ -297,12 +331,19 @@ class Dispatcher:
             self.queue.discard(entry)
         entry.engine, entry.dispatch_id = engine, dispatch_id
         entry.dispatches += 1
+        if stage is not entry.stage:
+            self.transfers.move(entry, stage)
+            self._counters.split_requests += stage is _PREFILLING
+        if stage is _DECODING and entry.export is not None:
+            self.transfers.drop(entry)
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
         self.tenants.dispatched(entry)
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
             entry.hashes = self._hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
+        if stage is _IMPORTING:
+            cached = max(cached, self.transfers.begin(entry, engine))
         engine.give(entry, cached)
         self._engines.load_changed(engine)
         if entry.deadline is not None or entry.slot is not None:
@@ -338,6 +379,50 @@ class Dispatcher:
         else:
             self._wait(entry, first=entry.is_replay, moved=True)
 
+    # --- stages of split requests ------------------------------------------------------------------------------
+
+    def exported(self, engine: Engine, message: Exported) -> None:
+        """A prefill engine has computed the blocks of a prompt, or could not."""
+        entry = engine.in_flight.get(message.dispatch_id)
+        if entry is None or entry.stage is not _PREFILLING:
+            self._counters.stale += 1
+            self.transfers.release(engine, message.dispatch_id)
+            return
+        engine.take(message.dispatch_id)
+        self._engines.load_changed(engine)
+        if message.digests:
+            self.transfers.keep(entry, engine, message)
+        else:
+            entry.splits = False
+        self._wait(entry, first=entry.is_replay, moved=True)
+
+    def imported(self, engine: Engine, message: Imported) -> None:
+        """An engine has the blocks of a request, which is dispatched to it now; or it could not import them."""
+        entry = engine.in_flight.get(message.dispatch_id)
+        if entry is None or entry.stage is not _IMPORTING:
+            self._counters.stale += 1
+            self.transfers.release(engine, message.dispatch_id)
+            return
+        engine.take(message.dispatch_id)
+        self._engines.load_changed(engine)
+        if not message.has_room:
+            engine.free_blocks = 0  # until its next heartbeat
+            self._wait(entry, first=entry.is_replay, moved=True)
+            return
+        self.transfers.imported(entry, engine, message)
+        if self._verbs.may_dispatch and engine.has_room():
+            self._leave_engine(entry)
+            self._dispatch(entry, engine)
+        else:
+            self._wait(entry, first=entry.is_replay, moved=True)
+
+    def cancel_transfers(self) -> None:
+        """Take every split request back to the queue, because a verb is about to change weights or caches."""
+        for entry in self.journal:
+            if entry.stage in CHANGED_BY_VERBS:
+                self.transfers.drop(entry)
+                self._requeue(entry, first=entry.is_replay)
+
     # --- shares of tenants -------------------------------------------------------------------------------------
 
     def _balance(self) -> None:
@@ -368,7 +453,7 @@ class Dispatcher:
                     self._recall(other)
                     other.moved_at = now
                     self._wait(other, moved=True)
-                    self._dispatch(entry, engine)
+                    self._dispatch(entry, engine, self.transfers.stage_at(engine, entry))
                     return True
         return False
 
@@ -378,6 +463,7 @@ class Dispatcher:
         return (
             engine.available()
             and not engine.reserved
+            and other.stage is _DECODING
             and engine.runs(entry)
             and len(engine.in_flight) <= engine.max_requests
             and not other.meta.engine
@@ -390,6 +476,7 @@ class Dispatcher:
     def release(self, engine: Engine) -> None:
         """Requeue the requests that `engine` had in flight, ahead of all later requests."""
         self.quarantine.lost(engine)
+        self.transfers.engine_lost(engine)
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
         for entry in entries:
             engine.take(entry.dispatch_id)
@@ -463,9 +550,9 @@ class Dispatcher:
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 
-    def _requeue(self, entry: Entry) -> None:
+    def _requeue(self, entry: Entry, *, first: bool = True) -> None:
         self._recall(entry)
-        self._wait(entry, first=True)
+        self._wait(entry, first=first, moved=True)
 
     # --- ends --------------------------------------------------------------------------------------------------
 
@@ -488,6 +575,9 @@ class Dispatcher:
             entry.former.clear()
         if entry.crashes:
             self.quarantine.forget(entry)
+        if entry.stage is not _DECODING:
+            self.transfers.drop(entry)
+            self.transfers.move(entry, _QUEUED)
         if entry.engine is not None:
             entry.engine.take(entry.dispatch_id)
             self._engines.load_changed(entry.engine)

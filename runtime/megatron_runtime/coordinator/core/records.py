@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.environment import PeerId
@@ -24,6 +24,7 @@ from megatron_runtime.protocol.messages import (
     EngineStatus,
     Heartbeat,
     Hello,
+    KVPort,
     Outgoing,
     RequestMeta,
     size_of,
@@ -104,6 +105,39 @@ class Client:
         return uid, message, size
 
 
+class RequestStage(StrEnum):
+    """How far a request is. Only the coordinator moves it; transfers.py has the table.
+
+    A request that is not split goes from QUEUED to DECODING.
+    """
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    """A prefill engine computes the complete blocks of its prompt."""
+    EXPORTED = "exported"
+    """The prefill engine keeps them. The request waits for an engine with room for it."""
+    IMPORTING = "importing"
+    """An engine receives them."""
+    DECODING = "decoding"
+    """An engine computes what is left of the prompt, and every token of the answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Export:
+    """Blocks of a prompt that a prefill engine keeps.
+
+    id:      dispatch id of the prefill.
+    weights: that computed them, as the engine names them.
+    until:   when the coordinator gives them up if no engine has room.
+    """
+
+    engine: Engine
+    id: int
+    digests: bytes
+    weights: str
+    until: float
+
+
 class CrashEvidence(Enum):
     """Whether the way an engine was lost is evidence against the requests that it ran."""
 
@@ -151,7 +185,11 @@ class Engine:
     parameters: sampling parameters that it knows.
     task:      what its pooling model computes instead of tokens; empty: it generates tokens.
     started_ms: when its process started; 0: unknown.
+    weights_unavailable: why it waits for the weights of a trainer; None: it does not.
     limits:    the limits (LIMITS) that it announced, for STATUS.
+    role:      "prefill" or "decode", the stage that it is preferred for; empty: both.
+    kv:        the port of its KV cache; None: it neither exports nor imports.
+    free_blocks: blocks that it reported as free, less those of later imports; None: unknown.
     full:      its connection is full, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
     welcomed:  when its target state was last sent to it.
@@ -191,9 +229,13 @@ class Engine:
     parameters: frozenset[str] = FIRST_PARAMETERS
     task: str = ""
     started_ms: int = 0
+    weights_unavailable: str | None = None
     max_requests: int = UNLIMITED_REQUESTS
     limits: Mapping[str, int] = field(default_factory=dict)
     block_size_tokens: int = 0
+    role: str = ""
+    kv: KVPort | None = None
+    free_blocks: int | None = None
     busy_until: float = 0.0
     draining: bool = False
     full: bool = False
@@ -265,6 +307,7 @@ class Engine:
         heartbeat are unchanged.
         """
         self.heartbeat, before = heartbeat, self.queued
+        self.free_blocks = heartbeat.free_blocks
         if heartbeat.queued_tokens is None or not before:
             return False
         last = heartbeat.last_dispatch or 0
@@ -326,10 +369,14 @@ class Engine:
         self.parameters = FIRST_PARAMETERS if hello.parameters is None else frozenset(hello.parameters)
         self.task = hello.task or ""
         self.started_ms = hello.started_ms or 0
+        self.weights_unavailable = hello.weights_unavailable
+        self.role = hello.engine_role or ""
+        self.kv = hello.kv
         if hello.state is not None:
             self.state = hello.state
 
-    def describe(self, now: float) -> EngineStatus:
+    def describe(self, now: float, *, recomputes: str | None = None) -> EngineStatus:
+        """recomputes: as in EngineStatus."""
         return EngineStatus(
             name=self.name,
             state=self.state,
@@ -343,6 +390,9 @@ class Engine:
             draining=self.draining,
             digest=self.digest,
             source=self.source or "",
+            weights_unavailable=self.weights_unavailable,
+            role=self.role or None,
+            recomputes=recomputes,
             **self.limits,
         )
 
@@ -375,6 +425,8 @@ class Entry:
     media_route: route of the client that sent the media.
     uncached:   tokens that its engine has to compute before its next token, as estimated; 0 after that token.
     size:       tokens of prompt and answer at its dispatch. Text counts as one token per four bytes.
+    stage, export, promised, splits: see Transfers. `promised`: blocks of it that a decode engine has to have free.
+                `splits`: False once its blocks could not be exported or imported.
     """
 
     uid: bytes
@@ -411,6 +463,10 @@ class Entry:
     media_route: int = 0
     uncached: int = 0
     size: int = 0
+    stage: RequestStage = RequestStage.QUEUED
+    export: Export | None = None
+    promised: int = 0
+    splits: bool = True
 
     @property
     def tokens_so_far(self) -> int:

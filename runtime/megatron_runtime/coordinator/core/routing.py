@@ -296,10 +296,14 @@ class EngineRouter:
 
     def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int]:
         """Return what LEAST_COST compares, the lowest wins: the cost, and the tokens to compute."""
+        uncached = self.uncached(engine, hashes, tokens)
+        return engine.load + uncached * engine.prefill_cost, uncached
+
+    def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
+        """Return how many of the tokens of a request an engine would have to compute."""
         size = self._block_size or engine.block_size_tokens
         blocks = hashes.get(size)
-        uncached = max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
-        return engine.load + uncached * engine.prefill_cost, uncached
+        return max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
 
     def _session_engine(
         self,

@@ -48,6 +48,8 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.UPDATE_WEIGHTS: ("epoch", "source"),
     Header.SET_ADAPTERS: ("adapters",),
 }
+CANCELS_TRANSFERS = frozenset({Header.SUSPEND, Header.STOP, Header.UPDATE_WEIGHTS, Header.SET_GENERATION_EPOCH})
+"""Control messages after which blocks that are on their way between engines are of no use."""
 KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
 """Control messages that fail as a whole if one engine fails. The engine keeps serving. UPDATE_WEIGHTS from a trainer
 behaves in the same way: an engine that cannot reach the trainer could not get the weights after a restart either."""
@@ -109,6 +111,7 @@ class Verbs:
     settled:      an operation has begun in this process, so engines that register later take their state from here.
     evict:        removes an engine, given the reason.
     stopped:      called after all engines were stopped.
+    cancel_transfers: called before engines are sent one of CANCELS_TRANSFERS.
     adapters_changed: called after a new list of adapters is committed, before the engines get it.
     """
 
@@ -119,6 +122,7 @@ class Verbs:
         *,
         evict: Callable[[Engine, str], None],
         stopped: Callable[[], None],
+        cancel_transfers: Callable[[], None],
         adapters_changed: Callable[[], None],
     ) -> None:
         self.state = CoordinatorState.RECOVERING if context.settings.timing.recovery > 0 else _RUNNING
@@ -134,6 +138,7 @@ class Verbs:
         self._router = router
         self._evict = evict
         self._stopped = stopped
+        self._cancel_transfers = cancel_transfers
         self._adapters_changed = adapters_changed
         self._source_revisions: set[str] = set()
         self._ended: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
@@ -326,6 +331,8 @@ class Verbs:
         self.current = operation
         self.settled = True
         self._context.set_timer("operation", self._context.now + control.timeout_seconds, self._deadline)
+        if control.kind in CANCELS_TRANSFERS:
+            self._cancel_transfers()
         if control.kind is Header.DRAIN:
             engines = [engine for engine in self._engines if control.engine in (None, engine.name)]
             self.drained_all = self.drained_all or control.engine is None

@@ -124,7 +124,7 @@ def tool_format_of(template: ChatTemplate | None) -> tuple[ToolFormat | None, st
             if any(text in source for text in texts_of(format_)):
                 return format_, "named by the chat template"
     if not describes:
-        return PARSERS["hermes"], "the chat template knows no tools, and the server describes them"
+        return PARSERS["hermes"], "the chat template has no support for tools, so the server describes them"
     return None, "the chat template shows no calls"
 
 

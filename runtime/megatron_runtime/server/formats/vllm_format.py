@@ -93,7 +93,7 @@ def _directory(model: str) -> Path:
         raise UnusableError("the package vllm is not installed")
     directory = tokenizer_location(model)
     if not directory.is_dir() or not (directory / "config.json").exists():
-        raise UnusableError(f"{directory} is no directory with a config.json, which vLLM needs")
+        raise UnusableError(f"{directory} is not a directory with a config.json, which vLLM needs")
     return directory
 
 

@@ -1,8 +1,8 @@
-"""The server's side of vllm_worker.py: its processes, and operations that survive the loss of a worker.
+"""The server's side of vllm_worker.py: its processes, and calls that survive the loss of a worker.
 
-Each worker handles one batch of operations at a time. Operations that arrive meanwhile form the next batch, so that
-answers which grow together share a message. A lost worker is replaced. Each operation of its batch is repeated alone:
-if one loses a second worker, only that operation fails.
+Each worker handles one batch of calls at a time. Calls that arrive meanwhile form the next batch, so that
+answers which grow together share a message. A lost worker is replaced. Each call of its batch is repeated alone:
+if one loses a second worker, only that call fails.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class UnknownSettingError(ValueError):
 
 
 @dataclass(eq=False, slots=True)
-class _Operation:
-    """One operation that waits for its reply. losses: workers that were lost while they handled it."""
+class _Call:
+    """One call that waits for its reply. losses: workers that were lost while they handled it."""
 
     message: _Message
     reply: asyncio.Future[dict[str, Any]]
@@ -77,9 +77,9 @@ class _Operation:
 
 
 class _Message:
-    """What an operation says to a worker. generation: of the worker, which knows what earlier messages to it said."""
+    """Content of a call. worker: number of the worker, which has the state that its earlier calls created."""
 
-    def content(self, generation: int) -> dict[str, Any]:
+    def content(self, worker: int) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -87,7 +87,7 @@ class _Message:
 class _Render(_Message):
     fields: Mapping[str, Any]
 
-    def content(self, generation: int) -> dict[str, Any]:
+    def content(self, worker: int) -> dict[str, Any]:
         return {"do": "render", **self.fields}
 
 
@@ -97,10 +97,10 @@ class _Parse(_Message):
     piece: tuple[str, bytes]
     is_last: bool
 
-    def content(self, generation: int) -> dict[str, Any]:
+    def content(self, worker: int) -> dict[str, Any]:
         text, tokens = self.piece
         fields = {"do": "parse", "answer": self.answer.key, "text": text, "tokens": tokens, "is_last": self.is_last}
-        if self.answer.opened_in != generation:
+        if self.answer.opened_in != worker:
             fields |= {"opening": self.answer.opening, "earlier": self.answer.earlier}
         return fields
 
@@ -178,7 +178,7 @@ class VllmProcesses:
 
     async def _fork(self) -> tuple[socket.socket, int]:
         if self._is_closed:
-            raise UnusableError("the server ends")
+            raise UnusableError("the server is shutting down")
         if self._control is None:
             await self._start()
         assert self._control is not None
@@ -249,24 +249,24 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 class _Worker:
     """A worker that is forked when it is first used, and again when it is lost.
 
-    generation: number of workers that were forked.
-    answers:    number of open answers. load: number of operations that have no reply.
+    worker_number: number of workers that were forked.
+    answers:    number of open answers. load: number of calls that have no reply.
     pid:        of the current worker; None: there is none.
     """
 
     def __init__(self, processes: VllmProcesses, *, batch: int) -> None:
-        self.generation = 0
+        self.worker_number = 0
         self.answers = 0
         self.pid: int | None = None
         self._processes = processes
         self._max_batch = batch
-        self._waiting: deque[_Operation] = deque()
-        self._suspects: deque[_Operation] = deque()
-        """Operations that were in the batch of a lost worker."""
+        self._waiting: deque[_Call] = deque()
+        self._suspects: deque[_Call] = deque()
+        """Calls that were in the batch of a lost worker."""
         self._closed: list[int] = []
         self._channel: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
-        self._batch: Sequence[_Operation] = ()
+        self._batch: Sequence[_Call] = ()
 
     @property
     def load(self) -> int:
@@ -274,11 +274,11 @@ class _Worker:
 
     async def call(self, message: _Message) -> dict[str, Any]:
         """Return the reply to a message. Raises AnswerParserError."""
-        operation = _Operation(message, asyncio.get_running_loop().create_future())
-        self._waiting.append(operation)
+        call = _Call(message, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
-        return await operation.reply
+        return await call.reply
 
     def forget(self, key: int) -> None:
         """Drop an answer, with the next batch."""
@@ -288,8 +288,8 @@ class _Worker:
     def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        for operation in (*self._batch, *self._suspects, *self._waiting):
-            _fail(operation, "the server ends")
+        for call in (*self._batch, *self._suspects, *self._waiting):
+            _fail(call, "the server is shutting down")
         self._disconnect()
 
     async def _run(self) -> None:
@@ -299,43 +299,43 @@ class _Worker:
                 batch = [self._suspects.popleft()]
             else:
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_batch))]
-            self._batch = batch = [operation for operation in batch if not operation.reply.done()]
+            self._batch = batch = [call for call in batch if not call.reply.done()]
             try:
                 if batch:
                     await self._handle(batch)
             finally:
                 self._batch = ()
 
-    async def _handle(self, batch: Sequence[_Operation]) -> None:
+    async def _handle(self, batch: Sequence[_Call]) -> None:
         try:
             if self._channel is None:
                 self._channel, self.pid = await self._processes.fork()
-                self.generation += 1
+                self.worker_number += 1
                 self._closed.clear()
         except (OSError, UnusableError, UnknownSettingError) as error:
-            for operation in batch:
-                _fail(operation, f"vLLM's parsers could not be started: {error}")
+            for call in batch:
+                _fail(call, f"vLLM's parsers could not be started: {error}")
             return
         try:
             replies = await self._exchange(batch)
         except (OSError, TimeoutError, MalformedMessageError) as error:
-            logger.warning("worker %s of vLLM's parsers lost (%s): repeating its operations", self.pid, error)
+            logger.warning("worker %s of vLLM's parsers lost (%s): repeating its calls", self.pid, error)
             self._disconnect()
-            for operation in batch:
-                operation.losses += 1
-                if operation.losses > 1:
-                    _fail(operation, "it ended two processes of vLLM's renderer and parsers")
+            for call in batch:
+                call.losses += 1
+                if call.losses > 1:
+                    _fail(call, "it crashed two processes of vLLM's renderer and parsers")
                 else:
-                    self._suspects.append(operation)
+                    self._suspects.append(call)
             return
-        for operation, reply in zip(batch, replies, strict=True):
-            if not operation.reply.done():
-                operation.reply.set_result(reply)
+        for call, reply in zip(batch, replies, strict=True):
+            if not call.reply.done():
+                call.reply.set_result(reply)
 
-    async def _exchange(self, batch: Sequence[_Operation]) -> list[dict[str, Any]]:
+    async def _exchange(self, batch: Sequence[_Call]) -> list[dict[str, Any]]:
         assert self._channel is not None
         loop = asyncio.get_running_loop()
-        contents = [operation.message.content(self.generation) for operation in batch]
+        contents = [call.message.content(self.worker_number) for call in batch]
         closed, self._closed = self._closed, []
         contents[0]["closed"] = closed
         data = pack(contents)
@@ -362,16 +362,16 @@ class _Worker:
             self._channel = self.pid = None
 
 
-def _fail(operation: _Operation, reason: str) -> None:
-    if not operation.reply.done():
-        operation.reply.set_exception(AnswerParserError(reason))
+def _fail(call: _Call, reason: str) -> None:
+    if not call.reply.done():
+        call.reply.set_exception(AnswerParserError(reason))
 
 
 @dataclass(eq=False, slots=True)
 class VllmAnswer:
     """vLLM's parser of one choice, in a worker.
 
-    opened_in: generation of the worker that has the parser.
+    opened_in: number of the worker that has the parser.
     earlier:   the pieces that the parser has read: another worker reads them again, and their events are dropped.
     """
 
@@ -391,7 +391,7 @@ class VllmAnswer:
         reply = await self.worker.call(_Parse(self, piece, is_last))
         if (reason := reply.get("failed")) is not None:
             raise AnswerParserError(f"vLLM's parser failed: {reason}")
-        self.opened_in = self.worker.generation
+        self.opened_in = self.worker.worker_number
         self.earlier.append(piece)
         return [CallBegin(*rest) if kind == CALL else _CLASSES[kind](*rest) for kind, *rest in reply["events"]]
 

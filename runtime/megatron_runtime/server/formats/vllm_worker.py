@@ -325,7 +325,7 @@ def _chosen(
     if setting in (TOOL_FORMATS if option == "--tool-call-parser" else REASONING_FORMATS):
         return None if ours.get(setting) not in installed else ours[setting]
     raise UnknownParserError(
-        f"{option} {setting!r} is no parser of the installed vLLM: use auto, none or one of {', '.join(installed)}"
+        f"{option} {setting!r} is not a parser of the installed vLLM: use auto, none or one of {', '.join(installed)}"
     )
 
 
@@ -333,10 +333,14 @@ class ChoiceParser:
     """The parser of one choice."""
 
     def __init__(self, formats: Formats, opening: Mapping[str, Any]) -> None:
-        said = json.loads(opening["request"])
-        messages = [_QUESTION, _with_calls(said["earlier_calls"]), _QUESTION] if said["earlier_calls"] else [_QUESTION]
-        self._request = formats.request(said["tools"], said["variables"], messages=messages)
-        self._parser = formats.parser(self._request, said["variables"])
+        opening_request = json.loads(opening["request"])
+        messages = (
+            [_QUESTION, _with_calls(opening_request["earlier_calls"]), _QUESTION]
+            if opening_request["earlier_calls"]
+            else [_QUESTION]
+        )
+        self._request = formats.request(opening_request["tools"], opening_request["variables"], messages=messages)
+        self._parser = formats.parser(self._request, opening_request["variables"])
         self._request = self._parser.adjust_request(self._request)
         self._prompt = _tokens(opening["prompt"])
         self._has_begun = False

@@ -30,8 +30,8 @@ class MediaPart:
     named: str
     placeholder: str | None = None
 
-    def is_taken(self, takes: Collection[str]) -> bool:
-        return self.placeholder is None or self.modality in takes
+    def is_supported(self, supported: Collection[str]) -> bool:
+        return self.placeholder is None or self.modality in supported
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,24 @@ class MixedContent:
         texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
         return "\n".join(text for text in texts if text is not None)
 
-    def media(self, takes: Collection[str]) -> list[MediaPart]:
+    def media(self, supported: Collection[str]) -> list[MediaPart]:
         """Return the media that a prompt has. Others have a placeholder.
 
-        takes: modalities of the model.
+        supported: modalities of the model.
         """
-        return [part for part in self.parts if isinstance(part, MediaPart) and part.is_taken(takes)]
+        return [part for part in self.parts if isinstance(part, MediaPart) and part.is_supported(supported)]
 
-    def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> str | list[dict[str, Any]]:
+    def for_template(self, supported: Collection[str], numbers: Iterator[int]) -> str | list[dict[str, Any]]:
         """Return the content as renderers expect it.
 
-        takes:   modalities of the model.
+        supported:   modalities of the model.
         numbers: of the media of the conversation.
         """
-        if not self.media(takes):
+        if not self.media(supported):
             return self.text
         found: list[dict[str, Any]] = []
         for part in self.parts:
-            if isinstance(part, MediaPart) and part.is_taken(takes):
+            if isinstance(part, MediaPart) and part.is_supported(supported):
                 found.append({"type": "media", "number": next(numbers)})
             else:
                 found.append({"type": "text", "text": part if isinstance(part, str) else part.placeholder})
@@ -96,10 +96,10 @@ def media_part(part: dict[str, Any]) -> MediaPart | None:
     return MediaPart(modality, url, str(named)) if isinstance(url, str) and url else None
 
 
-def check_taken(part: MediaPart, takes: Collection[str], *, param: str) -> None:
+def check_supported(part: MediaPart, supported: Collection[str], *, param: str) -> None:
     """Raise ApiError 400 for media that the model of this server does not take."""
-    if part.modality in takes:
+    if part.modality in supported:
         return
-    reads = f"text, {' and '.join(takes)}" if takes else "text only"
+    reads = f"text, {' and '.join(supported)}" if supported else "text only"
     problem = f"this model reads {reads}: every content part needs type 'text' and a text, not {part.named!r}"
     raise invalid_value(param, problem)

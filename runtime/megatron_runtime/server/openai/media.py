@@ -106,7 +106,7 @@ class MediaLoader:
             raise invalid_value(param, f"{shown(url)} is no URL: {error}") from error
         if split.scheme not in ("http", "https") or not host or split.username is not None:
             raise invalid_value(
-                param, f"{shown(url)} is no data URL, and no http or https URL of a host: send a data URL"
+                param, f"{shown(url)} is neither a data URL nor an http or https URL with a host: send a data URL"
             )
         if host not in self._allowed:
             which = "this server fetches no URLs" if not self._allowed else f"this server fetches none from {host}"
@@ -195,7 +195,7 @@ def _decoded(url: str, *, param: str, maximum: int) -> tuple[str, bytes]:
     """Return media type and content of a data URL. Raises ApiError 400, 413."""
     head = _DATA_URL.match(url[:_MAX_HEAD])
     if head is None:
-        raise invalid_value(param, f"{shown(url[:40])} is no data URL: use data:image/png;base64,… or the like")
+        raise invalid_value(param, f"{shown(url[:40])} is not a data URL: use one such as data:image/png;base64,…")
     body = url[head.end() :]
     if len(body) > 4 * maximum + 4 or (head["base64"] and 3 * (len(body) // 4) > maximum + 2):
         raise _too_large(param)

@@ -19,7 +19,7 @@ from megatron_runtime.server.errors import ApiError, context_length_error, inval
 from megatron_runtime.server.formats.chat_format import ChatFormat, RenderedChat
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.openai.bodies import TOKEN_BYTES, Lease
-from megatron_runtime.server.openai.content import MediaPart, MixedContent, check_taken
+from megatron_runtime.server.openai.content import MediaPart, MixedContent, check_supported
 from megatron_runtime.server.openai.jobs import check_vocabulary
 from megatron_runtime.server.openai.media import MediaLoader
 from megatron_runtime.server.openai.schema import ChatMessage, GenerationRequest, Tool
@@ -160,7 +160,7 @@ class Prompts:
         takes = self._chat_format.takes
         parts = _media_parts(messages, takes)
         for param, part in parts:
-            check_taken(part, takes, param=param)
+            check_supported(part, takes, param=param)
         if parts and is_cut:
             problem = "it cannot be combined with images, audio or video: leave one of them out"
             raise invalid_value("truncate_prompt_tokens", problem)

@@ -145,7 +145,7 @@ async def pool(service: Service, request: Request) -> Response:
     body = await service.read(request, PoolingRequest)
     task = body.task or tasks[0]
     if task not in tasks:
-        raise invalid_value("task", f"{task!r} is no task of the model: use {', '.join(tasks)}, or leave it out")
+        raise invalid_value("task", f"{task!r} is not a task of the model: use {', '.join(tasks)}, or leave it out")
     run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
     lease, is_json = service.lease(request), body.encoding_format in (None, "float", "base64")
     shapes: dict[int, tuple[int, ...]] = {}

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
 """Timeout of a TCP connection. A SYN to a pod on a lost node is not answered, and all repetitions of it go to the same
-pod. The next attempt has another source port, so that kube-proxy chooses again."""
+pod. The next try has another source port, so that kube-proxy chooses again."""
 RESOLVE_SECONDS = 0.3
 """Time after which the last known addresses of a name are used. A resolver without an answer takes 30 s to fail."""
 HANDSHAKE_SECONDS = 3.0
@@ -206,7 +206,7 @@ class Dealer:
         self._stop_timer()
         was_open = bool(connection.peer[1])
         if violation is not None:
-            # With wrong keys, the handshake fails at each attempt.
+            # With wrong keys, the handshake fails each time.
             level = logging.WARNING if was_open else logging.DEBUG
             logger.log(level, "connection to %s ended: %s", self.address, violation)
         self._ended.set()

@@ -66,6 +66,7 @@ class CpuExecutor(TorchExecutor):
             linears=numbers.linears,
             **options,
         )
+        self.kv_layout += f" {numbers.weights}"
 
     def _use_model(self, weights: DecoderWeights | None) -> None:
         self.model = self._run = None

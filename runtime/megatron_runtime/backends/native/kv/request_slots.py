@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from megatron_runtime.backends.native.admission import CoreRequest
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock, PrefixCache
+from megatron_runtime.backends.native.kv.transfers import PinnedTransfers
 from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.sampling.batch import SamplingColumns
 
@@ -63,6 +64,7 @@ class RequestSlots:
     num_computed: int32 [slots]; number of them in the KV cache.
     num_pages:    int32 [slots]; pages held.
     is_long:      int32 [slots]; 1 if the request may become longer than the model's `short_length`.
+    samples:      bool [slots]; a token follows the last of these; False for a request that is only computed.
     block_tables: int32 [slots, pages per sequence]; pages held, then the dummy page.
 
     A block is `block_size_tokens` tokens of a prompt, the unit in which KV is shared.
@@ -79,6 +81,7 @@ class RequestSlots:
         self.prefix_cache = PrefixCache(
             num_pages, config.prefix_caching_eviction_policy, pages_per_block=max(1, self.block_size // page_size)
         )
+        self.transfers = PinnedTransfers(self.prefix_cache)
         self.max_sequence_length = min(max_sequence_length, self.prefix_cache.num_usable * page_size)
         pages = -(-self.max_sequence_length // page_size)
         self.tokens = np.zeros((slots, self.max_sequence_length), dtype=np.int32)
@@ -87,6 +90,7 @@ class RequestSlots:
         self.num_pages = np.zeros(slots, dtype=np.int32)
         self.prompt_length = np.zeros(slots, dtype=np.int32)
         self.is_long = np.zeros(slots, dtype=np.int32)
+        self.samples = np.ones(slots, dtype=bool)
         self.block_tables = np.full((slots, pages), self.prefix_cache.dummy, dtype=np.int32)
         self.sampling = SamplingColumns(slots)
         self.routing = RecordedRouting(num_pages, page_size)
@@ -128,6 +132,8 @@ class RequestSlots:
         """
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
+        if matched:
+            self.transfers.used(matched[-1].key)
         new = self.prefix_cache.allocate(-(-len(tokens) // self.page_size) - len(shared))
         assert new is not None, "has_room() has counted the pages"
         slot = self._free_slots.pop()
@@ -139,6 +145,7 @@ class RequestSlots:
         self.num_computed[slot] = len(matched) * self.block_size
         self.prompt_length[slot] = request.prompt_length
         self.is_long[slot] = request.is_long
+        self.samples[slot] = not request.request.prefill_only
         self.sampling.admit(
             slot,
             request.params,
@@ -250,6 +257,7 @@ class RequestSlots:
         self._computing.clear()
         self._chains = {slot: _Chain([], 0) for slot in self._chains}
         self.prefix_cache.clear()
+        self.transfers.clear()
 
     def held_pages(self) -> npt.NDArray[np.int64]:
         """Return the pages whose KV may be read again: those of slots and of cached blocks."""
@@ -260,6 +268,7 @@ class RequestSlots:
     def check_integrity(self) -> None:
         """Compare pages, slots and the prefix cache. Raises AssertionError."""
         held = [self.block_tables[slot, : self.num_pages[slot]] for slot in self._chains]
+        held += self.transfers.held()
         self.prefix_cache.check_integrity(np.concatenate([np.empty(0, np.int32), *held]))
         slots = sorted([*self._free_slots, *self._chains])
         if slots != list(range(self.max_requests)):

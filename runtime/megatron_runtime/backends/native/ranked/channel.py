@@ -42,7 +42,9 @@ from megatron_runtime.distributed.watch import (
 
 logger = logging.getLogger(__name__)
 
-DISCONNECTED = f"its connection ended: the process has ended, was stopped for {SILENCE_SECONDS:g} s, or has no network"
+DISCONNECTED = (
+    f"its connection closed: the process has exited, was stopped for {SILENCE_SECONDS:g} s, or has no network"
+)
 CLOSE_SECONDS = 2.0
 """How long close() waits for the other ranks to disconnect."""
 BLAME_SECONDS = 1.0
@@ -443,7 +445,7 @@ class FollowerChannel(_Channel):
         self.on_state: Callable[[str, bool], object] = lambda _state, _has_joined: None
         """Called on the channel's thread with the arguments of share_state()."""
         self._on_lost = on_lost
-        self._is_leaving = self._has_said_leave = False
+        self._is_leaving = self._has_sent_leave = False
         handlers: dict[Kind, Callable[[Message], object]] = {
             Kind.WELCOME: lambda _message: self._welcomed.set(),
             Kind.FAILED: lambda message: self._lose(*message.body),
@@ -476,8 +478,8 @@ class FollowerChannel(_Channel):
         self._is_leaving = True
 
     def _check_peers(self, now: float) -> None:
-        if self._is_leaving and not self._has_said_leave:
-            self._has_said_leave = True
+        if self._is_leaving and not self._has_sent_leave:
+            self._has_sent_leave = True
             self._send(Kind.LEAVE, 0, None)
         super()._check_peers(now)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_runtime.backends.native.backend import Ranks
-from megatron_runtime.backends.native.executor import Int64, StepPlan, StepResult
+from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan, StepResult
 from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepLimits, merge, warm_up_plans
 from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, torch_device
@@ -59,7 +59,7 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
 
     own_rank: rank of this process. If it is the rank that failed, write a traceback of every thread to standard error.
     """
-    print(f"the engine ends: {error}", file=sys.stderr, flush=True)
+    print(f"the engine exits: {error}", file=sys.stderr, flush=True)
     if error.rank == own_rank:
         faulthandler.dump_traceback(all_threads=True)
     write_termination_message(error)
@@ -127,6 +127,7 @@ class RankedExecutor(Ranks):
         last_stage = (sizes.pipeline - 1) * sizes.expert * sizes.tensor
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
         self.digest = ""
+        self.kv_layout = ""
         self.controller = local.controller
         self.count = sizes.world
         self.vocab_size = local.vocab_size
@@ -168,6 +169,12 @@ class RankedExecutor(Ranks):
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._everywhere("release_kv", keep_pages)
+
+    def read_pages(self, pages: Int32) -> bytes:
+        raise NotImplementedError
+
+    def write_pages(self, pages: Int32, data: bytes) -> None:
+        raise NotImplementedError
 
     def use_memory(self, model: ModelInMemory) -> None:
         """Make the reference IN_MEMORY name `model` on this rank; the other ranks have models of their own."""

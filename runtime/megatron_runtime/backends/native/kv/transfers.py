@@ -1,0 +1,94 @@
+"""Blocks of the prefix cache that another engine reads or writes: their pages are pinned meanwhile. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_runtime.backends.native.kv.prefix_cache import Pages, PrefixCache
+
+EXPORT_SHARE = 4
+"""Exports hold at most this fraction, a quarter, of the usable pages."""
+
+
+class PinnedTransfers:
+    """The exports and imports of one engine by id. Each owns its pages, as a request does.
+
+    A block that is imported is cached when all blocks of its prompt have arrived: a request that begins before computes
+    them.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._exports: dict[int, Pages] = {}
+        self._imports: dict[int, tuple[Sequence[bytes], Pages]] = {}
+        self._ready: dict[bytes, int] = {}
+        """The last digest of each import that is complete -> its id."""
+
+    def export(self, transfer: int, keys: Sequence[bytes]) -> list[bytes]:
+        """Pin the cached prefix of `keys`, as much of it as exports may hold. Return its keys."""
+        room = self._cache.num_usable // EXPORT_SHARE - sum(map(len, self._exports.values()))
+        blocks = self._cache.find(keys)[: max(0, room // self._cache.pages_per_block)]
+        if blocks:
+            self._exports[transfer] = self._cache.pin(blocks)
+        return [block.key for block in blocks]
+
+    def reserve(self, transfer: int, keys: Sequence[bytes]) -> int | None:
+        """Take pages for the blocks `keys`. Return how many of them, from the first on, are cached already; None if too
+        few pages are free.
+        """
+        cached = self._cache.find(keys)
+        missing = (len(keys) - len(cached)) * self._cache.pages_per_block
+        if missing > self._cache.num_available(cached):
+            return None
+        pinned, new = self._cache.pin(cached), self._cache.allocate(missing)
+        assert new is not None, "num_available() has counted them"
+        self._imports[transfer] = keys, np.concatenate([pinned, new])
+        return len(cached)
+
+    def exported(self, transfer: int, block: int) -> Pages:
+        """Return the pages of a block of an export. Raises KeyError if the export has ended."""
+        return self._block(self._exports[transfer], block)
+
+    def reserved(self, transfer: int, block: int) -> Pages:
+        """Return the pages of a block of an import. Raises KeyError if the import has ended."""
+        return self._block(self._imports[transfer][1], block)
+
+    def _block(self, pages: Pages, block: int) -> Pages:
+        size = self._cache.pages_per_block
+        return pages[block * size : (block + 1) * size]
+
+    def complete(self, transfer: int) -> None:
+        """Cache the blocks of an import. They stay pinned. Raises KeyError if the import has ended."""
+        keys, pages = self._imports[transfer]
+        for block, key in enumerate(keys):
+            self._cache.register(key, self._block(pages, block))  # False: it was computed or imported meanwhile
+        self._imports[transfer] = keys, self._cache.pin(self._cache.find(keys))
+        self._cache.release(pages)
+        self._ready[keys[-1]] = transfer
+
+    def used(self, key: bytes) -> None:
+        """A request has pinned the blocks up to `key` itself."""
+        transfer = self._ready.get(key)
+        if transfer is not None:
+            self.release(transfer)
+
+    def release(self, transfer: int) -> None:
+        """End an export or import, if there is one of this id."""
+        pages = self._exports.pop(transfer, None)
+        if transfer in self._imports:
+            keys, pages = self._imports.pop(transfer)
+            if self._ready.get(keys[-1]) == transfer:
+                del self._ready[keys[-1]]
+        if pages is not None:
+            self._cache.release(pages)
+
+    def clear(self) -> None:
+        """End all of them, because the cache was cleared."""
+        for transfer in [*self._exports, *self._imports]:
+            self.release(transfer)
+
+    def held(self) -> list[Pages]:
+        """Return the pages of each export and import."""
+        return [*self._exports.values(), *(pages for _, pages in self._imports.values())]

@@ -1,0 +1,153 @@
+"""The part of an engine in split requests: prompts that it computes for others, and blocks that it imports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from megatron_runtime.engine.backend import EngineBackend
+from megatron_runtime.engine.engine_request import RequestOutput
+from megatron_runtime.engine.kv_port import BlockReceiver, BlockServer
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.protocol.messages import Exported, Imported, KVPort, Transfer
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+EXPORT_SECONDS = 60.0
+"""Time that blocks are kept for another engine, if the coordinator does not end the export earlier."""
+IMPORT_SECONDS = 30.0
+"""Time that imported blocks wait for their request, if no request takes them."""
+
+
+class KVExchange:
+    """Computes prompts for other engines, serves their blocks, and imports blocks.
+
+    send:    sends a message to the coordinator.
+    release: ends what the backend has under an id: an open prefill, an export or an import.
+    """
+
+    def __init__(
+        self,
+        backend: EngineBackend,
+        *,
+        keys_dir: Path | None,
+        send: Callable[[Frames], object],
+        release: Callable[[int], object],
+    ) -> None:
+        assert backend.kv is not None
+        self._kv = backend.kv
+        self._send = send
+        self._release = release
+        self._server = BlockServer(self._kv, keys_dir=keys_dir)
+        self._receiver = BlockReceiver(self._kv, keys_dir=keys_dir)
+        self._prefills: set[int] = set()
+        self._imports: dict[int, asyncio.Task[None]] = {}
+        self._kept: dict[int, asyncio.TimerHandle] = {}
+        """By the id of an export or a complete import: its deadline."""
+        self.port: KVPort | None = None
+
+    def listen(self, host: str, port: int) -> None:
+        """Listen for other engines. Raises OSError."""
+        address = self._server.bind(host, port)
+        self.port = KVPort(address=address, layout=self._kv.layout, block_bytes=self._kv.block_bytes)
+
+    def close(self) -> None:
+        for timer in self._kept.values():
+            timer.cancel()
+        for task in self._imports.values():
+            task.cancel()
+        self._server.close()
+
+    @property
+    def num_running(self) -> int:
+        """Prefills and imports in progress."""
+        return len(self._prefills) + len(self._imports)
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids of prefills, exports and imports."""
+        return [*self._prefills, *self._imports, *self._kept]
+
+    # --- prefills -------------------------------------------------------------------------------------------------
+
+    def begin(self, dispatch_id: int) -> None:
+        """The backend is about to get a request with `prefill_only`."""
+        self._prefills.add(dispatch_id)
+
+    def fail(self, dispatch_id: int, error: Exception | str) -> None:
+        """Report that no block of a prompt could be computed. The engine that answers the request computes it."""
+        logger.info("a prompt is left to the engine that answers the request: %s", error)
+        self._prefills.discard(dispatch_id)
+        self._send(Exported(dispatch_id=dispatch_id).to_frames())
+
+    def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
+        """Report the prefills that have ended. Return the other outputs."""
+        if not self._prefills:
+            return outputs
+        others = []
+        for output in outputs:
+            if output.request_id not in self._prefills:
+                others.append(output)
+            elif output.exported is None:
+                self.fail(output.request_id, output.error or "it has ended")
+            else:
+                self._prefills.discard(output.request_id)
+                if output.exported.digests:
+                    self._keep(output.request_id, EXPORT_SECONDS)
+                exported = Exported(
+                    dispatch_id=output.request_id,
+                    digests=b"".join(output.exported.digests),
+                    weights=output.exported.weights,
+                )
+                self._send(exported.to_frames())
+        return others
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+
+    def transfer(self, message: Transfer) -> None:
+        """Serve the blocks of an export, or import them, whichever the message says."""
+        if not message.address:
+            self._server.grant(message)
+        else:
+            self._imports[message.dispatch_id] = asyncio.create_task(self._import(message))
+
+    async def _import(self, transfer: Transfer) -> None:
+        result: Imported = await self._receiver.receive(transfer)
+        del self._imports[transfer.dispatch_id]
+        if result.ok:
+            self._keep(transfer.dispatch_id, IMPORT_SECONDS)
+        else:
+            self._release(transfer.dispatch_id)
+        self._send(result.to_frames())
+
+    def _keep(self, dispatch_id: int, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._kept[dispatch_id] = loop.call_later(seconds, self._expire, dispatch_id)
+
+    def _expire(self, dispatch_id: int) -> None:
+        self.forget(dispatch_id)
+        self._release(dispatch_id)
+
+    def forget(self, dispatch_id: int) -> None:
+        """The backend is about to end what it has under this id."""
+        self._prefills.discard(dispatch_id)
+        self._server.revoke(dispatch_id)
+        timer = self._kept.pop(dispatch_id, None)
+        if timer is not None:
+            timer.cancel()
+        task = self._imports.pop(dispatch_id, None)
+        if task is not None:
+            task.cancel()
+
+
+def params_of_prompt(params: SamplingParams) -> SamplingParams:
+    """Return the sampling parameters that the KV of a prompt depends on, or its order among others."""
+    return SamplingParams(
+        cache_salt=params.cache_salt,
+        priority=params.priority,
+        num_tokens_to_generate=params.num_tokens_to_generate,
+        num_tokens_total=params.num_tokens_total,
+    )

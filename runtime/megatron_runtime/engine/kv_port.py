@@ -1,0 +1,307 @@
+"""The port on which engines exchange blocks of their prefix caches, with CURVE and the keys of engines.
+
+The importing engine asks for chunks, so it decides how much is on its way. A ticket opens one export for one
+connection. The frames: docs/reference/protocol.md, "Split requests".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_runtime.engine.kv_transfer import KVTransfer, TransferEndedError
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.codec import Frames, MalformedMessageError, UnpackLimits, pack, unpack
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import DIGEST_BYTES, Imported, Transfer
+from megatron_runtime.transport.security import PeerKeys, public_keys
+from megatron_runtime.transport.zmtp.connection import PeerId
+from megatron_runtime.transport.zmtp.dealer import Dealer
+from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
+from megatron_runtime.transport.zmtp.router import Router
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20
+MAX_IN_FLIGHT_BYTES = 64 << 20
+"""Of all exports of an engine together, and of all its imports."""
+WINDOW_CHUNKS = 4
+"""Chunks of one import on their way."""
+MAX_ACTIVE = MAX_IN_FLIGHT_BYTES // (WINDOW_CHUNKS * CHUNK_BYTES)
+"""Exports, and imports, that send or receive at once. Others wait."""
+CONNECT_SECONDS = 2.0
+SILENCE_SECONDS = 5.0
+"""A transfer ends if its other side neither sends nor accepts bytes for this long."""
+MAX_EARLY = 64
+"""Requests that may wait for their ticket, which the coordinator sends to both engines at the same time."""
+_MESSAGE = UnpackLimits(elements=8, containers=2, depth=2, frame_bytes=4096)
+_CHECK_SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class _Grant:
+    """A ticket for one export. peer: the connection that has shown it; None: none has."""
+
+    export: int
+    key: bytes
+    until: float
+    num_blocks: int
+    peer: PeerId | None = None
+
+
+@dataclass(eq=False)
+class _Upload:
+    """The chunks that one connection waits for, and the task that sends them."""
+
+    requests: asyncio.Queue[tuple[_Grant, int, int]] = field(default_factory=asyncio.Queue)
+    has_room: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class BlockServer:
+    """Sends the blocks of exports to engines that have a ticket.
+
+    keys_dir: directory of engine.key and engine.pub; None: no encryption.
+    """
+
+    def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
+        self._kv = kv
+        self._keys_dir = keys_dir
+        self._grants: dict[bytes, _Grant] = {}
+        self._early: list[tuple[PeerId, bytes, int, int]] = []
+        self._uploads: dict[PeerId, _Upload] = {}
+        self._active = asyncio.Semaphore(MAX_ACTIVE)
+        self._router = Router(
+            0,
+            connections={},
+            handshake=self._handshakes(),
+            on_message=self._received,
+            on_gone=lambda peer, _by_peer: self._end(peer),
+            on_room=self._has_room,
+            max_message_bytes=4096,
+            send_buffer_bytes=(WINDOW_CHUNKS - 1) * CHUNK_BYTES,
+            check_seconds=_CHECK_SECONDS,
+        )
+
+    def bind(self, host: str, port: int) -> str:
+        """Listen, and return the address. Raises OSError."""
+        return self._router.bind(host, port)
+
+    def close(self) -> None:
+        self._router.close()
+        self._grants.clear()
+        for peer in list(self._uploads):
+            self._end(peer)
+
+    @property
+    def num_open(self) -> int:
+        """Number of tickets and uploads."""
+        return len(self._grants) + len(self._uploads)
+
+    def grant(self, transfer: Transfer) -> None:
+        """Accept the ticket of an export."""
+        until = time.monotonic() + transfer.seconds
+        num_blocks = len(transfer.digests) // DIGEST_BYTES
+        self._grants[transfer.ticket] = _Grant(transfer.export_id, transfer.key.encode(), until, num_blocks)
+        early, self._early = self._early, []
+        for peer, ticket, offset, size in early:
+            self._request(peer, ticket, offset, size)
+
+    def revoke(self, export: int) -> None:
+        """Accept no ticket of an export any more, and end its connections."""
+        for ticket, grant in list(self._grants.items()):
+            if grant.export == export:
+                del self._grants[ticket]
+                if grant.peer is not None:
+                    self._router.cut(grant.peer)
+                    self._end(grant.peer)
+
+    def _handshakes(self) -> Callable[[bytes], Handshake]:
+        directory = self._keys_dir
+        if directory is None:
+            return NullHandshake
+        from megatron_runtime.transport.zmtp.curve import CurveHandshake, CurveServer
+
+        own = PeerKeys.load(directory, Role.ENGINE).own
+        server = CurveServer.from_z85(
+            own.secret, lambda key: key == own.public or key in public_keys(directory, Role.ENGINE)
+        )
+        return lambda properties: CurveHandshake(server, properties)
+
+    def _received(self, peer: PeerId, frames: Frames) -> None:
+        try:
+            items = unpack(frames[0], _MESSAGE)
+        except MalformedMessageError:
+            items = None
+        if type(items) is list and [type(item) for item in items[:3]] == [bytes, int, int]:
+            ticket, offset, size = items[:3]
+            if offset >= 0 and 0 < size <= CHUNK_BYTES:
+                self._request(peer, ticket, offset, size)
+                return
+        self._router.cut(peer)
+
+    def _request(self, peer: PeerId, ticket: bytes, offset: int, size: int) -> None:
+        grant = self._grants.get(ticket)
+        connection = self._router.connections.get(peer)
+        if connection is None:
+            return
+        if grant is None:
+            self._early.append((peer, ticket, offset, size))
+            if len(self._early) > MAX_EARLY:
+                self._router.cut(self._early.pop(0)[0])
+            return
+        is_first = grant.peer is None
+        if connection.key != grant.key or time.monotonic() > grant.until or grant.peer not in (None, peer):
+            connection.send([pack(["the ticket is not valid for this connection", offset, 0]), b""])
+            return
+        if is_first:
+            grant.peer = peer
+        upload = self._uploads.get(peer)
+        if upload is None:
+            upload = self._uploads[peer] = _Upload()
+            upload.task = asyncio.create_task(self._send(peer, upload))
+        if upload.requests.qsize() > WINDOW_CHUNKS:
+            self._router.cut(peer)
+            self._end(peer)
+        else:
+            upload.requests.put_nowait((grant, offset, size))
+
+    async def _send(self, peer: PeerId, upload: _Upload) -> None:
+        """Send one connection the chunks that it asks for. An importer that stops asking or reading is cut off."""
+        block_bytes, kept, content = self._kv.block_bytes, -1, b""
+        async with self._active:
+            try:
+                while True:
+                    async with asyncio.timeout(SILENCE_SECONDS):
+                        grant, offset, size = await upload.requests.get()
+                    if offset + size > grant.num_blocks * block_bytes:
+                        raise TransferEndedError(f"bytes {offset} to {offset + size} are beyond the export")
+                    chunk = bytearray()
+                    while len(chunk) < size:
+                        block, start = divmod(offset + len(chunk), block_bytes)
+                        if block != kept:
+                            kept, content = block, await self._kv.read(grant.export, block)
+                        chunk += content[start : start + size - len(chunk)]
+                    data = bytes(chunk)
+                    head = pack(["", offset, zlib.crc32(data)])
+                    connection = self._router.connections.get(peer)
+                    while connection is not None and not connection.send([head, data]):
+                        upload.has_room.clear()
+                        async with asyncio.timeout(SILENCE_SECONDS):
+                            await upload.has_room.wait()
+            except Exception as error:
+                connection = self._router.connections.get(peer)
+                if connection is not None:
+                    connection.send([pack([_cause(error), 0, 0]), b""])
+                    connection.close()
+            finally:
+                self._uploads.pop(peer, None)
+
+    def _has_room(self, peer: PeerId) -> None:
+        upload = self._uploads.get(peer)
+        if upload is not None:
+            upload.has_room.set()
+
+    def _end(self, peer: PeerId) -> None:
+        self._early = [item for item in self._early if item[0] != peer]
+        for ticket, grant in list(self._grants.items()):
+            if grant.peer == peer:
+                del self._grants[ticket]
+        upload = self._uploads.pop(peer, None)
+        if upload is not None and upload.task is not None:
+            upload.task.cancel()
+
+
+class BlockReceiver:
+    """Receives the blocks of imports from other engines. keys_dir: as of BlockServer."""
+
+    def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
+        self._kv = kv
+        self._keys_dir = keys_dir
+        self._active = asyncio.Semaphore(MAX_ACTIVE)
+
+    async def receive(self, transfer: Transfer) -> Imported:
+        """Import the blocks of a transfer into the prefix cache. Return its result. The caller releases what a failed
+        or cancelled import has reserved.
+        """
+        begun, size = time.monotonic(), self._kv.block_bytes
+        digests = [transfer.digests[at : at + DIGEST_BYTES] for at in range(0, len(transfer.digests), DIGEST_BYTES)]
+        try:
+            cached = await self._kv.reserve(transfer.dispatch_id, digests, transfer.weights)
+            if cached is None:
+                return Imported(dispatch_id=transfer.dispatch_id, ok=False, has_room=False)
+            if cached < len(digests):
+                async with asyncio.timeout(transfer.seconds), self._active:
+                    begun = time.monotonic()
+                    await self._fetch(transfer, first=cached, count=len(digests))
+            await self._kv.complete(transfer.dispatch_id)
+        except Exception as error:
+            return Imported(dispatch_id=transfer.dispatch_id, ok=False, error=_cause(error))
+        received = (len(digests) - cached) * size
+        seconds = time.monotonic() - begun
+        return Imported(dispatch_id=transfer.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
+
+    async def _fetch(self, transfer: Transfer, *, first: int, count: int) -> None:
+        """Receive the blocks from `first` up to `count`, and write each when it is complete."""
+        inbox: asyncio.Queue[Frames | str] = asyncio.Queue()
+        opened = asyncio.Event()
+        keys = None
+        if self._keys_dir is not None:
+            own = PeerKeys.load(self._keys_dir, Role.ENGINE).own
+            keys = PeerKeys(own, transfer.key.encode())
+        dealer = Dealer(
+            transfer.address,
+            inbox.put_nowait,
+            on_open=opened.set,
+            on_lost=inbox.put_nowait,
+            keys=keys,
+            max_message_bytes=CHUNK_BYTES + limits.MAX_NAME_BYTES + 4096,
+        )
+        with contextlib.closing(dealer):
+            await asyncio.wait_for(opened.wait(), CONNECT_SECONDS)
+            size = self._kv.block_bytes
+            asked = arrived = first * size
+            end, content = count * size, bytearray()
+            while arrived < end:
+                while asked < end and asked - arrived < WINDOW_CHUNKS * CHUNK_BYTES:
+                    part = min(CHUNK_BYTES, end - asked)
+                    dealer.send([pack([transfer.ticket, asked, part])])
+                    asked += part
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    message = await inbox.get()
+                data = _chunk_of(message, offset=arrived, size=min(CHUNK_BYTES, end - arrived))
+                arrived += len(data)
+                content += data
+                while len(content) >= size:
+                    await self._kv.write(transfer.dispatch_id, (arrived - len(content)) // size, bytes(content[:size]))
+                    del content[:size]
+
+
+def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
+    """Return the bytes of the chunk that is expected next. Raises TransferEndedError."""
+    if isinstance(message, str):
+        raise TransferEndedError(message)
+    try:
+        items = unpack(message[0], _MESSAGE)
+    except MalformedMessageError as error:
+        raise TransferEndedError(str(error)) from error
+    if type(items) is not list or [type(item) for item in items[:3]] != [str, int, int] or len(message) != 2:
+        raise TransferEndedError("the other engine's answer is not [error, offset, checksum] and bytes")
+    cause, at, checksum = items[:3]
+    if cause:
+        raise TransferEndedError(f"the other engine: {cause}")
+    if at != offset or len(message[1]) != size or zlib.crc32(message[1]) != checksum:
+        raise TransferEndedError(f"the chunk at byte {offset} arrived damaged or out of order")
+    return message[1]
+
+
+def _cause(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"the other engine did not connect, send or accept bytes for {SILENCE_SECONDS:g} s"
+    return (str(error) or type(error).__name__)[: limits.MAX_TEXT_CHARACTERS]

@@ -1,0 +1,220 @@
+"""Prefill and decode on different engines: engines are killed or frozen at each stage, and no answer changes."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from eventually import LONG_SECONDS, eventually
+from fleet import Fleet, Load, Process, until_serving, until_status
+from machine import scaled
+from random_checkpoint import write_speaking_model
+from soak import repeated, size
+
+from megatron_runtime.protocol.messages import StatusReply
+
+PREFILL, DECODE = ("p-0", "p-1"), ("d-0", "d-1")
+STREAMS = 16
+OPTIONS = ("--block-size-tokens", "16", "--max-tokens", "128", "--kv-cache-memory", "4Mi")
+STAGES = ("prefill", "transfer", "import", "decode", "both")
+CASES = list(itertools.product(STAGES, ("kill", "freeze")))
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class SplitPool:
+    """A coordinator, two engines of each role, and streams with long prompts."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self.fleet = fleet
+        self.random = random.Random(seed)
+
+    async def start(self) -> None:
+        fleet = self.fleet
+        self.coordinator = await fleet.coordinator()
+        for role, names in (("prefill", PREFILL), ("decode", DECODE)):
+            for name in names:
+                await fleet.engine(name, *OPTIONS, "--echo-step-seconds", "0.02", "--role", role)
+        self.link = await fleet.admin()
+        await until_serving(self.link, fleet.engines)
+        await until_status(
+            self.link,
+            lambda status: all(engine.digest for engine in status.engines),
+            what="every engine has reported the digest of its weights",
+        )
+        self.load = Load([await fleet.client()])
+
+    def add(self, streams: int = STREAMS) -> None:
+        for _ in range(streams):
+            prompt = self.random.choices(range(50_000), k=self.random.randint(400, 1500))
+            self.load.add(prompt, self.random.randint(20, 60))
+
+    async def count(self, name: str) -> float:
+        return (await self.coordinator.metrics())[f"megatron_coordinator_{name}_total"]
+
+    async def until_engines(self, condition: Callable[[dict[str, int]], bool], *, what: str) -> None:
+        """Wait for a condition of the requests in flight at each engine."""
+
+        def holds(status: StatusReply) -> bool:
+            return condition({engine.name: engine.in_flight for engine in status.engines})
+
+        await until_status(self.link, holds, what=what)
+
+    async def check(self) -> None:
+        """Every stream has the undisturbed answer, and no engine keeps a block for a request that ended."""
+        await self.load.check(seconds=scaled(180))
+        for engine in self.fleet.engines.values():
+
+            async def is_empty(engine: Process = engine) -> bool:
+                return (await engine.metrics())["megatron_kv_cache_usage_perc"] == 0
+
+            await eventually(is_empty, what="no request, export or import holds pages")
+
+
+@pytest.fixture
+async def pool(fleet: Fleet, seed: int) -> SplitPool:
+    pool = SplitPool(fleet, seed)
+    await pool.start()
+    return pool
+
+
+@repeated()
+async def test_prompts_are_computed_by_one_engine_and_answered_by_another(pool: SplitPool) -> None:
+    pool.add()
+    await pool.check()
+    assert await pool.count("split_requests") > 0
+    assert await pool.count("kv_imports") > 0
+    assert await pool.count("kv_imported_bytes") > 0
+
+
+@pytest.mark.parametrize(("stage", "fault"), CASES, ids=[f"{stage}-{fault}" for stage, fault in CASES])
+@repeated(soak=size(1, soak=200))
+async def test_an_engine_is_lost_at_a_stage(
+    pool: SplitPool, stage: str, fault: str, report: Callable[[str], None]
+) -> None:
+    held = [pool.fleet.engines[name] for name in DECODE] if stage in ("transfer", "import", "both") else []
+    for engine in held:
+        engine.freeze()  # the stage of importing lasts until it runs again
+    pool.add()
+    if stage == "prefill":
+        await pool.until_engines(lambda flying: any(flying.get(name) for name in PREFILL), what="a prompt is computed")
+    elif stage == "decode":
+        await pool.load.until(pool.random.randint(1, 200))
+    else:
+        await pool.until_engines(lambda flying: any(flying.get(name) for name in DECODE), what="a prompt is imported")
+    victims = {"prefill": PREFILL[:1], "transfer": PREFILL[:1], "both": (PREFILL[0], DECODE[0])}.get(stage, DECODE[:1])
+    began = time.monotonic()
+    for name in victims:
+        if fault == "kill":
+            await pool.fleet.engines.pop(name).kill()
+        else:
+            pool.fleet.engines[name].freeze()
+    for name, engine in pool.fleet.engines.items():
+        if name not in victims:
+            engine.thaw()
+    if fault == "freeze":
+        names = set(pool.fleet.engines) - set(victims)
+        await until_status(
+            pool.link,
+            lambda status: {engine.name for engine in status.engines} == names,
+            seconds=LONG_SECONDS,
+            what="frozen engines are removed",
+        )
+        for name in victims:
+            pool.fleet.engines[name].thaw()
+    await pool.check()
+    gaps = sorted(record.longest_gap(since=began) for record in pool.load.records)
+    report(f"{stage}, {fault}: {len(gaps)} streams equal; longest wait {gaps[-1]:.2f} s")
+
+
+MODEL_OPTIONS = ("--backend", "native", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64Mi")
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 8}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+    "several answers": {"temperature": 0.8, "seed": 3, "n": 3},
+    "log-probabilities": {"temperature": 0.0, "logprobs": True, "top_logprobs": 3},
+    "a grammar": {
+        "temperature": 0.0,
+        "max_tokens": 48,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+    },
+    "tools": {"temperature": 0.0, "max_tokens": 64, "tools": [WEATHER], "tool_choice": "required"},
+    "stop and penalties": {"temperature": 0.0, "stop": ["zzz"], "presence_penalty": 0.5, "logit_bias": {"100": 2.0}},
+}
+
+
+async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path) -> None:
+    model = str(write_speaking_model(tmp_path / "model"))
+    coordinator = await fleet.coordinator()
+    options = ("--model", model, *MODEL_OPTIONS, "--block-size-tokens", "16", "--max-tokens", "128")
+    await fleet.engine("d-0", *options, "--role", "decode")
+    link = await fleet.admin()
+    await until_serving(link, fleet.engines)
+    _, url = await fleet.server("--model", model, "--model-name", "m")
+
+    async def answers(salt: str) -> dict[str, Any]:
+        """Answer each request with a long prompt, all at the same time."""
+        async with httpx.AsyncClient(trust_env=False, timeout=LONG_SECONDS) as http:
+
+            async def answer(number: int, body: dict[str, Any]) -> list[Any]:
+                text = f"Question {number}: " + "What is the weather in a town by the sea in the north? " * 30
+                body = {"model": "m", "max_tokens": 16, "messages": [{"role": "user", "content": text}], **body}
+                reply = await http.post(f"{url}/v1/chat/completions", json={**body, "cache_salt": salt})
+                assert reply.status_code == 200, reply.text
+                choices = reply.json()["choices"]
+                return sorted(choices, key=lambda choice: choice["index"])
+
+            found = await asyncio.gather(*(answer(number, body) for number, body in enumerate(REQUESTS.values())))
+        return dict(zip(REQUESTS, found, strict=True))
+
+    together = await answers("one engine")
+    await fleet.engine("p-0", *options, "--role", "prefill")
+    await until_status(
+        link,
+        lambda status: len(status.engines) == 2 and all(engine.serving and engine.digest for engine in status.engines),
+        what="both engines serve",
+    )
+    apart = await answers("two engines")
+    for name in REQUESTS:
+        assert without_numbers(apart[name]) == without_numbers(together[name]), name
+        assert numbers_of(apart[name]) == pytest.approx(numbers_of(together[name]), abs=1e-3), name
+    metrics = await coordinator.metrics()
+    assert metrics["megatron_coordinator_kv_imports_total"] > 0
+
+
+def without_numbers(value: Any) -> Any:
+    """Return an answer without log-probabilities and random ids."""
+    if isinstance(value, dict):
+        return {key: without_numbers(item) for key, item in value.items() if key not in ("logprob", "id")}
+    return [without_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def numbers_of(value: Any) -> list[float]:
+    """Return the log-probabilities of an answer, in their order."""
+    if isinstance(value, dict):
+        own = [value["logprob"]] if "logprob" in value else []
+        return own + [number for key, item in value.items() if key != "logprob" for number in numbers_of(item)]
+    return [number for item in value for number in numbers_of(item)] if isinstance(value, list) else []
