@@ -1,4 +1,4 @@
-"""The addresses at which a peer looks for its coordinator, or both coordinators of a pair, and at which it is reached."""
+"""Addresses: where a peer looks for its coordinator, or both of a pair, and where others reach the peer."""
 
 from __future__ import annotations
 
