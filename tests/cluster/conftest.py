@@ -96,6 +96,15 @@ def wait_until_served(cluster: LocalCluster, kind: ObjectKind) -> None:
         time.sleep(0.1)
 
 
+async def until_discovered(cluster: LocalCluster, api_version: str) -> None:
+    """Wait until clients discover an API, some moments after its CRD is established."""
+
+    async def is_served() -> bool:
+        return api_version in cluster.run_kubectl("api-versions").stdout.split()
+
+    await eventually(is_served, what=f"clients discover {api_version}")
+
+
 @pytest.fixture
 def gateway_api(control_plane: LocalCluster) -> Iterator[None]:
     """The kinds HTTPRoute and InferencePool, from their Go modules, for one test."""

@@ -29,7 +29,7 @@ from megatron_operator.resource.names import COORDINATOR
 from megatron_runtime.cli.processes import free_ports
 
 from .client_load import LENGTH, CoordinatorLoad
-from .conftest import condition
+from .conftest import condition, until_discovered
 from .fake_node import FakeNode
 
 pytestmark = [
@@ -157,12 +157,19 @@ def prometheus_of(address: str, *, namespace: str, folder: Path) -> Iterator[str
 
 
 @contextmanager
+def keda_kinds(cluster: LocalCluster) -> Iterator[None]:
+    files = module_directory(KEDA).joinpath("config", "crd", "bases").glob("*.yaml")
+    definitions = [yaml.safe_load(path.read_text()) for path in files]
+    apply(cluster, *definitions)
+    yield
+    cluster.run_kubectl("delete", "crd", *(each["metadata"]["name"] for each in definitions), "--wait=false")
+
+
+@contextmanager
 def keda(cluster: LocalCluster, *, namespace: str, folder: Path) -> Iterator[None]:
     """Run KEDA's operator for the ScaledObjects of one namespace. Its metrics server, by which an HPA scales above one,
     does not run."""
     program = built_program(KEDA, "./cmd/operator")
-    definitions = [str(path) for path in module_directory(KEDA).joinpath("config", "crd", "bases").glob("*.yaml")]
-    files = [part for path in definitions for part in ("-f", path)]
     self_signed = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=keda"
     key, certificate = folder / "tls.key", folder / "tls.crt"
     subprocess.run([*self_signed.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
@@ -177,17 +184,12 @@ def keda(cluster: LocalCluster, *, namespace: str, folder: Path) -> Iterator[Non
         f"--metrics-service-bind-address=127.0.0.1:{service}",
     ]
     variables = ("WATCH_NAMESPACE", "POD_NAMESPACE", "KEDA_CLUSTER_OBJECT_NAMESPACE")
-    cluster.run_kubectl("apply", "--server-side", *files)
-    try:
-        cluster.run_kubectl("wait", "--for=condition=Established", *files, "--timeout=120s")
-        with running(command, log=folder / "keda.log", environment=dict.fromkeys(variables, namespace)):
-            try:
-                yield
-            finally:
-                # KEDA removes its finalizers, for which the deletion of the namespace would wait.
-                cluster.run_kubectl("delete", "scaledobjects.keda.sh", "--all", "-n", namespace)
-    finally:
-        cluster.run_kubectl("delete", *files, "--wait=false")
+    with running(command, log=folder / "keda.log", environment=dict.fromkeys(variables, namespace)):
+        try:
+            yield
+        finally:
+            # KEDA removes its finalizers, for which the deletion of the namespace would wait.
+            cluster.run_kubectl("delete", "scaledobjects.keda.sh", "--all", "-n", namespace)
 
 
 @asynccontextmanager
@@ -224,23 +226,23 @@ async def test_keda_starts_an_engine_for_requests_that_wait_and_removes_it_when_
     resource: Any, operator: Any, node: FakeNode, control_plane: LocalCluster, tmp_path: Path
 ) -> None:
     made = await resource.create(replicas=0)
-    await resource.settled("Suspended")
+    await resource.until(lambda status: condition(status, "CoordinatorReady").get("status") == "True")
     manifest = sample("keda.yaml", namespace=resource.namespace)
     manifest["spec"] |= {"pollingInterval": 1, "cooldownPeriod": 5}
     (trigger,) = manifest["spec"]["triggers"]
-    with (
-        prometheus_of(metrics_address(node), namespace=resource.namespace, folder=tmp_path) as url,
-        keda(control_plane, namespace=resource.namespace, folder=tmp_path),
-    ):
+    scraped = prometheus_of(metrics_address(node), namespace=resource.namespace, folder=tmp_path)
+    with scraped as url, keda_kinds(control_plane):
+        await until_discovered(control_plane, manifest["apiVersion"])
         trigger["metadata"]["serverAddress"] = url
-        apply(control_plane, manifest)
-        async with requested(node):
-            pass
-        # KEDA has written the resource twice: one replica, then none.
-        await resource.until(
-            lambda status: (
-                status["observedGeneration"] >= made["metadata"]["generation"] + 2
-                and condition(status, "EnginesReady").get("reason") == "Suspended"
+        with keda(control_plane, namespace=resource.namespace, folder=tmp_path):
+            apply(control_plane, manifest)
+            async with requested(node):
+                pass
+            # KEDA has written the resource twice: one replica, then none.
+            await resource.until(
+                lambda status: (
+                    status["observedGeneration"] >= made["metadata"]["generation"] + 2
+                    and condition(status, "EnginesReady").get("reason") == "Suspended"
+                )
             )
-        )
-        assert (await resource.get())["spec"]["replicas"] == 0
+    assert (await resource.get())["spec"]["replicas"] == 0

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from eventually import eventually
-from openshift import CONSTRAINT, CONSTRAINTS, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
+from openshift import API_VERSION, CONSTRAINT, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
 
 from localcluster import LocalCluster, installation
 from megatron_operator.cluster.kinds import POD, kind_of
 
-from .conftest import condition, wait_until_served
+from .conftest import condition, until_discovered
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> Iterator[None]:
+async def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> AsyncIterator[None]:
     """OpenShift's security API, and its admission in the namespace of the test."""
     crd = CRD["metadata"]["name"]
     annotations = [f"{key}={value}" for key, value in NAMESPACE_ANNOTATIONS.items()]
@@ -29,7 +29,7 @@ def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> It
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(CRD))
         control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(webhook))
         try:
-            wait_until_served(control_plane, CONSTRAINTS)
+            await until_discovered(control_plane, API_VERSION)
             yield
         finally:
             name = webhook["metadata"]["name"]

@@ -29,7 +29,8 @@ async def trainer(node: FakeNode, ports: Ports, tmp_path: Path) -> AsyncIterator
     config = replace(LLAMA, num_layers=2, num_heads=4)
     model = str(write_model(tmp_path / "model", config, random_tensors(config)))
     node.engine_program = ("-m", "megatron_runtime.cli", "engine")
-    node.engine_arguments = ("--model", model, "--dtype", "float32", "--block-size-tokens", "16")
+    limits = ("--max-sequence-length", str(config.max_position_embeddings), "--block-size-tokens", "16")
+    node.engine_arguments = ("--model", model, "--dtype", "float32", *limits)
     made = TrainerProcess(f"127.0.0.1:{ports.admin}", node.keys_folder("demo"), model)
     yield made
     await made.kill()

@@ -6,13 +6,13 @@ A webhook imitates OpenShift's admission in the namespaces of the operator and o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from eventually import LONG_SECONDS, eventually
-from openshift import CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
+from openshift import API_VERSION, CRD, FIRST_ID, NAMESPACE_ANNOTATIONS, admission
 from soak import SOAK
 
 from localcluster import installation
@@ -28,17 +28,21 @@ IDENTITY = "id -u; id -g; grep -c :$(id -u): /etc/passwd || true"
 
 
 @pytest.fixture
-def openshift(platform: Platform, kube: Kubectl, tmp_path: Path) -> Iterator[None]:
+async def openshift(platform: Platform, kube: Kubectl, tmp_path: Path) -> AsyncIterator[None]:
     """OpenShift's security API and admission, and the operator, installed again, which detects them."""
     namespaces = (installation.OPERATOR_NAMESPACE, kube.namespace)
     annotations = [f"{key}={value}" for key, value in NAMESPACE_ANNOTATIONS.items()]
     for namespace in namespaces:
         platform.kube("annotate", "namespace", namespace, "--overwrite", *annotations)
     crd = CRD["metadata"]["name"]
+
+    async def is_served() -> bool:
+        return API_VERSION in platform.kube("api-versions").split()
+
     with admission(namespaces, folder=tmp_path) as webhook:
         try:
             platform.kube.apply(json.dumps(CRD))
-            platform.kube.wait(f"crd/{crd}", "condition=Established")
+            await eventually(is_served, what="the API server serves OpenShift's API")
             platform.kube.apply(webhook)
             installation.install_operator(platform.kube, platform.helm, Steps())
             yield

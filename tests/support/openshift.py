@@ -18,14 +18,14 @@ from typing import Any
 
 from threaded_server import serving
 
-from megatron_operator.cluster.kinds import ObjectKind
-
 FIRST_ID, IDS = 1_000_660_000, 10_000
 NAMESPACE_ANNOTATIONS = {
     "openshift.io/sa.scc.uid-range": f"{FIRST_ID}/{IDS}",
     "openshift.io/sa.scc.supplemental-groups": f"{FIRST_ID}/{IDS}",
 }
 CONSTRAINT = "restricted-v2"
+API_VERSION = "security.openshift.io/v1"
+"""The API by which a cluster is recognised as OpenShift. It is served some moments after its CRD is established."""
 CRD: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",
@@ -48,8 +48,6 @@ CRD: dict[str, Any] = {
         ],
     },
 }
-"""The API by which a cluster is recognised as OpenShift."""
-CONSTRAINTS = ObjectKind("SecurityContextConstraints", "security.openshift.io", "v1", "securitycontextconstraints")
 _NAME_IN = {"key": "kubernetes.io/metadata.name", "operator": "In"}
 _VOLUMES = {
     "configMap",

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, Process, until_serving, until_status
 from machine import scaled
 from random_checkpoint import write_speaking_model
-from soak import repeated, size
+from soak import repeated
 
 from megatron_runtime.protocol.messages import StatusReply
 
@@ -57,11 +57,14 @@ class SplitPool:
     async def count(self, name: str) -> float:
         return (await self.coordinator.metrics())[f"megatron_coordinator_{name}_total"]
 
-    async def until_engines(self, condition: Callable[[dict[str, int]], bool], *, what: str) -> None:
-        """Wait for a condition of the requests in flight at each engine."""
+    async def until_busy(self, names: Sequence[str], *, what: str) -> None:
+        """Wait until one of these engines has a request, or, on a slow machine, until that moment has passed: then
+        tokens arrive.
+        """
 
         def holds(status: StatusReply) -> bool:
-            return condition({engine.name: engine.in_flight for engine in status.engines})
+            is_busy = any(engine.in_flight for engine in status.engines if engine.name in names)
+            return is_busy or self.load.tokens > 0
 
         await until_status(self.link, holds, what=what)
 
@@ -85,15 +88,15 @@ async def pool(fleet: Fleet, seed: int) -> SplitPool:
 
 @repeated()
 async def test_prompts_are_computed_by_one_engine_and_answered_by_another(pool: SplitPool) -> None:
-    pool.add()
-    await pool.check()
+    while not await pool.count("kv_imports"):  # an engine that is late with its heartbeats gets no prompt
+        pool.add()
+        await pool.check()
     assert await pool.count("split_requests") > 0
-    assert await pool.count("kv_imports") > 0
     assert await pool.count("kv_imported_bytes") > 0
 
 
 @pytest.mark.parametrize(("stage", "fault"), CASES, ids=[f"{stage}-{fault}" for stage, fault in CASES])
-@repeated(soak=size(1, soak=200))
+@repeated(soak=100)
 async def test_an_engine_is_lost_at_a_stage(
     pool: SplitPool, stage: str, fault: str, report: Callable[[str], None]
 ) -> None:
@@ -102,11 +105,11 @@ async def test_an_engine_is_lost_at_a_stage(
         engine.freeze()  # the stage of importing lasts until it runs again
     pool.add()
     if stage == "prefill":
-        await pool.until_engines(lambda flying: any(flying.get(name) for name in PREFILL), what="a prompt is computed")
+        await pool.until_busy(PREFILL, what="a prompt is computed")
     elif stage == "decode":
         await pool.load.until(pool.random.randint(1, 200))
     else:
-        await pool.until_engines(lambda flying: any(flying.get(name) for name in DECODE), what="a prompt is imported")
+        await pool.until_busy(DECODE, what="a prompt is imported")
     victims = {"prefill": PREFILL[:1], "transfer": PREFILL[:1], "both": (PREFILL[0], DECODE[0])}.get(stage, DECODE[:1])
     began = time.monotonic()
     for name in victims:
@@ -130,6 +133,21 @@ async def test_an_engine_is_lost_at_a_stage(
     await pool.check()
     gaps = sorted(record.longest_gap(since=began) for record in pool.load.records)
     report(f"{stage}, {fault}: {len(gaps)} streams equal; longest wait {gaps[-1]:.2f} s")
+
+
+@repeated()
+async def test_the_coordinator_is_lost_while_blocks_travel(pool: SplitPool) -> None:
+    """The next coordinator knows no transfer, engines drop theirs, and the client submits its requests again."""
+    held = [pool.fleet.engines[name] for name in DECODE]
+    for engine in held:
+        engine.freeze()
+    pool.add()
+    await pool.until_busy(DECODE, what="a prompt is imported")
+    await pool.coordinator.kill()
+    pool.coordinator = await pool.fleet.coordinator()
+    for engine in held:
+        engine.thaw()
+    await pool.check()
 
 
 MODEL_OPTIONS = ("--backend", "native", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "64Mi")
@@ -166,6 +184,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.timeout(900)
 async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path) -> None:
     model = str(write_speaking_model(tmp_path / "model"))
     coordinator = await fleet.coordinator()
@@ -197,12 +216,13 @@ async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet,
         lambda status: len(status.engines) == 2 and all(engine.serving and engine.digest for engine in status.engines),
         what="both engines serve",
     )
-    apart = await answers("two engines")
-    for name in REQUESTS:
-        assert without_numbers(apart[name]) == without_numbers(together[name]), name
-        assert numbers_of(apart[name]) == pytest.approx(numbers_of(together[name]), abs=1e-3), name
-    metrics = await coordinator.metrics()
-    assert metrics["megatron_coordinator_kv_imports_total"] > 0
+    number = 0
+    while not (await coordinator.metrics())["megatron_coordinator_kv_imports_total"]:
+        number += 1  # an engine that is late with its heartbeats gets no prompt
+        apart = await answers(f"two engines, {number}")
+        for name in REQUESTS:
+            assert without_numbers(apart[name]) == without_numbers(together[name]), name
+            assert numbers_of(apart[name]) == pytest.approx(numbers_of(together[name]), abs=1e-3), name
 
 
 def without_numbers(value: Any) -> Any:

@@ -32,7 +32,7 @@ from megatron_runtime.protocol.published_weights import (
 )
 from megatron_runtime.transport.addresses import local_address
 from megatron_runtime.transport.peer_link import unreachable_cause
-from megatron_runtime.transport.security import TRAINER, PeerKeys
+from megatron_runtime.transport.security import TRAINER, KeyFileError, PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer
 
 ANSWER_SECONDS = 15.0
@@ -127,7 +127,16 @@ def block_digest(block: torch.Tensor) -> bytes:
     return hashlib.sha256(block.reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
-async def _open(source: PublishedSource, keys_dir: Path | None) -> SessionOpened:
+def is_offered(source: str, *, keys_dir: Path | None) -> bool:
+    """Return whether the trainer answers and holds these weights."""
+    try:
+        asyncio.run(_open(PublishedSource.parse(source), keys_dir, is_question=True))
+    except (WeightsUnavailableError, KeyFileError):
+        return False
+    return True
+
+
+async def _open(source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False) -> SessionOpened:
     """Ask the trainer for the session. Raises WeightsUnavailableError, and KeyFileError for missing keys."""
     answer: asyncio.Future[SessionOpened] = asyncio.get_running_loop().create_future()
 
@@ -139,7 +148,7 @@ async def _open(source: PublishedSource, keys_dir: Path | None) -> SessionOpened
                 answer.set_exception(WeightsUnavailableError(f"{source.address}: {error}"))
 
     def ask() -> None:
-        dealer.send([OpenSession(source.session).to_bytes()])
+        dealer.send([OpenSession(source.session, is_question).to_bytes()])
 
     dealer = Dealer(
         source.address,

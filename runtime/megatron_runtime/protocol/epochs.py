@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from megatron_runtime.protocol import limits
@@ -24,11 +23,11 @@ def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
     """Raises MalformedMessageError."""
     if type(data) is not bytes or len(data) % _SPAN.size:
         raise MalformedMessageError(f"epochs of tokens: want bytes, a multiple of {_SPAN.size} of them")
-    spans = tuple(_SPAN.iter_unpack(data))
-    if any(epoch > limits.MAX_EPOCH for _, epoch in spans):
-        raise MalformedMessageError(f"epochs of tokens: want at most {limits.MAX_EPOCH}")
-    if any(first >= second for (first, _), (second, _) in pairwise(spans)):
-        raise MalformedMessageError("epochs of tokens: want spans in rising order")
+    spans, last = tuple(_SPAN.iter_unpack(data)), -1
+    for first, epoch in spans:
+        if first <= last or epoch > limits.MAX_EPOCH:
+            raise MalformedMessageError(f"epochs of tokens: want spans in rising order, up to epoch {limits.MAX_EPOCH}")
+        last = first
     return spans
 
 

@@ -146,12 +146,16 @@ def digest_of(manifest: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Engine rank to trainer: open the session of a reference."""
+    """Engine rank to trainer: open the session of a reference.
+
+    is_question: only ask whether the trainer holds its tensors.
+    """
 
     session: str
+    is_question: bool = False
 
     def to_bytes(self) -> bytes:
-        return pack([self.session])
+        return pack([self.session, self.is_question])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> OpenSession:
@@ -159,7 +163,7 @@ class OpenSession:
         items = unpack(data, _OPENING)
         if type(items) is not list or len(items) < 1 or type(items[0]) is not str or len(items[0]) > MAX_SESSION_BYTES:
             raise MalformedMessageError(f"{shown(items)}: want a list with a session")
-        return cls(items[0])
+        return cls(items[0], is_question=items[1:2] == [True])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

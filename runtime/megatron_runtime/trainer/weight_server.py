@@ -234,15 +234,19 @@ class WeightServer:
         if connection is None:
             return
         try:
-            session = OpenSession.from_bytes(frames[0]).session
+            opening = OpenSession.from_bytes(frames[0])
         except MalformedMessageError as error:
             connection.send([SessionOpened(error=str(error)).to_bytes()])
             return
+        session = opening.session
         weights = self._held.get(session)
         if weights is None:
             held = ", ".join(str(one.epoch) for one in list(self._held.values())) or "none"
             cause = f"it does not hold session {session[:24]}; epochs that it holds: {held}. Publish again"
             connection.send([SessionOpened(error=cause).to_bytes()])
+            return
+        if opening.is_question:
+            connection.send([SessionOpened().to_bytes()])
             return
         token = secrets.token_hex(16)
         sender = threading.Thread(target=self._send, args=(weights, token), name=f"send {session}")

@@ -70,3 +70,17 @@ def test_an_out_of_memory_error_keeps_the_kept_pages(monkeypatch: pytest.MonkeyP
     pool.allocate()
     assert pool.cache_LPXE is not None
     assert torch.equal(pool.cache_LPXE[:, 5], before[:, 5])
+
+
+def test_pages_of_one_pool_are_written_to_others_as_they_were() -> None:
+    source, target = make_pool(), make_pool()
+    values, before = fill(source), fill(target)
+    data = source.read(np.array([3, 9, 4], np.int32))
+    assert len(data) == 3 * source.cache_LPXE[:, 0].nbytes
+    target.write(np.array([5, 1, 60], np.int32), data)
+    assert torch.equal(target.cache_LPXE[:, [5, 1, 60]], values[:, [3, 9, 4]])
+    others = [page for page in range(64) if page not in (5, 1, 60)]
+    assert torch.equal(target.cache_LPXE[:, others], before[:, others])
+    target.release(None)
+    with pytest.raises(MemoryShortError, match="RESUME"):
+        target.read(np.array([1], np.int32))

@@ -17,6 +17,7 @@ from megatron_runtime.engine.kv_transfer import TransferEndedError
 from megatron_runtime.protocol.codec import pack, unpack
 from megatron_runtime.protocol.messages import Transfer
 from megatron_runtime.transport.security import generate_key_files
+from megatron_runtime.transport.zmtp.dealer import Dealer
 from megatron_runtime.transport.zmtp.handshake import NullHandshake
 from megatron_runtime.transport.zmtp.router import Router
 
@@ -106,7 +107,7 @@ async def test_blocks_arrive_as_they_were_and_those_in_the_cache_are_not_sent(
     await until(lambda: server.num_open == 0, "the ticket and the upload have ended")
 
 
-async def test_a_ticket_that_arrives_after_its_request_is_not_refused(
+async def test_a_ticket_that_arrives_after_its_request_is_not_rejected(
     exporter: tuple[BlockServer, Blocks, str],
 ) -> None:
     server, _, address = exporter
@@ -202,6 +203,34 @@ async def test_an_importer_that_is_cancelled_leaves_nothing_at_the_exporter(
     await until(lambda: server.num_open == 0, "the exporter has ended the transfer")
 
 
+async def test_frames_that_are_no_requests_end_their_connection_only(
+    exporter: tuple[BlockServer, Blocks, str],
+) -> None:
+    server, _, address = exporter
+    valid = [bytes(32), 0, 100]
+    for frame in (
+        *(b"", b"\xc1", random.Random(3).randbytes(4000), pack([]), pack({}), pack("text")),
+        *(pack([*valid[:place], None, *valid[place + 1 :]]) for place in range(3)),
+        *(pack([bytes(32), -1, 100]), pack([bytes(32), 0, 0]), pack([bytes(32), 0, CHUNK_BYTES + 1])),
+    ):
+        lost = asyncio.Event()
+        opened = asyncio.Event()
+        dealer = Dealer(
+            address,
+            lambda _: None,
+            on_open=opened.set,
+            on_lost=lambda _, lost=lost: lost.set(),
+            max_message_bytes=CHUNK_BYTES,
+        )
+        await opened.wait()
+        dealer.send([frame])
+        await lost.wait()
+        dealer.close()
+    message = transfer(address, blocks=5)
+    server.grant(message)
+    assert (await BlockReceiver(Blocks(), keys_dir=None).receive(message)).ok
+
+
 @pytest.mark.parametrize("damage", ["checksum", "offset", "size", "shape"])
 async def test_damaged_chunks_are_not_imported(damage: str) -> None:
     """The other engine sends chunks that are not those that were asked for."""
@@ -256,11 +285,11 @@ async def test_with_keys_only_the_engine_that_the_ticket_names_gets_the_blocks(t
         server.grant(message)
         assert (await BlockReceiver(Blocks(), keys_dir=ours).receive(message)).ok
         # A key of another pool does not open the port; one that the ticket does not name opens no export.
-        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"1" * 32))
-        assert not refused.ok
+        rejected = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"1" * 32))
+        assert not rejected.ok
         (ours / "engine.pub").write_text(public + "\n" + (other / "engine.pub").read_text())
         server.grant(message._replace(ticket=b"2" * 32))
-        refused = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"2" * 32))
-        assert "ticket is not valid" in (refused.error or "")
+        rejected = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"2" * 32))
+        assert "ticket is not valid" in (rejected.error or "")
     finally:
         server.close()

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_checkpoint import LLAMA, all_tensors, random_model, random_tensors, write_model
+from random_checkpoint import (
+    LLAMA,
+    all_tensors,
+    assert_equal_weights,
+    random_model,
+    random_tensors,
+    write_model,
+)
 
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints import published as published_module
@@ -148,6 +155,35 @@ async def test_an_engine_learns_what_the_trainer_holds(serve, keys) -> None:
     await asyncio.to_thread(server.publish, 2)
     with pytest.raises(WeightsUnavailableError, match="epochs that it holds: 2"):
         await read(first, keys)
+
+
+async def test_the_last_copy_of_published_weights_is_not_released(serve, keys) -> None:
+    """Released weights are received again, unless the trainer does not hold them any more."""
+    server = await serve(random_tensors(MODEL))
+    source = await asyncio.to_thread(server.publish, 1)
+    base = ModelInMemory(random_model(MODEL, seed=5), name="base")
+    store = WeightStore(base, torch.float32, keys_dir=keys)
+
+    def release_and_load() -> bool:
+        """Return whether load() finds the weights that release() had."""
+        before = store.weights
+        store.release()
+        assert store.weights is None
+        store.load()
+        assert before is not None
+        assert store.weights is not None
+        assert_equal_weights(before, store.weights)
+        return store.weights is before
+
+    def receive() -> None:
+        store.load()
+        store.stage(source)
+        store.swap()
+
+    await asyncio.to_thread(receive)
+    assert not await asyncio.to_thread(release_and_load)
+    server._held.clear()
+    assert await asyncio.to_thread(release_and_load)
 
 
 async def test_a_trainer_without_an_answer_is_unavailable(keys, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_runtime.checkpoints.checkpoint import (
     require_same_model,
     with_progress,
 )
+from megatron_runtime.checkpoints.published import is_offered
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource, PublishedModel, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
@@ -28,6 +30,8 @@ from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import Checkpoint, num_parameters
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.protocol.published_weights import is_published
+
+logger = logging.getLogger(__name__)
 
 
 class WeightStore:
@@ -68,6 +72,8 @@ class WeightStore:
         self._keys_dir = keys_dir
         self._signature: Signature | None = None
         self._staged: tuple[ModelSource, DecoderWeights, Signature] | None = None
+        self._kept: DecoderWeights | None = None
+        """Released weights of which there may be no other copy."""
 
     @property
     def num_bytes(self) -> int:
@@ -89,6 +95,9 @@ class WeightStore:
         """
         if self.weights is not None:
             return
+        if self._kept is not None:
+            self.weights, self._kept = self._kept, None
+            return
         weights, signature = self._read(
             self.source, self._signature, self._linears(), self._require_memory, what="loading the weights"
         )
@@ -101,15 +110,27 @@ class WeightStore:
         self.weights, self._signature = weights, signature
 
     def release(self) -> None:
-        """Release the weights in use and the staged ones."""
-        self.weights = None
+        """Release the weights in use and the staged ones.
+
+        Weights of a trainer that does not offer them now stay where they are, and load() uses them again: if the other
+        engines release theirs, too, there is no other copy.
+        """
         self._staged = None
+        source = self.source
+        if (
+            self.weights is not None
+            and isinstance(source, PublishedModel)
+            and not is_offered(source.source, keys_dir=source.keys_dir)
+        ):
+            logger.warning("keeping the weights in memory: the trainer does not offer %s", source)
+            self._kept = self.weights
+        self.weights = None
 
     def use_source(self, source: str) -> None:
         """Make load() read these weights from now on. Only while no weights are loaded."""
         assert self.weights is None, "weights are in use: stage() and swap()"
         self.source = self._resolve(source)
-        self._signature = None
+        self._signature = self._kept = None
 
     def stage(self, source: str) -> None:
         """Read and verify other weights of the same model, and keep those in use. Raises the errors of load()."""

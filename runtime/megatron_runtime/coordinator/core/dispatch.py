@@ -390,11 +390,18 @@ class Dispatcher:
             return
         engine.take(message.dispatch_id)
         self._engines.load_changed(engine)
-        if message.digests:
-            self.transfers.keep(entry, engine, message)
-        else:
+        chosen = None
+        if not message.digests:
             entry.splits = False
-        self._wait(entry, first=entry.is_replay, moved=True)
+        else:
+            self.transfers.keep(entry, engine, message)
+            if self._verbs.may_dispatch and not self.queue.length:
+                chosen = self._choose(entry)
+        if chosen is None:
+            self._wait(entry, first=entry.is_replay, moved=True)
+        else:
+            self._leave_engine(entry)
+            self._dispatch(entry, *chosen)
 
     def imported(self, engine: Engine, message: Imported) -> None:
         """An engine has the blocks of a request, which is dispatched to it now; or it could not import them."""

@@ -145,15 +145,17 @@ class Transfers:
 
         Roles are preferences: without a decode engine, prefill engines decode.
         """
-        if not any(engine.role != PREFILL for engine in self._engines.available()):
+        is_exported = entry.export is not None
+        decoder = among(
+            entry, lambda engine: engine.role != PREFILL and (not is_exported or self._may_import(engine, entry))
+        )
+        if decoder is None:
+            if any(engine.role != PREFILL for engine in self._engines.available()):
+                return None  # they are busy
             engine = among(entry, lambda _: True)
             return None if engine is None else (engine, RequestStage.DECODING)
-        if entry.export is not None:
-            decoder = among(entry, lambda engine: engine.role != PREFILL and self._may_import(engine, entry))
-            return None if decoder is None else (decoder, self.stage_at(decoder, entry))
-        decoder = among(entry, lambda engine: engine.role != PREFILL)
-        if decoder is None:
-            return None
+        if is_exported:
+            return decoder, self.stage_at(decoder, entry)
         if self._is_splittable(entry):
             chosen = decoder
             prefiller = among(entry, lambda engine: engine.role == PREFILL and not mismatch(engine, chosen))
@@ -191,8 +193,7 @@ class Transfers:
         uncached = self._router.uncached(decoder, entry.hashes or {}, entry.num_tokens)
         if uncached <= CHUNK_TOKENS:
             return False
-        free = [e.free_blocks for e in self._engines if e.role != PREFILL and e.free_blocks is not None]
-        if free and sum(free) < self._promised + self._blocks(entry):
+        if not self._has_blocks(decoder, self._promised + self._blocks(entry)):
             return False
         if not decoder.prefill_cost:
             return True
@@ -202,6 +203,13 @@ class Transfers:
         computed = self._router.uncached(prefiller, entry.hashes or {}, entry.num_tokens)
         split = (prefiller.queued + computed) * prefiller.prefill_cost + transfer
         return split < (decoder.queued + uncached * (1 + len(decoder.in_flight))) * decoder.prefill_cost
+
+    def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
+        """Whether one decode engine, or all of them together, have this many free blocks. Unknown numbers suffice."""
+        if decoder.free_blocks is None or decoder.free_blocks >= blocks:
+            return True
+        free = [engine.free_blocks for engine in self._engines if engine.role != PREFILL]
+        return None in free or sum(number or 0 for number in free) >= blocks
 
     # --- exports --------------------------------------------------------------------------------------------------
 
