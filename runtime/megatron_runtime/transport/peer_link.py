@@ -258,7 +258,9 @@ class PeerLink:
             self._socket.send((hello.model_copy(update={"term": self._term}) if self._term else hello).to_frames())
 
     def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
-        """Close the socket and open a new one, now or, if this link does not wait already, after some time."""
+        """Close the socket and open a new one: after `after_seconds`, or when an earlier delay ends, whichever is
+        later.
+        """
         self._muted_until = max(self._muted_until, self._now() + after_seconds)
         self._hang_up(reason)
         self._open()
