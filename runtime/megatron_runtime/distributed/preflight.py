@@ -121,7 +121,9 @@ async def _answer(reader: StreamReader, writer: StreamWriter) -> None:
 
 
 async def _resolve_own_name(settings: PreflightSettings, until: float) -> None:
-    """Wait until this pod's own name resolves. It has an address; another pod may not have one yet."""
+    """Wait until this pod's own name resolves. This pod certainly has an address, so a failure to resolve it is an
+    error of the name service.
+    """
     name, loop = settings.names[settings.node], asyncio.get_running_loop()
     cause: object = "no answer"
     with contextlib.suppress(TimeoutError):

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterSet:
-    """Used on the event loop. The list changes one step at a time.
+    """Used on the event loop. The caller makes one change of the list at a time.
 
     current: the list set last.
     errors:  adapter name -> why it is not loaded.

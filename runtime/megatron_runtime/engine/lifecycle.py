@@ -42,7 +42,8 @@ SET_IN: dict[EngineState, frozenset[EngineState]] = {
     _S.SUSPENDED: frozenset({_S.SUSPENDED}),
     _S.STOPPED: frozenset({_S.STOPPED}),
 }
-"""States in which each event is set. RESUMED is set from the end of a RESUME, in PAUSED, to the next SUSPEND."""
+"""States in which each event is set. RESUMED is set when a RESUME ends (in state PAUSED), and cleared by the next
+SUSPEND."""
 
 LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
     **{(change.passing, change.lands_in): change.lands_in for change in TRANSITIONS.values()},

@@ -144,16 +144,20 @@ class EngineWorker:
             on_forget=self._release_adapter,
             tracer=tracer,
         )
-        self._exchange: KVExchange | None = None
-        """Of an engine with a role."""
-        if settings.role is not None:
-            backend.info.require(f"--role {settings.role}", Capability.KV_TRANSFER)
-            self._exchange = KVExchange(
-                backend, keys_dir=settings.keys_dir, send=self._link.send, release=self._abort_in_backend
-            )
+        self._exchange = self._exchange_of_role()
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self.lifecycle, backend))
+
+    def _exchange_of_role(self) -> KVExchange | None:
+        """Return the exchange of KV blocks with other engines; None without a role."""
+        settings = self._settings
+        if settings.role is None:
+            return None
+        self._backend.info.require(f"--role {settings.role}", Capability.KV_TRANSFER)
+        return KVExchange(
+            self._backend, keys_dir=settings.keys_dir, send=self._link.send, release=self._abort_in_backend
+        )
 
     async def run(self) -> None:
         """Serve until `ended` is set, the engine fails, or STOP ends it.

@@ -86,7 +86,7 @@ class DecoderWeights:
         return linears if self.head_WD is None else [*linears, self.head_WD]
 
     def matrices(self) -> list[Linear]:
-        """Return the matrices in a fixed order, without routers, a tied table once."""
+        """Return the matrices in a fixed order, without routers. A table that is also the head is listed once."""
         first = [] if self.embedding is None else [self.embedding]
         return list(dict.fromkeys(first + self.linears))
 

@@ -50,7 +50,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
     _raise_file_limit(settings.connections.max_connections)
     listener = listener or listen(host=settings.host, port=settings.port)
     with listener:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a call encodes one text: it needs no thread pool
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a call encodes one text, so it needs no thread pool
         tokenizer = load_tokenizer(settings.model)
         tokenizer.bound.min_tokens("")  # computed now, not while requests wait for it
         gc.freeze()  # keep modules and vocabulary out of collections, which stall streams
@@ -134,7 +134,8 @@ async def drain(service: Service, http: HttpServer) -> None:
     """Report not ready, serve until no requests arrive and none is open, and close.
 
     Load balancers notice late that the server is not ready, on a loaded node many seconds later. Each request that they
-    still send extends the drain by `linger_seconds`. At the end of the drain time, the rest is answered with an error.
+    still send extends the drain by `linger_seconds`. At the end of the drain time, the remaining requests are answered
+    with an error.
     """
     service.draining = True
     settings = service.settings

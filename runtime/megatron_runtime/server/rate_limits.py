@@ -21,10 +21,10 @@ from megatron_runtime.server.auth import ApiKey
 from megatron_runtime.server.errors import ApiError, try_again
 
 COUNTED_TOKENS = 16
-"""Tokens beyond a reservation are charged in portions of this many, the rest when the request ends. No stream of a key
-with a limit of tokens reports its tokens less often."""
+"""Tokens beyond a reservation are charged in portions of this size, and the remainder when the request ends. No stream
+of a key with a limit of tokens reports its tokens less often."""
 _REFRESH_SECONDS = 1.0
-"""Most time that an answer which needs no coordinator waits for the counts in its headers."""
+"""Maximum time that an answer waits for the counts in its headers, if it needs no coordinator otherwise."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class LimitReachedError(ApiError):
 
 
 class Counter(Protocol):
-    """The client of the coordinator, as CoordinatorClient has it."""
+    """The part of CoordinatorClient that counts."""
 
     @property
     def connected(self) -> bool: ...
@@ -47,7 +47,9 @@ class Counter(Protocol):
 
 @dataclass(slots=True)
 class _Left:
-    """What is left of a limit, as far as this server knows. full_at: when all of it is, on the monotonic clock."""
+    """The remaining amount of a limit, as known to this server. full_at: when the limit is fully available again, on
+    the monotonic clock.
+    """
 
     amount: int
     full_at: float
@@ -56,7 +58,7 @@ class _Left:
 class RateLimits:
     """Counts for the keys of this server. A key without a limit costs nothing.
 
-    reserved_tokens: generated tokens that a request reserves for each choice, at most.
+    reserved_tokens: maximum number of generated tokens that a request reserves for each choice.
     wait_seconds:    how long a request waits for an unreachable coordinator.
     """
 
@@ -76,8 +78,8 @@ class RateLimits:
         """Reserve the tokens of one request.
 
         prompt:  tokens of its prompts.
-        choices: most tokens of each choice; None: no limit.
-        Raises LimitReachedError if the minute has fewer left, and ApiError 503 without a coordinator.
+        choices: maximum number of tokens of each choice; None: no limit. Raises LimitReachedError if the minute has
+        fewer left, and ApiError 503 without a coordinator.
         """
         limit = key.tokens_per_minute
         assert limit is not None
@@ -90,7 +92,7 @@ class RateLimits:
         return Reservation(self, key, reserved - prompt, window=quota.window)
 
     def check_prompt(self, key: ApiKey, tokens: int) -> None:
-        """Raise LimitReachedError if prompts of so many tokens never fit the limit."""
+        """Raise LimitReachedError if prompts with this many tokens can never fit the limit."""
         if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
             message = (
                 f"The prompts have {tokens} tokens, and the API key {key.name} may use {key.tokens_per_minute} per "
@@ -99,7 +101,7 @@ class RateLimits:
             raise LimitReachedError(429, message, code="rate_limit_exceeded", is_final=True)
 
     def charge(self, key: ApiKey, tokens: int, *, window: int | None = None) -> None:
-        """Count tokens, also beyond the limit; negative ones are returned to a window."""
+        """Count tokens, even beyond the limit. Negative tokens are returned to a window."""
         limit = key.tokens_per_minute
         if limit is None or not tokens:
             return
@@ -113,7 +115,7 @@ class RateLimits:
                 left.full_at = now + 60  # these tokens begin a window
 
     async def refresh(self, key: ApiKey) -> None:
-        """Ask for what is left, for the headers of an answer that counts nothing."""
+        """Request the remaining amounts, for the headers of an answer that counts nothing."""
         if key.is_limited and self._counter.connected:
             try:
                 async with asyncio.timeout(_REFRESH_SECONDS):
@@ -136,7 +138,7 @@ class RateLimits:
         return found
 
     def _known(self, key: ApiKey, kind: Kind, limit: int) -> tuple[int, float]:
-        """Return what is left of a limit, and the seconds until all of it is."""
+        """Return the remaining amount of a limit, and the seconds until the limit is fully available again."""
         left = self._left.get((key.tenant, kind))
         seconds = 0.0 if left is None else left.full_at - time.monotonic()
         return (limit, 0.0) if left is None or seconds <= 0 else (min(left.amount, limit), seconds)
@@ -186,7 +188,7 @@ class RateLimits:
 class Reservation:
     """The tokens that one request has reserved.
 
-    generated: tokens of all its choices that are reserved.
+    generated: reserved tokens of all its choices.
     """
 
     def __init__(self, counts: RateLimits, key: ApiKey, generated: int, *, window: int) -> None:
@@ -197,7 +199,7 @@ class Reservation:
         """Negative: tokens that are still to be charged."""
 
     def add(self, tokens: int) -> None:
-        """Count tokens that were generated. Those beyond the reservation are charged."""
+        """Count tokens that were generated. Tokens beyond the reservation are charged."""
         self._unused -= tokens
         if self._unused <= -COUNTED_TOKENS:
             self.settle()

@@ -17,15 +17,16 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Deadlines in seconds, and the most connections.
+    """Deadlines in seconds, and the maximum number of connections.
 
     header_seconds:     from the connection, or the first byte of a request, to the end of its headers.
     body_seconds:       from there to the end of its body.
     body_idle_seconds:  longest pause between two parts of a body.
     stall_seconds:      time in which a client must read the write buffer, of at most 48 KiB.
-    keep_alive_seconds: between two requests.
-    handshake_seconds:  of TLS.
-    max_connections:    beyond it the connection that is idle longest is closed; if none is idle, the new one gets 503.
+    keep_alive_seconds: time between two requests.
+    handshake_seconds:  duration of the TLS handshake.
+    max_connections:    beyond it, the connection that has been idle longest is closed; if none is idle, the new one
+                        gets 503.
     """
 
     header_seconds: float = 20.0
@@ -50,15 +51,17 @@ class ServerSettings:
     health_port:        where probes and metrics are, without a key; None: metrics are on `port`, behind the API key.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
-    api_keys_file:      API keys that open /v1, one a line or YAML, read again when it changes; None leaves it open.
+    api_keys_file:      API keys that open /v1: one per line, or YAML. Read again when it changes; None leaves the
+                        server open.
     share_prefix_cache: API keys share cached prefixes, so that `cached_tokens` and response times reveal to the holder
                         of one key which prompts others sent. Without API keys it has no effect.
     any_model_name:     a request with the name of no model or adapter of this server is answered by the model, as by
                         the server of Megatron-Core; otherwise with 404.
     allow_priority:     requests may have a `priority` other than 0.
-    reserve_tokens:     most generated tokens that a request of a key with a limit of tokens reserves for each choice.
-    backend:            of the engines. "vllm": conversations are rendered and answers are parsed by vLLM, if it is
-                        installed and reads the model; "native": by this server.
+    reserve_tokens:     maximum number of generated tokens that a request of a key with a token limit reserves for each
+                        choice.
+    backend:            backend of the engines. "vllm": conversations are rendered and answers are parsed by vLLM, if it
+                        is installed and reads the model; "native": by this server.
     tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, with the backend vllm one of its
                         parsers, "auto" for the one that its chat template describes, "none" to offer no tools.
     generation_config:  "auto": the model's generation_config.json has the defaults of sampling; "none": neutral ones.
@@ -66,7 +69,8 @@ class ServerSettings:
                         parsers, "auto" for the markers in its chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
     max_body_bytes:     longest request body.
-    max_bodies_bytes:   of what requests hold until they are answered: bodies, prompts, whole answers; beyond that 429.
+    max_bodies_bytes:   memory that requests hold until they are answered (bodies, prompts, whole answers); beyond that
+                        429.
     max_open_requests:  choices that are generated or wait at once; beyond that 429.
     keep_alive_seconds: a stream that is silent this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for an unreachable coordinator, then 503.

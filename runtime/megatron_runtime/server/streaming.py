@@ -30,8 +30,8 @@ class ClientDisconnectedError(Exception):
 async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: asyncio.Event) -> _T:
     """Await `work`; cancel it when the client disconnects or the drain time ends.
 
-    receive: of the request.
-    Raises ClientDisconnectedError if the client disconnected, ApiError 503 if `expired` was set.
+    receive: ASGI `receive` of the request. Raises ClientDisconnectedError if the client disconnected, ApiError 503 if
+    `expired` was set.
     """
     task = asyncio.ensure_future(work)
     left = asyncio.create_task(_disconnected(receive))
@@ -48,9 +48,9 @@ async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: as
 
 
 class WholeAnswer(Response):
-    """A whole answer. It is sent in parts, and the next one waits until the client has read most of those before.
+    """A whole answer. It is sent in parts. The next part waits until the client has read most of the earlier ones.
 
-    So the request stays open, and counts what it holds, until its client has read it.
+    So the request stays open, and its memory is counted, until its client has read the answer.
     """
 
     PART_BYTES = 64 * 1024

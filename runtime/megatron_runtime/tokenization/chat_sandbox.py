@@ -2,7 +2,7 @@
 
 A template comes with the weights, so it is data: it gets the helpers that published templates rely on
 (`raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) and no others. A template that loops
-for ever or builds huge values ends this process, which chat_template.py starts again.
+forever or builds huge values kills this process, which chat_template.py starts again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _GenerationBlock(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, in which a template may append to a list, as those of Kimi K2 do.
+    """Jinja's immutable sandbox, in which a template may append to a list, as Kimi K2's templates do.
 
     All that a template can reach belongs to one rendering.
     """
@@ -89,7 +89,7 @@ def _handle(request: bytes) -> bytes:
         return _reply(text=_rendered(template, fields["scope"]))
     except _RenderingError as error:
         return _reply(stage="render", message=str(error)[:4000])
-    except Exception as error:  # the template's own code may raise any type
+    except Exception as error:  # the template's own code may raise any exception
         return _reply(stage="render", message=f"the chat template cannot render these messages: {_shown(error)}")
 
 

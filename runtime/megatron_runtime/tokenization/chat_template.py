@@ -1,4 +1,4 @@
-"""Chat templates, rendered as the transformers library renders them, in child processes with limits (chat_sandbox.py).
+"""Chat templates, rendered like in the transformers library, in child processes with limits (chat_sandbox.py).
 
 A template is part of the model, so it may be hostile: every use of it, compilation included, has limits of time, memory
 and output. A program has RENDERERS such processes for all its templates; each starts when it is first needed.
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 RENDERERS = 2
 """Processes that render; a rendering beyond that waits."""
 RENDER_SECONDS = 5.0
-"""For one compilation or rendering."""
+"""Timeout of one compilation or rendering."""
 RENDER_MEMORY_BYTES = 512 << 20
 """Address space of each process for its templates."""
 MAX_TEMPLATE_CHARACTERS = 1 << 20
@@ -33,15 +33,15 @@ DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
-"""How long a template that cannot render a trivial conversation is not used again."""
+"""Time for which a template that cannot render a trivial conversation is not used again."""
 _TRIVIAL = ({"role": "user", "content": "Hello"},)
 _RESERVED = frozenset({"messages", "tools"})
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered. The message is that of the template, or names the limit.
+    """The conversation cannot be rendered. The message comes from the template, or names the limit.
 
-    variable: the variable at fault, if it came with the request.
+    variable: the invalid variable, if it came with the request.
     """
 
     def __init__(self, message: str, *, variable: str | None = None) -> None:
@@ -182,7 +182,7 @@ def _lost(error: ProcessLostError) -> str:
 
 
 class _Renderers:
-    """The processes, one caller each at a time. A process starts when all before it are busy."""
+    """The processes. Each serves one caller at a time. A further process starts when all are busy."""
 
     def __init__(self) -> None:
         self.processes: list[SacrificialProcess] = []
@@ -231,7 +231,7 @@ def _start_over() -> None:
 
 
 def end_idle_renderers() -> None:
-    """End the renderers that are not busy, for a program that stops serving. A later rendering starts them again."""
+    """Stop the idle renderers, for a program that stops serving. A later rendering starts them again."""
     _renderers.end_idle()
 
 

@@ -1,7 +1,8 @@
 """A `Tokenizer` from the metadata of a GGUF file: byte-level BPE, or SentencePiece.
 
-SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) joins the neighbours whose union has the highest score first.
-That is byte-pair encoding with the merges in the order of the scores. Text that no piece covers becomes byte tokens.
+SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) first joins the neighbours whose union has the highest score.
+This equals byte-pair encoding with the merges in the order of the scores. Text that no piece covers becomes byte
+tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
 """The name of SentencePiece in GGUF files."""
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""Of files that do not name them, as llama.cpp assumes."""
+"""Ids that llama.cpp assumes for files that do not name them."""
 
 MAX_PIECE_CHARACTERS = 512
 """Finding the merges of a piece takes quadratic time. The longest pieces of known models have some 160 characters."""
@@ -62,7 +63,7 @@ class _TokenizerFields:
         self.pieces = [piece or f"[EMPTY_{id_}]" for id_, piece in enumerate(self._list("tokens", str))]
         self.kinds = self._list("token_type", int) or [_NORMAL] * len(self.pieces)
         self.merges = self._list("merges", str)
-        # The pieces of a vocabulary are in the order of falling scores.
+        # The pieces of a vocabulary are in the order of descending scores.
         self.scores = self._list("scores", float, int) or [-id_ for id_ in range(len(self.pieces))]
         self.add_space_prefix = bool(self._metadata.get(f"{_PREFIX}add_space_prefix", True))
         rule = WORD_RULES.get(self.pre)

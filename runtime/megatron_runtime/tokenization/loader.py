@@ -57,8 +57,8 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
     """Return the tokenizer of a model reference.
 
     model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, a .gguf file, or a directory with a
-           tokenizer.json, with one .gguf file, or with a Megatron-Core checkpoint and a tokenizer.json. Where vLLM
-           is installed, a directory may have another vocabulary that vLLM reads.
+           tokenizer.json, with one .gguf file, or with a Megatron-Core checkpoint and a tokenizer.json. If vLLM is
+           installed, a directory may have another vocabulary that vLLM reads.
     renders_chat: load the chat template, which only servers need.
 
     Raises TokenizerLoadError.
@@ -76,7 +76,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 def tokenizer_location(model: str) -> Path:
     """Return the directory, or the .gguf file, that has the tokenizer of a model reference.
 
-    Raises TokenizerLoadError, and what resolving the reference raises.
+    Raises TokenizerLoadError, and the errors of resolving the reference.
     """
     if model.startswith(REMOTE_PREFIXES):
         from megatron_runtime.checkpoints.remote.download import cached_directory

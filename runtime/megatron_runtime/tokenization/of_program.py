@@ -16,7 +16,7 @@ from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, Wind
 from megatron_runtime.tokenization.vocabulary import TokenBound
 
 _LONGEST_TOKEN_BYTES = 256
-"""Assumed of a tokenizer whose vocabulary is not known, for the bound of the number of tokens of a text."""
+"""Assumed length for a tokenizer whose vocabulary is unknown. Used for the lower bound of a text's number of tokens."""
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer:
@@ -118,7 +118,9 @@ class MegatronTokenizer(Tokenizer):
 
 
 def _id(tokenizer: Any, *names: str) -> int | None:
-    """Return the first token id that the tokenizer has under one of `names`. Some raise for those missing."""
+    """Return the first token id that the tokenizer has under one of `names`. Some tokenizers raise an error for missing
+    names.
+    """
     for name in names:
         try:
             value = getattr(tokenizer, name)

@@ -31,14 +31,14 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SEARCHED_TOKENS = 256
-"""Tokens before a text that are searched for visible ones."""
+"""Number of tokens before a text that are searched for visible ones."""
 _CONTEXT_TOKENS = 8
-"""Visible tokens before a text that a decoder sees."""
+"""Number of visible tokens before a text that a decoder sees."""
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """Bytes of UTF-8 that begin no character."""
 
 LeadingSpaces: TypeAlias = Literal["kept", "one", "all"]
-"""What a decoder removes at the beginning of a sequence: nothing, one space, or the spaces of the first token."""
+"""Spaces that a decoder removes at the beginning of a sequence: none, one, or all spaces of the first token."""
 
 
 class Detokenizer(ABC):
@@ -139,10 +139,10 @@ class Tokenizer:
     add_bos:        prompts that are encoded with special tokens begin with `bos_id`.
     eos_ids:        every token that ends an answer: end of sequence, end of turn. The first is the model's own.
     chat_template:  None for a model that only completes text.
-    tool_template:  in its place for requests with tools; None if the model has one template for all.
-    context_length: longest sequence that the model was made for, in tokens; None if unknown.
+    tool_template:  chat template for requests with tools; None if the model has one template for all requests.
+    context_length: longest sequence that the model supports, in tokens; None if unknown.
     logits:         width of the model's logits, which may have more tokens than the vocabulary; 0 if unknown.
-    generation_config: how the model is to be sampled, as its generation_config.json says.
+    generation_config: default sampling parameters from its generation_config.json.
     """
 
     def __init__(
@@ -169,7 +169,8 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.id_limit = max(self.vocab_size, logits, max(added, default=-1) + 1)
-        """All tokens that the model may write are below it. Those without an entry in the vocabulary have no text."""
+        """Upper bound of the token ids that the model may generate. Ids without an entry in the vocabulary have no
+        text."""
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._special_starts = frozenset(added[id_].content[:1] for id_ in self.special_ids)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
@@ -187,7 +188,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of `text`. The text of a special token becomes that token.
 
-        Bytes without a token in the vocabulary are left out, as the model's own library does.
+        Bytes without a token in the vocabulary are left out, as in the model's own library.
 
         add_special: also add the tokens that the model expects around a prompt, such as the begin-of-sequence token.
 
@@ -248,11 +249,11 @@ class Tokenizer:
         return detokenizer.feed(ids) + detokenizer.finish()
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`: encode(), by Megatron-Core's name."""
+        """Return the token ids of `text`: encode() under Megatron-Core's name."""
         return self.encode(text)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`: decode(), by Megatron-Core's name."""
+        """Return the text of `ids`: decode() under Megatron-Core's name."""
         return self.decode(ids)
 
     @property
@@ -286,8 +287,9 @@ class Tokenizer:
     ) -> Detokenizer:
         """Return a fresh incremental decoder for one sequence.
 
-        after:   tokens before the sequence, such as the prompt of an answer: the text of both together is the text of
-                 `after` and what the decoder returns. A character that begins in `after` is returned whole.
+        after:   tokens before the sequence, such as the prompt of an answer: the text of `after` followed by the
+                 decoder's output is the text of all tokens together. A character that begins in `after` is returned
+                 whole.
         visible: special tokens that are returned as text.
         """
         hidden = self._hidden(skip_special=skip_special, visible=visible)

@@ -1,4 +1,4 @@
-"""Reads the tokenizer of a model without tokenizer.json, as vLLM does, in a child process: vLLM and transformers are
+"""Reads the tokenizer of a model without tokenizer.json with vLLM's code, in a child process: vLLM and transformers are
 large, and the files may be hostile.
 
 vLLM knows vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child writes the tokenizer in the

@@ -1,9 +1,9 @@
 """Vocabularies of the compiled `tokenizers` library: containment, byte alphabet, and a lower bound of token counts.
 
-Every byte of a text is part of some token. A token of n bytes has n of them, so each byte accounts for at least 1/n of
-a token, n being the length of the longest token with this byte in it. The sum over a text's bytes is a lower bound, so
-a text that cannot fit a model is rejected before it is tokenized. The bound takes milliseconds for megabytes; the
-tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
+Every byte of a text is part of some token. Each byte of a token of n bytes accounts for 1/n of the token. So each byte
+value accounts for at least 1/n, where n is the length of the longest token that contains it. The sum over a text's
+bytes is a lower bound, so a text that cannot fit a model is rejected before it is tokenized. The bound takes
+milliseconds for megabytes; the tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tokenizers
 from megatron_runtime.protocol import strict_json as json
 
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece vocabularies write for a space."""
+"""The character that stands for a space in SentencePiece vocabularies."""
 
 UNKNOWN_BYTES_PER_TOKEN = 256
 """Assumed for vocabularies without a provable bound: their normalizer drops text, or their model makes one token of a
@@ -84,7 +84,7 @@ def piece_to_bytes(piece: str) -> bytes:
 class TokenBound:
     """A lower bound of the number of tokens of a text.
 
-    weights: the least part of a token that each byte value accounts for, float64 [256]; 0 for bytes that the vocabulary
+    weights: smallest part of a token that each byte value accounts for, float64 [256]; 0 for bytes that the vocabulary
              may leave out.
     forms:   Unicode normal forms that the tokenizer converts text to first.
     longest: upper bound of the length of a token, in bytes.

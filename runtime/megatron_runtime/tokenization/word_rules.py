@@ -1,6 +1,6 @@
 """How the byte-level vocabularies of GGUF files split text into words before merges apply, by `tokenizer.ggml.pre`.
 
-The names are those of llama.cpp (src/llama-vocab.cpp), the patterns those of the tokenizer.json of the models.
+The names come from llama.cpp (src/llama-vocab.cpp), the patterns from the tokenizer.json of the models.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _GPT4O_RULE = WordRule((_cased_words(_THREE_DIGITS, f"{_CONTRACTION}?"),))
 _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 
 DEFAULT_RULE = "default"
-"""Of files without `tokenizer.ggml.pre`."""
+"""Rule for files without `tokenizer.ggml.pre`."""
 
 WORD_RULES: Mapping[str, WordRule] = {
     DEFAULT_RULE: WordRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, _DIGITS, "[0-9][0-9][0-9]")),

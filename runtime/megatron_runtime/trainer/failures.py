@@ -1,4 +1,4 @@
-"""What the loss of a process during an update means: which weights engines serve, and what publish() does.
+"""The effects of losing a process during an update: which weights engines serve, and what publish() does.
 
 tests/unit/coordinator/test_update_model.py checks the table against the coordinator's core, with the events of an
 update in any order, and docs/concepts/verbs.md against the table.
@@ -21,7 +21,7 @@ class Lost(StrEnum):
 
 
 class PublishPhase(StrEnum):
-    """How far the update is: of the engine that is lost, otherwise of the engine that is the least far."""
+    """Progress of the update: of the lost engine, otherwise of the engine with the least progress."""
 
     CONNECTING = "connecting"
     RECEIVING = "receiving"
@@ -33,7 +33,7 @@ class PublishPhase(StrEnum):
 class UpdateOutcome:
     """
     epoch:   the weights that all engines serve afterwards, those that restart included.
-    publish: what the call in progress does.
+    publish: effect on the call in progress.
     retry:   who repeats the update or a part of it.
     """
 

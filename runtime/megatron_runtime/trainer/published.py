@@ -17,7 +17,7 @@ _HASHING_THREADS = 4
 
 
 class PublishedWeights:
-    """The weights of one epoch. The constructor copies them, so the program may train on.
+    """The weights of one epoch. The constructor copies them, so the program may continue training.
 
     model: a causal language model of transformers in eval mode, a GPTModel of Megatron-Core on one rank, or a mapping
            of transformers names to whole tensors of float32, bfloat16 or float16, on any device.

@@ -1,4 +1,4 @@
-"""Addresses: where a peer looks for its coordinator or both coordinators of a pair, and where others reach the peer."""
+"""Addresses: where a peer looks for its coordinator, or both of a pair, and where others reach the peer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def local_address(host: str, port: int) -> str:
 
 
 class CoordinatorAddresses:
-    """The addresses of one coordinator or of a pair. `current` is the one that is tried or in use.
+    """The addresses of one coordinator or of a pair. `current` is the address that is tried or in use.
 
-    addresses: as of a Dealer; the first is tried first.
-    learns:    a coordinator may name the host of the other one, which has the same port. False: these are all.
+    addresses: as for a Dealer; the first is tried first.
+    learns:    a coordinator may name the host of the other one, which has the same port. False: there are no others.
     """
 
     def __init__(self, *addresses: str, learns: bool = True) -> None:
@@ -34,7 +34,7 @@ class CoordinatorAddresses:
         self.current = self._all[(self._all.index(self.current) + 1) % len(self._all)]
 
     def learn(self, other: str | None) -> None:
-        """The current coordinator names the host of the other one. None: it is the only one."""
+        """The current coordinator names the host of the other one. None: there is no other one."""
         if not self._learns:
             return
         others: tuple[str, ...] = ()

@@ -35,7 +35,9 @@ class ControlRejectedError(Exception):
 
 
 class ControlCalls:
-    """Calls in progress on one connection. After a new registration an operation is sent again, safely, by its id."""
+    """Calls in progress on one connection. After a new registration an operation is sent again, which is safe because
+    of its id.
+    """
 
     def __init__(self, send: Callable[[Frames], bool], *, address: str) -> None:
         self._send = send
@@ -44,8 +46,8 @@ class ControlCalls:
         self._status: deque[asyncio.Future[StatusReply]] = deque()
 
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
-        """Send now. The future gives the confirmed CONTROL_ACK, or raises ControlRejectedError or
-        CoordinatorUnreachableError; it may be ignored.
+        """Send now. The future returns the confirmed CONTROL_ACK, or raises ControlRejectedError or
+        CoordinatorUnreachableError. The caller may ignore it.
         """
         operation_id = control.operation_id or uuid.uuid4().hex
         control = control.model_copy(update={"operation_id": operation_id})
@@ -91,7 +93,7 @@ class ControlCalls:
             case Error(uid=None, code=ErrorCode.UNSUPPORTED) if self._status:
                 _reject(self._status, message)
             case Error(uid=None, code=ErrorCode.WRONG_ROLE | ErrorCode.MALFORMED) if self._operations or self._status:
-                # It has no operation id: this connection may send no verbs at all.
+                # The error has no operation id: this connection is not allowed to send verbs.
                 _reject(self._futures(), message)
             case _:
                 return False

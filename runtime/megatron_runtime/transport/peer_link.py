@@ -1,7 +1,7 @@
 """The connection of one peer to a coordinator: registration, heartbeats, loss detection, reconnection.
 
 Two coordinators may form a pair. The peer is registered with one of them at a time. It tries the other one when its
-coordinator is silent or says that it is on standby.
+coordinator is silent or reports that it is on standby.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SILENCE_SECONDS = 3.0
 REDIRECT_SECONDS = 0.1
 """Time between an answer of a standby and the next try, at the other coordinator."""
 PROBE_SECONDS = 2.0
-"""Timeout of the connection that finds out why a coordinator does not answer."""
+"""Timeout of the connection that determines why a coordinator does not answer."""
 GOODBYE_LINGER_MS = 2000
 
 
@@ -53,11 +53,12 @@ class HandshakeRejectedError(AssertionError):
 
 
 SEND_BUFFER_BYTES = 1 << 30
-"""Unsent bytes of a connection: no bound in practice, because the messages of open requests must not be dropped."""
+"""Maximum number of unsent bytes of a connection: practically unlimited, because the messages of open requests must not
+be dropped."""
 
 
 class PeerSocket(Protocol):
-    """A DEALER that is connecting or connected, as zmtp.dealer.Dealer."""
+    """A DEALER that is connecting or connected, such as zmtp.dealer.Dealer."""
 
     def send(self, message: Frames, /) -> bool: ...
 
@@ -65,7 +66,7 @@ class PeerSocket(Protocol):
 
 
 class OpenSocket(Protocol):
-    """Opens a socket, as the constructor of zmtp.dealer.Dealer does, whose arguments these are."""
+    """Opens a socket. Takes the arguments of zmtp.dealer.Dealer's constructor."""
 
     def __call__(
         self,
@@ -87,9 +88,9 @@ open_dealer: OpenSocket = partial(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
-    """Seconds.
+    """Times in seconds.
 
-    tick:      interval of heartbeats, and of HELLO until the registration; None: as HELLO_ACK says.
+    tick:      interval of heartbeats, and of HELLO until the registration; None: as named by HELLO_ACK.
     silence:   time without any message after which a new socket is opened.
     other_key: the same before the registration, if the coordinator may have another key or address; None: `silence`.
     """
@@ -112,7 +113,7 @@ def coordinator_address(where: int | str) -> str:
 
 
 async def unreachable_cause(address: str) -> str:
-    """Return why no coordinator answers at an address of a Dealer: tries to connect."""
+    """Return why no coordinator answers at an address of a Dealer, after trying to connect."""
     try:
         target = parse_address(address)
         async with asyncio.timeout(PROBE_SECONDS):
@@ -136,15 +137,15 @@ def _log_malformed(error: MalformedMessageError) -> None:
 class PeerLink:
     """Keeps one DEALER registered with a coordinator, across restarts of either.
 
-    addresses:    of the coordinator, or of both of a pair.
-    keys:         those in use, which follow their files; None: no encryption.
+    addresses:    addresses of the coordinator, or of both of a pair.
+    keys:         keys in use, which follow their files; None: no encryption.
     hello:        creates the HELLO to send now, for an incarnation.
     on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
     on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
-    open_socket:  opens the DEALER, another one for each try to register.
+    open_socket:  opens a new DEALER for each try to register.
     """
 
     addresses: CoordinatorAddresses
@@ -235,7 +236,7 @@ class PeerLink:
     def send(self, frames: Frames) -> bool:
         """Send a message; before the registration it is dropped.
 
-        False, and not sent, if it is larger than the coordinator accepts or the socket does not take it.
+        Return False, without sending, if it is larger than the coordinator accepts or if the socket does not accept it.
         """
         size = sum(map(len, frames))
         if size > self.max_message_bytes:
@@ -257,7 +258,9 @@ class PeerLink:
             self._socket.send((hello.model_copy(update={"term": self._term}) if self._term else hello).to_frames())
 
     def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
-        """Close the socket and open a new one, now or, if this link does not wait already, after some time."""
+        """Close the socket and open a new one: after `after_seconds`, or when an earlier delay ends, whichever is
+        later.
+        """
         self._muted_until = max(self._muted_until, self._now() + after_seconds)
         self._hang_up(reason)
         self._open()
@@ -299,7 +302,7 @@ class PeerLink:
         self.say_hello()
 
     def _next_keys(self) -> PeerKeys | None:
-        """Return the keys of the next try to connect. The last one may have failed because the keys changed."""
+        """Return the keys of the next try to connect. The last try may have failed because the keys changed."""
         tries = self._tries
         self._tries += 1
         if self.keys is None:
@@ -350,7 +353,9 @@ class PeerLink:
         return self.timing.silence
 
     def _own_key_changed(self) -> bool:
-        """Whether the key file has a new key. It is used while the old one is still accepted: no connection is cut."""
+        """Whether the key file has a new key. The switch happens while the old key is still accepted, so no connection
+        is cut.
+        """
         if self.keys is None:
             return False
         stamp = self.keys.stamp()

@@ -3,7 +3,7 @@
 A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
 `engine`, `client` or `admin`. `trainer.pub` and `trainer.key` are optional: a trainer publishes weights, and sends some
 of the verbs to the admin port. During a rotation a file has two keys, one on each line. A port accepts both. A peer
-alternates between the server's keys. Of its own pair a process uses the first line.
+alternates between the server's keys. A process uses the first line of its own key files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_runtime.protocol.headers import Role
 logger = logging.getLogger(__name__)
 
 TRAINER = "trainer"
-"""File name of the keys of a trainer, which has no port of its own."""
+"""File name of the keys of a trainer, which has no separate port."""
 Z85_KEY_LENGTH = 40
 _Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz"
@@ -79,7 +79,7 @@ class PeerKeys:
     def load(cls, directory: Path, role: Role | str, *, server: str = "server") -> PeerKeys:
         """Return the keys in a directory.
 
-        role:   of this process, or TRAINER.
+        role:   role of this process, or TRAINER.
         server: file name of the other side's public keys: "server" of the coordinator, or TRAINER.
 
         Raises KeyFileError.
@@ -97,7 +97,7 @@ class PeerKeys:
         return _stamp(directory / f"{name}.key")
 
     def refreshed(self) -> PeerKeys:
-        """Return the keys that are in the files now; these keys if the files cannot be read."""
+        """Return the current keys in the files; these keys if the files cannot be read."""
         if self.source is None:
             return self
         try:
@@ -118,7 +118,7 @@ class Gatekeeper:
 
     own:     the pair in use since the start.
     allowed: follows the files, at each changed(). Existing connections are not checked again when it changes.
-    servers: the public keys of coordinators, the own one among them; follows the files too.
+    servers: the public keys of coordinators, including its own; follows the files too.
     trainers: the public keys of trainers, which open the admin port for some messages; follows the files too.
     """
 
@@ -134,7 +134,7 @@ class Gatekeeper:
         return key in self.allowed[role]
 
     def changed(self) -> bool:
-        """Read changed files again. Whether `allowed` changed; files that cannot be read change nothing."""
+        """Read changed files again. Return whether `allowed` changed. Unreadable files change nothing."""
         stamps = [_stamp(file) for file in self._files]
         if stamps == self._stamps:
             return False

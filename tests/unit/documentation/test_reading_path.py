@@ -15,7 +15,7 @@ FILES, RECIPES = (
     for page in ("reading-path.md", "recipes.md")
 )
 MAX_FILES = 30
-MAX_LINES = 560
+MAX_LINES = 640
 USUAL_LINES = 450
 SCREEN_LINES = 50
 

@@ -36,7 +36,7 @@ class CoreRequest(BackendRequest):
                  its tenant and priority that arrived before it; it is 0 while all requests are of one tenant.
     digests:     keys of the complete blocks of its prompt.
     uncached:    tokens to compute when it began to wait: those that the prefix cache does not have.
-    reads_cache: whether it may take these blocks from the prefix cache.
+    reads_cache: whether it may take the blocks of `digests` from the prefix cache.
     grammar:     state of the answer's grammar after the generated tokens; None for an answer without a grammar.
     """
 

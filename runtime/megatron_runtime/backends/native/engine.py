@@ -253,10 +253,7 @@ class EngineCore:
         context.append(rows.slots[sampled], result.tokens[sampled])
         if self.config.enable_prefix_caching:
             context.register_computed(rows.slots[in_prompt & ~has_failed])
-        step_tokens = int(rows.counts.sum())
-        self._step_sizes.observe(step_tokens)
-        self._prompt_tokens += int(rows.counts[in_prompt].sum())
-        self._generation_tokens += len(sampled)
+        self._count(rows, num_sampled=len(sampled), in_prompt=in_prompt)
         for row, found in result.prompt_log_probs.items():
             rows.requests[row].add_prompt_log_probs(found)
         now = self._clock()
@@ -290,6 +287,11 @@ class EngineCore:
                 output.hidden_state = result.hidden_states[index]
             outputs.append(output)
         return outputs
+
+    def _count(self, rows: StepRows, *, num_sampled: int, in_prompt: npt.NDArray[np.bool_]) -> None:
+        self._step_sizes.observe(int(rows.counts.sum()))
+        self._prompt_tokens += int(rows.counts[in_prompt].sum())
+        self._generation_tokens += num_sampled
 
     def _export(self, request: CoreRequest) -> RequestOutput:
         """Close a request of which only the prompt is computed, and keep the blocks. Return its last output."""

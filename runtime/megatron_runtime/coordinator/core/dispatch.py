@@ -297,17 +297,8 @@ class Dispatcher:
         """Give a request to an engine, to decode it or for a stage before. Transfers.begin() then sends the message of
         an import, which has no prompt.
         """
-        if not self._is_readable(entry, engine):
-            try:
-                prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
-            except MalformedMessageError as error:
-                message = (
-                    f"engine {engine.name} cannot tokenize the prompt, and {error}" if entry.meta.text else str(error)
-                )
-                self.fail(entry, Rejection(ErrorCode.INVALID_REQUEST, message))
-                return
-            self.journal.replace_prompt(entry, prompt)
-            entry.meta = entry.meta._replace(text=False)
+        if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
+            return
         dispatch_id = self.next_dispatch_id
         self.next_dispatch_id += 1
         meta = entry.meta
@@ -354,6 +345,18 @@ class Dispatcher:
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
+
+    def _tokenize(self, entry: Entry, engine: Engine) -> bool:
+        """Replace the prompt by its tokens. Return False if that fails the request."""
+        try:
+            prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
+        except MalformedMessageError as error:
+            message = f"engine {engine.name} cannot tokenize the prompt, and {error}" if entry.meta.text else str(error)
+            self.fail(entry, Rejection(ErrorCode.INVALID_REQUEST, message))
+            return False
+        self.journal.replace_prompt(entry, prompt)
+        entry.meta = entry.meta._replace(text=False)
+        return True
 
     def _hashes_of(self, entry: Entry) -> PromptHashes:
         if entry.meta.text:  # the engine tokenizes it

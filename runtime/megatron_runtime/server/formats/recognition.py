@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _TOOL = "lookup_place"
 _ARGUMENTS = {"place": "Rome"}
 CALL: tuple[str, Mapping[str, Any]] = (_TOOL, _ARGUMENTS)
-"""The call of the conversation that recognises a format."""
+"""The call in the test conversation by which a format is recognised."""
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
         "type": "function",
@@ -39,7 +39,7 @@ TOOLS: Sequence[Mapping[str, Any]] = (
         },
     },
 )
-"""The tools of the conversation that recognises a format."""
+"""The tools in the test conversation by which a format is recognised."""
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "Where is Rome?"}
 _THOUGHT: Mapping[str, Any] = {
     "role": "assistant",

@@ -45,7 +45,7 @@ _EFFORTS: Mapping[str, str] = {
 """The efforts that chat templates know."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
-"""Members of a schema that only says that a function has no parameters."""
+"""Members that a schema for a function without parameters may have."""
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
@@ -68,7 +68,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 
 
 def _prompt_log_probs(body: ChatRequest, pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the field of the answer with the log-probabilities of the prompt, if the request asks for it."""
+    """Return the answer's field with the log-probabilities of the prompt, if requested."""
     if body.prompt_logprobs is None:
         return {}
     as_ids = bool(body.return_tokens_as_token_ids)
@@ -77,7 +77,7 @@ def _prompt_log_probs(body: ChatRequest, pieces: Sequence[Piece], tokenizer: Tok
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A request of a chat, ready to be answered."""
+    """A chat request that is ready to be answered."""
 
     prompt: Prompt
     options: Options
@@ -169,9 +169,9 @@ def _check_without_media(body: ChatRequest) -> None:
 
 
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
-    """Return the variables for the chat template: those of the request, its reasoning effort, and what it begins.
+    """Return the variables for the chat template: from the request, its reasoning effort, and what the prompt begins.
 
-    A template that reads no effort ignores it: clients send one to every model.
+    The effort is left out if the template does not read it, because clients send one to every model.
     """
     given = request.chat_template_kwargs or {}
     effort, template = request.reasoning_effort, service.prompts.tokenizer.template_for(request.offered_tools)
@@ -185,7 +185,7 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
 
 
 def _reasoning_budget(request: ChatRequest) -> int | None:
-    """Return how many tokens of reasoning the answer may have; None: any number."""
+    """Return the maximum number of reasoning tokens of the answer; None: no limit."""
     budget = request.thinking_token_budget
     return None if budget is None or budget < 0 else budget
 
@@ -195,10 +195,10 @@ class _ToolUse:
     """How the choices of one request may call tools.
 
     offered:       schemas of the arguments, by name; empty if no tool can be called.
-    forced:        as of AnswerRequest.
+    forced:        as in AnswerRequest.
     forced_format: the structured output of an answer that must be a call.
     is_unread:     the model may write calls whose format is unknown: they are returned as text.
-    call_structure: as SamplingParams has it, of an answer that may be a call.
+    call_structure: as in SamplingParams, for an answer that may be a call.
     """
 
     offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -260,9 +260,9 @@ def _declared(tool: Tool) -> Mapping[str, Any]:
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:
-    """Return the prompt with the tokens that the last answer carries, in place of the tokens of its text.
+    """Return the prompt with the tokens that the last answer carries, instead of the tokens of its text.
 
-    The text of an answer, tokenized again, may give other tokens than the model generated. Training needs the same
+    Tokenizing the text of an answer again may give tokens other than the generated ones. Training needs the same
     tokens, so a message may carry them, and the next prompt begins with them.
 
     prompt: the whole conversation, tokenized from its text.
@@ -298,7 +298,7 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
 class AnswerReader:
     """Turns the pieces of one choice into events.
 
-    call_id: as AnswerFormat has it.
+    call_id: as in AnswerFormat.
     calls:   number of calls that have begun.
     """
 
@@ -317,7 +317,7 @@ class AnswerReader:
         self._shows_reasoning = shows_reasoning
 
     def read(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of a piece. Calls beyond the number that an answer may have are left out."""
+        """Yield the events of a piece. Calls beyond the maximum number per answer are left out."""
         for event in self._events(piece):
             if isinstance(event, CallBegin):
                 event = replace(event, id=event.id or self._call_id(event.name, self.calls))
@@ -427,7 +427,7 @@ class _ChatChoice:
         return "tool_calls" if is_call else piece.finish_reason
 
     def _token_fields(self, piece: Piece) -> dict[str, Any]:
-        """Return the fields of the message that describe its tokens, if the request asks for them."""
+        """Return the fields of the message that describe its tokens, if requested."""
         body = self._body
         fields: dict[str, Any] = {}
         if body.prevent_retokenization or body.return_tokenized_data:

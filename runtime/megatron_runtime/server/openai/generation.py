@@ -56,9 +56,8 @@ async def respond(
 
     choice: returns a choice of the whole answer, from its only piece.
     chunks: returns the choices of the events for one piece of a stream.
-    answer: as of generation_of().
-    more:   returns further fields of the whole answer.
-    Raises what generation_of() raises.
+    answer: as for generation_of().
+    more:   returns further fields of the whole answer. Raises the errors of generation_of().
     """
     settings, generation = service.settings, generation_of(service, request, body, prompts, options, answer=answer)
     base = {
@@ -90,9 +89,9 @@ def generation_of(
     *,
     answer: AnswerFormat | None = None,
 ) -> Generation:
-    """Return the jobs of a request, which have not begun.
+    """Return the jobs of a request. They have not begun.
 
-    answer: whose parsers in another process read each choice; None: there are none.
+    answer: format whose parsers, in another process, read each choice; None: no such parsers.
 
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
     open or the prompts exceed the limit of the API key.

@@ -29,10 +29,10 @@ from megatron_runtime.server.openai.content import MediaPart
 MAX_PARTS = 64
 """Images, audio and video of one request."""
 FETCH_SECONDS = 10.0
-"""For all redirects and the file together."""
+"""Timeout for all redirects and the file together."""
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 8192
-"""Of an http or https URL."""
+"""Maximum length of an http or https URL."""
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+\"-]*)*(?P<base64>;base64)?,", re.ASCII)
 _FRAMES = re.compile("[A-Za-z0-9+/=,]+")
@@ -45,7 +45,7 @@ _MAX_HEAD = 256
 class MediaLoader:
     """Reads the files of conversations.
 
-    allowed_hosts: hosts of http and https URLs, in lower case: a name, or an address as URLs have it. A name leads to
+    allowed_hosts: hosts of http and https URLs, in lower case: a name, or an address as URLs have it. A name must have
                    public addresses only.
     """
 
@@ -94,8 +94,8 @@ class MediaLoader:
         raise invalid_value(param, f"{shown(url)} is reached by more than {MAX_REDIRECTS} redirects")
 
     async def _target(self, url: str, *, param: str) -> _Target:
-        """Return where a URL is fetched from. Raises ApiError 400 if its host is not allowed or leads to no public
-        address.
+        """Return the target from which a URL is fetched. Raises ApiError 400 if its host is not allowed or leads to no
+        public address.
         """
         if len(url) > MAX_URL_CHARACTERS:
             raise invalid_value(param, f"a URL of {len(url)} characters: at most {MAX_URL_CHARACTERS}, or a data URL")
@@ -119,10 +119,10 @@ class MediaLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a file is fetched from.
+    """The target from which a file is fetched.
 
-    path:    with its query.
-    address: of the host, which was checked.
+    path:    path with its query.
+    address: address of the host, which was checked.
     """
 
     scheme: str
@@ -141,7 +141,7 @@ def _in_url(host: str) -> str:
 
 
 async def _address_of(host: str, port: int, *, param: str) -> str:
-    """Return the address to connect to. A host that is an address is allowed as it is; a name needs a public one."""
+    """Return the address to connect to. A host that is an address is allowed; a name must have a public address."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

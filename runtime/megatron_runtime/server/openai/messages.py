@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's interface to conversations.
 
-A request becomes a chat request, and its answer becomes content blocks: thinking, text, tool_use. Fields and events are
-those of https://docs.anthropic.com/en/api/messages.
+A request becomes a chat request, and its answer becomes content blocks: thinking, text, tool_use. Fields and events
+follow https://docs.anthropic.com/en/api/messages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from megatron_runtime.server.streaming import EventStream, until_disconnect
 
 _MAX_BLOCKS = 4096
 _BLOCK_DEPTH = 8
-"""Depth of the arguments of a call in a request, at most."""
+"""Maximum depth of the arguments of a call in a request."""
 
 
 class TextBlock(Body):
@@ -79,7 +79,7 @@ class ToolUseBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Reasoning of another server that no one can read. It is left out."""
+    """Encrypted reasoning of another server. It is left out."""
 
     type: Literal["redacted_thinking"]
 
@@ -93,7 +93,7 @@ def _as_result(value: Any) -> Any:
 
 
 def _readable_source(value: Any) -> Any:
-    """Return the source of a part of a result, which other servers may write in other ways; None: it is another."""
+    """Return the source of a part of a result, which other servers may write differently; None: not readable."""
     is_known = isinstance(value, dict) and value.get("type") in ("base64", "url")
     return value if is_known and all(isinstance(member, str) for member in value.values()) else None
 
@@ -104,7 +104,7 @@ TextBlocks: TypeAlias = Annotated[
 
 
 class MediaSource(Body):
-    """Where an image is: in the request, or at a URL."""
+    """The source of an image: in the request, or a URL."""
 
     type: Literal["base64", "url"]
     media_type: StrictStr | None = None
@@ -135,7 +135,9 @@ class ImageBlock(Body):
 
 
 class ResultPart(Body):
-    """A part of the result of a call. One that the model does not take, such as an image, is a placeholder for it."""
+    """A part of the result of a call. A part that the model does not accept, such as an image, is replaced by a
+    placeholder.
+    """
 
     type: StrictStr
     text: StrictStr | None = None
@@ -151,7 +153,7 @@ class ResultPart(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call. Its content says whether it is an error."""
+    """The result of a call. Its content shows whether it is an error."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -246,7 +248,7 @@ def _kind_of_tool(value: Any) -> str:
     return "of the client" if kind in (None, "custom") else "of a server"
 
 
-# The names of the tags are no identifiers, so that errors leave them out of the name of the field.
+# The names of the tags are not identifiers, so that errors leave them out of the field name.
 _Tool: TypeAlias = Annotated[
     Annotated[AnthropicTool, Tag("of the client")] | Annotated[ServerTool, Tag("of a server")],
     Discriminator(_kind_of_tool),
@@ -452,9 +454,10 @@ class _Answer:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the last block, in parts."""
+        """Texts of the last block, in parts."""
         self._arguments = JsonPrefix()
-        """Of the last call, as its deltas have them: the SDKs parse them, and raise where they are no JSON."""
+        """Arguments of the last call, as its deltas send them. The SDKs parse them, and raise an error if they are not
+        JSON."""
         self._is_open = False
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
@@ -482,7 +485,7 @@ class _Answer:
                 self._stop_reason = "end_turn" if piece.stop_text is None else "stop_sequence"
 
     def message(self) -> dict[str, Any]:
-        """Return the message as far as it is known."""
+        """Return the message so far."""
         is_ended = self._stop_reason is not None
         cached = self._usage.cached
         return {
@@ -549,7 +552,7 @@ def _kind(event: Event) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. A text that is no JSON object, which a model may write, is in `arguments`."""
+    """Return the arguments of a call. If the model wrote a text that is not a JSON object, it is in `arguments`."""
     try:
         value = load_json(text or "{}", depth=_BLOCK_DEPTH)
         json.dumps(value, allow_nan=False)  # 1e999 is no number

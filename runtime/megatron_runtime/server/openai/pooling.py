@@ -36,10 +36,11 @@ from megatron_runtime.server.rate_limits import Reservation
 from megatron_runtime.server.streaming import cancel, until_disconnect
 
 MAX_DOCUMENTS = 1000
-"""Of one request for scores."""
+"""Maximum number of documents of one request for scores."""
 TOKEN_BYTES = 4
 _SCORING_TASKS = ("classify", "embed", "token_embed")
-"""Tasks of models that score pairs of texts: as a pair, by the angle of two vectors, by those of their tokens."""
+"""Tasks of models that score pairs of texts: directly as a pair, by the angle of two vectors, or by the angles between
+token vectors."""
 _FIELDS = frozenset(
     {
         *("dimensions", "use_activation", "truncate_prompt_tokens", "truncation_side"),
@@ -48,7 +49,7 @@ _FIELDS = frozenset(
 )
 """Names of fields in errors of engines."""
 _TINY = np.float32(1e-8)
-"""A vector that is shorter has no direction."""
+"""A shorter vector has no direction."""
 
 Vector = npt.NDArray[np.float32]
 Reduce = Callable[[int, Vector], Awaitable[Any]]
@@ -92,7 +93,7 @@ class ScoringRequest(ModelRequest):
     )
 
     def pooling(self, task: str, *, is_query: bool | None = None, pair: str | None = None) -> dict[str, Any]:
-        """Return the sampling parameter `pooling`. is_query: of a text alone; None: of a pair."""
+        """Return the sampling parameter `pooling`. is_query: whether a single text is the query; None: a pair."""
         limits = {"max_tokens_per_query": self.max_tokens_per_query, "max_tokens_per_doc": self.max_tokens_per_doc}
         if is_query is not None:
             limits.pop("max_tokens_per_doc" if is_query else "max_tokens_per_query")
@@ -112,7 +113,7 @@ def chosen(**fields: Any) -> dict[str, Any]:
 
 
 class Side(NamedTuple):
-    """One of the two fields of POST /v1/score. texts: None if the request has not got it."""
+    """One of the two fields of POST /v1/score. texts: None if the request lacks the field."""
 
     name: str
     texts: str | list[str] | None
@@ -182,7 +183,7 @@ class PoolingPrompt:
 
     content: text, which the engine tokenizes, or token ids.
     param:   the request field that has it, for errors.
-    pooling: the sampling parameter of this name.
+    pooling: value of the sampling parameter `pooling`.
     """
 
     content: str | list[int]
@@ -191,7 +192,7 @@ class PoolingPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is sent, at most."""
+        """Upper bound of the bytes that are sent."""
         if not isinstance(self.content, str):
             return TOKEN_BYTES * len(self.content)
         return sum(
@@ -200,7 +201,7 @@ class PoolingPrompt:
 
     @property
     def estimated_tokens(self) -> int:
-        """Tokens that are reserved: the engine counts them."""
+        """Number of tokens to reserve; the engine counts the actual ones."""
         if not isinstance(self.content, str):
             return len(self.content)
         return 1 + (len(self.content) + len(self.pooling.get("pair", ""))) // BYTES_PER_TOKEN
@@ -211,8 +212,8 @@ class PoolingRun:
     """The prompts of one request to a pooling model.
 
     model, priority, cache_salt: fields of the request.
-    tokens: of all prompts that were computed.
-    labels: names of the classes of texts by the places of their prompts; None: the class has no name.
+    tokens: number of tokens of all computed prompts.
+    labels: class names of texts by prompt index; None: the class has no name.
     """
 
     service: Service
@@ -224,12 +225,12 @@ class PoolingRun:
     adapter: str = ""
     labels: dict[int, str | None] = field(default_factory=dict)
     _reservation: Reservation | None = None
-    """Of tokens that count against the limit of the API key; None: it has none."""
+    """Reservation of tokens that count against the limit of the API key; None: no limit."""
 
     async def collect(self, prompts: Sequence[PoolingPrompt], *, reduce: Reduce | None = None) -> list[Any]:
-        """Return what the model computes of each prompt. If the client disconnects, the open ones are aborted.
+        """Return the model's result for each prompt. If the client disconnects, the open prompts are aborted.
 
-        reduce: awaited with the place of a prompt and its array, which is then released; its result is returned.
+        reduce: awaited with the index of a prompt and its array, which is then released; its result is returned.
 
         Raises ApiError 400 for a prompt that the model does not take, or prompts that take too many bytes, 404 if no
         engine has such a model, 429 if too many are open, the server holds too much, or the API key has too few tokens
@@ -364,7 +365,7 @@ async def create_score(service: Service, request: Request) -> Response:
 
 
 async def rerank(service: Service, request: Request) -> Response:
-    """Answer with the documents by falling score. Raises ApiError 404 without an engine that scores pairs."""
+    """Answer with the documents by descending score. Raises ApiError 404 without an engine that scores pairs."""
     task, *_ = await offered(service, request, _SCORING_TASKS)
     body = await service.read(request, RerankRequest)
     documents = listed(body.documents)
@@ -404,7 +405,7 @@ async def _scores(
 ) -> list[float]:
     """Return the score of each document with its query. One query is compared with all documents.
 
-    params: the request fields of both, for errors.
+    params: request fields of queries and documents, for errors.
     """
     first, second = params
     if task == "classify":
@@ -425,13 +426,13 @@ async def _scores(
 
 
 def _alone(body: ScoringRequest, task: str, texts: list[str], *, param: str, is_query: bool) -> list[PoolingPrompt]:
-    """Return the prompts of texts that are no pairs."""
+    """Return the prompts of single texts."""
     pooling = body.pooling(task, is_query=is_query)
     return [PoolingPrompt(content=text, param=f"{param}[{place}]", pooling=pooling) for place, text in enumerate(texts)]
 
 
 def _cosine(query: Vector, document: Vector) -> np.float32:
-    """Return the cosine of the angle of two vectors [D]."""
+    """Return the cosine of the angle between two vectors [D]."""
     lengths = [np.maximum(np.linalg.norm(vector), _TINY) for vector in (query, document)]
     return np.float32(np.dot(query, document) / (lengths[0] * lengths[1]))
 

@@ -1,7 +1,7 @@
 """Tokenization of prompts and rendering of conversations, off the event loop and fair between tenants.
 
 The work runs in lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and tokenization of
-longer texts. So a text of a few kilobytes never waits for megabytes. What waits is bounded by the budget of bodies.
+longer texts. So a text of a few kilobytes never waits for megabytes. The budget of bodies limits the waiting work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megatron_runtime.tokenization import (
 from megatron_runtime.tokenization.chat_template import RENDERERS
 
 TEXT_TOKENIZED_IN_PLACE = 4096
-"""Characters. Longer texts are tokenized in a thread of `TextLanes`, while the event loop serves other requests."""
+"""Number of characters. Longer texts are tokenized in a thread of `TextLanes`, while the event loop serves other
+requests."""
 MAX_MEDIUM_BYTES = 64 * 1024
 """A text of this length is tokenized in about 50 ms."""
 MAX_WAIT_SECONDS = 30.0
@@ -41,7 +42,7 @@ TEXT_SECONDS_PER_MINUTE = 60.0
 """Time of each tenant for parsing, rendering and tokenization in a server process. Ordinary requests are not charged.
 """
 _DECODED_AT_ONCE = 256
-"""Tokens that are decoded before other requests run."""
+"""Number of tokens that are decoded before other requests run."""
 
 _T = TypeVar("_T")
 
@@ -61,8 +62,8 @@ class TextLanes:
     async def run(self, lane: Lane, lease: Lease, work: Callable[[], _T]) -> _T:
         """Return the result of `work`, called in a thread of `lane`. A cancelled caller removes work that waits.
 
-        lease: of the request; its tenant has a fair share of the lane. Requests without a tenant have no budget.
-        Raises ApiError 429 if the tenant has used its time, 503 if the wait was too long, and what `work` raises.
+        lease: lease of the request; its tenant has a fair share of the lane. Requests without a tenant have no budget.
+        Raises ApiError 429 if the tenant has used its time, 503 if the wait was too long, and the errors of `work`.
         """
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
@@ -90,8 +91,8 @@ class Prompts:
     """Turns the texts and conversations of requests into tokens, and tokens into text.
 
     chat_format: renders conversations, and encodes what it renders.
-    max_sequence_length: most tokens of prompt and answer together; None means what the model was made for.
-    media_hosts: as of MediaLoader.
+    max_sequence_length: maximum number of tokens of prompt plus answer; None means the model's own limit.
+    media_hosts: as for MediaLoader.
     """
 
     def __init__(
@@ -121,12 +122,12 @@ class Prompts:
     ) -> list[int]:
         """Return the tokens of a text.
 
-        lease:    of the request, which then holds the tokens.
+        lease:    lease of the request, which then holds the tokens.
         param:    the request field that has it, for errors.
-        in_place: tokenize on the event loop; None means if the text is short.
-        is_cut:   the caller removes tokens: the text may have more than the sequence limit.
-        Raises ApiError 400 for a text that cannot be tokenized or whose least number of tokens exceeds the sequence
-        limit, what TextLanes.run() raises, and 429 if the server holds too much.
+        in_place: tokenize on the event loop; None: only if the text is short.
+        is_cut:   the caller truncates the prompt, so the text may exceed the sequence limit. Raises ApiError 400 for a
+        text that cannot be tokenized or certainly exceeds the sequence limit, the errors of TextLanes.run(), and 429 if
+        the server holds too much.
         """
         encode = partial(self._encode, text, param=param, add_special=add_special, is_cut=is_cut)
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
@@ -151,10 +152,10 @@ class Prompts:
         """Return the prompt of a conversation, with the tools described in it.
 
         continues:           the prompt ends within the last message, which the answer continues.
-        add_special, is_cut: as of encode().
+        add_special, is_cut: as for encode().
 
-        Raises ApiError 400, and what encode() and MediaLoader.load() raise; 500 for a chat template that renders no
-        conversation.
+        Raises ApiError 400, the errors of encode() and MediaLoader.load(), and 500 for a chat template that cannot
+        render any conversation.
         """
         takes = self._chat_format.takes
         parts = _media_parts(messages, takes)
@@ -206,7 +207,7 @@ class Prompts:
         """Return the text of tokens, which the request then holds. Other requests run in between, however many tokens
         there are. Raises ApiError 429 if the server holds too much.
 
-        is_whole: nothing follows, so that an incomplete character at the end is written too.
+        is_whole: nothing follows, so an incomplete character at the end is written too.
         """
         detokenizer = self._chat_format.decoder(skip_special=skip_special)
         parts = []

@@ -60,7 +60,7 @@ _CUSTOM_INPUT: Mapping[str, Any] = {
 
 
 class FunctionTool(Function):
-    """A function, without the level that chat requests have around it."""
+    """A function, without the enclosing object of chat requests."""
 
     type: Literal["function"]
 
@@ -104,7 +104,7 @@ def _kind_of_tool(value: Any) -> str:
     return f"a {kind}" if kind in ("function", "custom", "namespace") else "a tool"
 
 
-# The names of the tags are no identifiers, so that errors leave them out of the name of the field.
+# The names of the tags are not identifiers, so that errors leave them out of the field name.
 _InnerTool = Annotated[
     Annotated[FunctionTool, Tag("a function")]
     | Annotated[CustomTool, Tag("a custom")]
@@ -114,7 +114,7 @@ _InnerTool = Annotated[
 
 
 class NamespaceTool(Body):
-    """Tools whose names have a common prefix, as those of one MCP server."""
+    """Tools whose names have a common prefix, such as the tools of one MCP server."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -135,8 +135,8 @@ _Tool = Annotated[
 class OfferedTool:
     """A tool that the model may call, and its names for the client.
 
-    function:  of the chat request.
-    name:      for the client, within its namespace.
+    function:  the function in the chat request.
+    name:      its name for the client, within its namespace.
     """
 
     function: Mapping[str, Any]
@@ -301,7 +301,7 @@ _CALLS: Mapping[str, str] = {
     "apply_patch_call": "operation",
     "tool_search_call": "arguments",
 }
-"""Items that are calls, and the member with their arguments. One without a name is a call of the tool of its type."""
+"""Items that are calls, and the member with their arguments. A call without a name calls the tool of its type."""
 _OUTPUTS: Mapping[str, str] = {
     **{f"{kind}_output": "output" for kind in _CALLS if kind != "tool_search_call"},
     "tool_search_output": "tools",
@@ -312,10 +312,10 @@ _LEFT_OUT = (
     *("computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
     *("compaction", "compaction_summary", "context_compaction", "ghost_snapshot"),
 )
-"""Items of tools that another server ran, and of clients, that have no text for the model."""
+"""Items without text for the model: of tools that another server ran, and of clients."""
 _ITEM_KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT)
 _IMAGE_TEXT = "[image]"
-"""In place of an image in the result of a call."""
+"""Placeholder for an image in the result of a call."""
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -382,7 +382,7 @@ def _result_of(output: Any) -> Any:
 
 
 def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
-    """Return the text or the image of a content part; None: it has neither."""
+    """Return the text or the image of a content part; None if it has neither."""
     if not isinstance(part, dict):
         return None
     if part.get("type") in ("input_image", "image"):
@@ -395,7 +395,7 @@ def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
 
 
 def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
-    """Return whether the input ends with a message of the assistant that was cut, which the answer continues."""
+    """Return whether the input ends with a message of the assistant that was truncated, which the answer continues."""
     last = items[-1] if isinstance(items, list) else {}
     is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
     return is_answer and last.get("status") in ("in_progress", "incomplete")
@@ -487,7 +487,7 @@ class _Answer:
         self._status = "in_progress"
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Of the item that is open, in parts."""
+        """Texts of the open item, in parts."""
 
     def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield the events of a piece."""
@@ -513,7 +513,7 @@ class _Answer:
             yield from self._close(self._status)
 
     def response(self) -> dict[str, Any]:
-        """Return the response as far as it is known."""
+        """Return the response so far."""
         request, is_cut = self._request, self._status == "incomplete"
         usage = None if self._status == "in_progress" else _usage(self._usage)
         text = TextOptions() if request.text is None else request.text
@@ -617,7 +617,7 @@ _ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_
 
 
 def _input_of(arguments: str) -> str:
-    """Return the text that the model gave to a custom tool; all of the arguments if they are cut or malformed."""
+    """Return the text that the model gave to a custom tool; all of the arguments if they are truncated or malformed."""
     try:
         value = load_json(arguments)
     except ValueError:

@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI API, with the fields that this server adds and those that it does not offer.
 
-`fields.py` says which other fields a body may have. Every list and map has a maximum length, and validation stops at
-its first wrong element.
+`fields.py` lists the other fields that a body may have. Every list and map has a maximum length, and validation stops
+at its first wrong element.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_CALLS = 1024
-"""Of one message, of a client or of an answer."""
+"""Maximum number of calls of one message, in a request or an answer."""
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 256 * 1024
 MAX_TEMPLATE_VARIABLES = 64
@@ -83,7 +83,7 @@ Number = StrictInt | StrictFloat
 Temperature = Annotated[float, within("temperature")]
 TopP = Annotated[float, within("top_p")]
 MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate")]
-"""A number that does not fit is cut to what fits."""
+"""A number that is too large is reduced to the maximum."""
 TopLogProbs = Annotated[StrictInt, within("top_n_logprobs", maximum=MAX_TOP_LOGPROBS)]
 StopTokenIds = Annotated[
     list[Annotated[StrictInt, within("stop_token_ids")]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
@@ -102,7 +102,7 @@ JsonSchema = JsonObject | StrictBool
 TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
 OptionalText = Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)]
-"""A text; a value of another type, which another server may have written, is dropped."""
+"""A text; a value of another type, which other servers may write, is dropped."""
 
 
 def only(*neutral: Any) -> BeforeValidator:
@@ -166,8 +166,8 @@ class ModelRequest(Body):
     """The body of a request to the model. model: None takes the one that is served.
 
     token_field: field that may have a long list, of token ids.
-    policy:      of the fields that the class does not declare.
-    own_names:   the fields of a route by their names in the request that is made of it.
+    policy:      policy for fields that the class does not declare.
+    own_names:   field name in the converted request -> field name of this route.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -440,7 +440,7 @@ class AllowedTool(Body):
 
 
 class AllowedTools(Body):
-    """`tool_choice` that names the tools which the model may call, and says whether it must call one."""
+    """`tool_choice` that names the tools which the model may call, and whether it must call one."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -494,7 +494,8 @@ _MEDIA_CHARACTERS = 8192
 
 
 class ChatMessage(Body):
-    """One message of a conversation. What an answer has is accepted back, and fields without effect are dropped.
+    """One message of a conversation. Every field of an answer is accepted as input, and fields without effect are
+    dropped.
 
     The content of an answer may be missing or empty.
     """
@@ -571,7 +572,7 @@ class ChatMessage(Body):
     def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> dict[str, Any]:
         """Return the message as chat templates expect it; `developer` is the newer name of `system`.
 
-        takes, numbers: as of MixedContent.for_template().
+        takes, numbers: as for MixedContent.for_template().
         """
         content = self.content if isinstance(self.content, str) else self.content.for_template(takes, numbers)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}

@@ -47,18 +47,18 @@ _T = TypeVar("_T")
 UNNAMED_MODEL = "EMPTY"
 """Megatron-Core's clients send this name: it means the model of the server."""
 BYTES_PER_TOKEN = 4
-"""Of a rejected body, whose tokens are not known."""
+"""Bytes per token of a rejected body, whose tokens are unknown."""
 _CHECK_SECONDS = 0.05
-"""How often a request that waits looks again."""
+"""Interval at which a waiting request checks again."""
 _NAMED_MODELS = 8
-"""Adapters that the error for an unknown model names."""
+"""Maximum number of adapters that the error for an unknown model names."""
 
 
 @dataclass(slots=True)
 class Service:
     """One per server process.
 
-    chat_format: what is special to the model in prompts and answers.
+    chat_format: model-specific parts of prompts and answers.
     tracer: None: requests are not traced.
     """
 
@@ -81,7 +81,7 @@ class Service:
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: requests that are still open are answered with an error."""
     defaults: Mapping[str, Any] = field(init=False)
-    """The model's own sampling parameters, which hold below those of a request."""
+    """The model's default sampling parameters. Parameters of a request take precedence."""
     rate_limits: RateLimits = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -139,7 +139,7 @@ class Service:
         server holds too much or the tenant has used its time for large bodies.
         """
         is_compressed = check_content_type(request.headers)
-        # The lists of a request are tokens of one prompt, or have limits of their own below this one.
+        # Lists in a request are tokens of one prompt, or have lower limits of their own.
         longest = max(self.prompts.sequence_limit or MAX_ELEMENTS, MAX_ALTERNATIVES)
         scan, lease = JsonScan(long_list=longest), self.lease(request)
         chunks = _decompressed(request) if is_compressed else request.stream()
@@ -242,7 +242,7 @@ class Service:
 
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Count one HTTP request as open. state: of the request, with the tenant that identify() finds."""
+        """Count one HTTP request as open. state: state of the request, with the tenant found by identify()."""
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -307,7 +307,7 @@ class Service:
         """Count the tokens of a choice that has ended in the metrics of its key.
 
         prompt:    its prompt tokens; 0 for further choices.
-        generated: its generated tokens, as far as they are known.
+        generated: number of its generated tokens known so far.
         """
         if key.tenant:
             self.metrics.prompt_tokens_by_key.labels(key.name).inc(prompt)
@@ -361,7 +361,7 @@ class Service:
             await self._until(lambda: self.client.connected, "The coordinator has not answered")
 
     async def tasks(self) -> tuple[str, ...]:
-        """Return what the engines do, by the names of GENERATE and POOLING_TASKS. Wait until one has served.
+        """Return the tasks of the engines, by the names in GENERATE and POOLING_TASKS. Wait until one has served.
 
         Raises ApiError 503.
         """
@@ -370,7 +370,7 @@ class Service:
         return self.client.tasks
 
     def check_generates(self) -> None:
-        """Raise ApiError 404 if the engines have pooling models only, as far as the server knows."""
+        """Raise ApiError 404 if, as far as the server knows, the engines have only pooling models."""
         if self.client.tasks and GENERATE not in self.client.tasks:
             message = (
                 f"The model {shown(self.settings.served_name)} generates no text: it is a pooling model with the task "
@@ -393,7 +393,7 @@ class Service:
         """Raise ApiError 429 if `more` and the open ones together would be too many.
 
         A full server still accepts requests of a tenant that has less than its fair share of the limit. So no tenant
-        blocks others, and at most twice the limit is open.
+        can block others, and at most twice the limit is open.
         """
         limit = self.settings.max_open_requests
         share = limit // len({*open_by_tenant, tenant})

@@ -1,4 +1,4 @@
-"""Requests of texts to pooling models, and what is computed of each: POST /v1/classify and /v1/pooling."""
+"""Requests with texts for pooling models, and their results: POST /v1/classify and /v1/pooling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_runtime.server.openai.service import Service
 
 
 class TextsRequest(ModelRequest):
-    """The fields that requests of texts share."""
+    """The fields that requests with texts share."""
 
     own_names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     token_field = "input"
@@ -140,7 +140,7 @@ async def classify(service: Service, request: Request) -> Response:
 
 
 async def pool(service: Service, request: Request) -> Response:
-    """Answer with what the model computes of each text. Raises ApiError 404 without an engine with a pooling model."""
+    """Answer with the model's result for each text. Raises ApiError 404 without an engine with a pooling model."""
     tasks = await offered(service, request, POOLING_TASKS)
     body = await service.read(request, PoolingRequest)
     task = body.task or tasks[0]

@@ -26,11 +26,12 @@ PeerId: TypeAlias = tuple[int, bytes]
 MESSAGES_PER_ITERATION = 256
 """Messages that a connection handles in one iteration of the loop before it yields to others."""
 MAX_FRAMES = 16_384
-"""Most frames of one message. An engine of Megatron-Core 0.20 sends the answers of a step as frames of one message."""
+"""Maximum number of frames of one message. An engine of Megatron-Core 0.20 sends the answers of a step as frames of one
+message."""
 PARTNERS = (b"DEALER", b"REQ", b"ROUTER")
 """Types of the sockets that a ROUTER talks to (ZMTP 3.1)."""
 ENVELOPE_BYTES = 64
-"""Upper bound of what encryption adds to a frame."""
+"""Upper bound of the bytes that encryption adds to a frame."""
 _HANDSHAKE_BYTES = 4096
 """Size limit of a frame before the end of the handshake."""
 
@@ -54,10 +55,10 @@ class Owner(Protocol):
         """The connection has messages to send: call its flush() in this iteration of the loop."""
 
     def has_room(self, connection: Connection) -> None:
-        """The connection accepts messages again, or report_room() was called. Comes once for each of both."""
+        """The connection accepts messages again, or report_room() was called. Called once for each."""
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
-        """The connection has ended. violation: why this side ended it, if the peer violated the protocol."""
+        """The connection has ended. violation: why this side closed it, if the peer violated the protocol."""
 
 
 class Connection(asyncio.Protocol):
@@ -65,9 +66,9 @@ class Connection(asyncio.Protocol):
 
     peer:          the name; its routing id is b"" until the handshake is over.
     heard:         set to True when bytes arrive; the owner resets it.
-    ended_by_peer: after the end, whether a FIN or RST of the peer ended it.
+    ended_by_peer: after the end, whether the peer closed it, by a FIN or RST.
 
-    max_message_bytes: a larger message ends the connection.
+    max_message_bytes: the connection is closed at a larger message.
     send_buffer_bytes: with more unsent bytes, send() returns False.
     """
 
@@ -261,7 +262,7 @@ class Connection(asyncio.Protocol):
     def send(self, message: Frames, even_if_full: bool = False) -> bool:
         """Send at the end of this iteration of the loop.
 
-        False, and not sent, if the buffer is full. The owner's has_room() is called when it no longer is.
+        Return False, without sending, if the buffer is full. The owner's has_room() is called when it no longer is.
         """
         if (self._paused or self._out_bytes > self._send_buffer_bytes) and not even_if_full:
             self._reports_room = True
@@ -305,14 +306,14 @@ class Connection(asyncio.Protocol):
             self._report_soon()
 
     def close(self) -> None:
-        """End the connection when the sent messages have left."""
+        """Close the connection after the queued messages have been sent."""
         if self._out:
             self.flush()
         self._ended_here = True
         self._transport.close()
 
     def abort(self) -> None:
-        """End the connection now."""
+        """Close the connection now."""
         self._ended_here = True
         self._transport.abort()
 

@@ -165,7 +165,7 @@ class CurveClientHandshake(Handshake):
 class CurveBox:
     """Encrypts and decrypts frames with the keys of one connection. Nonces count up; none is accepted twice.
 
-    sent, last_received: nonces that the handshake used.
+    sent, last_received: last nonces that the handshake used.
     """
 
     def __init__(self, shared: bytes, *, last_received: int, sent: int = 0, as_server: bool = True) -> None:
@@ -179,14 +179,14 @@ class CurveBox:
         return self._sent.to_bytes(_NONCE_BYTES, "big")
 
     def close(self, flags: int, body: bytes) -> bytes:
-        """Return the frame to send for one with these flags."""
+        """Return the encrypted frame for a frame with these flags."""
         inner = (_INNER_MORE if flags & MORE else 0) | (_INNER_COMMAND if flags & COMMAND else 0)
         nonce = self.next_nonce()
         box = nacl.crypto_box_afternm(bytes((inner,)) + body, self._mine + nonce, self._shared)
         return frames.frame(0, b"".join((_MESSAGE_HEAD, nonce, box)))
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Return flags and body of the frame in an encrypted one. Raises ViolationError."""
+        """Return flags and body of the frame inside an encrypted frame. Raises ViolationError."""
         nonce = body[len(_MESSAGE_HEAD) : _MESSAGE_BEGIN]
         number = int.from_bytes(nonce, "big")
         if not body.startswith(_MESSAGE_HEAD) or number <= self._received:

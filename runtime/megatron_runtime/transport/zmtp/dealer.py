@@ -1,4 +1,4 @@
-"""A DEALER on the event loop: one connection to a ROUTER, opened again when it ends. Its memory is bounded in bytes.
+"""A DEALER on the event loop: one connection to a ROUTER, reopened when it ends. Its memory is bounded in bytes.
 
 libzmq limits the size of a frame and the number of messages, so a message of endless frames fills the memory of the
 process that reads it.
@@ -40,7 +40,7 @@ class AddressError(ValueError):
 
 
 def parse_address(address: str) -> tuple[str, int] | Path:
-    """Host and port, or the path of a Unix socket. Raises AddressError."""
+    """Return host and port, or the path of a Unix socket. Raises AddressError."""
     try:
         parts = urlsplit(address)
         if parts.scheme == "tcp" and parts.hostname and parts.port:
@@ -86,13 +86,13 @@ _lookups: dict[str, asyncio.Future[Any]] = {}
 
 @dataclass(eq=False, repr=False)
 class Dealer:
-    """Connects on the running loop, and connects again, until close().
+    """Connects on the running loop, and reconnects until close().
 
     on_message: called with the frames of each message. Its exceptions are logged and counted.
     on_open:    called after each handshake: send() works from then on.
     on_lost:    called with the reason when an open connection ends other than by close().
     keys:       its own pair and the ROUTER's key; None: no encryption.
-    max_message_bytes: a larger message ends the connection.
+    max_message_bytes: the connection is closed at a larger message.
     send_buffer_bytes: with more unsent bytes, send() returns False.
     """
 
@@ -114,12 +114,14 @@ class Dealer:
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(), name=f"dealer {self.address}")
 
     def send(self, message: Frames) -> bool:
-        """Send on the open connection. False without one, or if its buffer is full; the message is then dropped."""
+        """Send on the open connection. Return False if there is none, or if its buffer is full; the message is then
+        dropped.
+        """
         connection = self._connection
         return connection is not None and connection.is_open and connection.send(message)
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Idempotent. Waits up to `linger_ms` until the sent messages have left."""
+        """Close the connection. Idempotent. Waits up to `linger_ms` until the queued messages have been sent."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

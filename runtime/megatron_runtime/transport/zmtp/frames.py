@@ -29,7 +29,7 @@ def greeting(mechanism: bytes, *, as_server: bool) -> bytes:
 
 
 def check_greeting(data: bytes, mechanism: bytes) -> None:
-    """Raises ViolationError unless the peer speaks version 3 and the same security mechanism."""
+    """Raise ViolationError unless the peer speaks version 3 and the same security mechanism."""
     if data[0] != 0xFF or not data[9] & 1 or data[10] < 3:
         raise ViolationError("the greeting is not of ZMTP 3")
     if data[12:32] != mechanism.ljust(20, b"\0"):
@@ -70,7 +70,7 @@ def properties(values: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[bytes, bytes]:
-    """Return properties by their names in lower case, because names ignore case. Raises ViolationError."""
+    """Return properties by their lower-case names, because names are case-insensitive. Raises ViolationError."""
     found = {}
     position = 0
     while position < len(data):

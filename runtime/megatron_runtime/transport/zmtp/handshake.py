@@ -1,7 +1,7 @@
 """The handshake of a connection, and the mechanism without keys.
 
 A handshake is a function of bytes: `receive` takes one command of the peer and returns the answer. When it is over,
-`properties` are those of the peer, and `box`, if there is one, encrypts and decrypts every frame.
+`properties` holds the peer's properties, and `box`, if there is one, encrypts and decrypts every frame.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from megatron_runtime.transport.zmtp.frames import ViolationError
 
 
 class NotAdmittedError(ViolationError):
-    """The peer has no key, or none that opens this port."""
+    """The peer has no key, or its key does not open this port."""
 
 
 class Box(Protocol):
     """The encryption of one connection."""
 
     def close(self, flags: int, body: bytes) -> bytes:
-        """Return the frame to send for one with these flags."""
+        """Return the encrypted frame for a frame with these flags."""
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Return flags and body of the frame in an encrypted one. Raises ViolationError."""
+        """Return flags and body of the frame inside an encrypted frame. Raises ViolationError."""
 
 
 class Handshake(ABC):

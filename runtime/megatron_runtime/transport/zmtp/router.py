@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 30.0
 MAX_HANDSHAKES = 1000
-"""Handshakes in progress. A further one ends the oldest."""
+"""Maximum number of handshakes in progress. A further one closes the oldest."""
 CLOSING_SECONDS = 1.0
 _BACKLOG = 1024
 _ROUTER = 6
@@ -32,21 +32,22 @@ _PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")
 
 @dataclass(eq=False, repr=False)
 class Router:
-    """Accepts connections, and names each by the port's `number` and a routing id, the peer's own or a generated one.
+    """Accepts connections. The name of a connection is the port's `number` and a routing id, which is the peer's own or
+    generated.
 
-    If two connections send the same routing id, the later one gets the name and the earlier one ends; but if their keys
-    differ, the later one ends.
+    If two connections send the same routing id, the later one gets the name, and the earlier one is closed. But if
+    their keys differ, the later one is closed.
 
     connections:  the connections after their handshake, by name. Other ports may share it.
     handshake:    creates the server's side of a handshake with these properties.
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
-                  peer ended it, by a FIN or RST, as the system sends for a process that ends.
+                  peer closed it, by a FIN or RST, which the system sends when a process exits.
     on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
-    check_seconds: interval of PING. A connection without a byte in two to three intervals is ended.
+    check_seconds: interval of PING. A connection without a byte in two to three intervals is closed.
     may_be_silent: whether such a connection is kept, because its process has announced that it is busy.
-    type, last_endpoint: as those of a zmq.Socket.
-    rejected:     number of connections that ended because their keys do not open the port.
+    type, last_endpoint: as for a zmq.Socket.
+    rejected:     number of connections that were closed because their keys do not open the port.
     """
 
     number: int
@@ -96,7 +97,7 @@ class Router:
         return self._listen(listener, f"ipc://{path}", server)
 
     def close(self) -> None:
-        """Stop listening, and end each connection when its sent messages have left. Idempotent."""
+        """Stop listening, and close each connection after its queued messages have been sent. Idempotent."""
         if self._checks is not None:
             self._checks.cancel()
             self._checks = None
@@ -137,7 +138,7 @@ class Router:
         )
 
     def _check(self) -> None:
-        """Send PING to each connection, and end those that sent nothing since the last two."""
+        """Send PING to each connection, and close the connections that sent nothing since the last two."""
         self._checks = self._loop.call_later(self.check_seconds, self._check)
         silent, self._silent = self._silent, set()
         for connection in [connection for connection in self._all if connection.is_open]:
@@ -152,7 +153,7 @@ class Router:
             connection.ping()
 
     def cut(self, peer: PeerId) -> None:
-        """End a connection. No further message from it is delivered, and none is sent to it."""
+        """Close a connection. No further message from it is delivered, and none is sent to it."""
         connection = self.connections.pop(peer, None)
         if connection is not None:
             connection.close()
