@@ -158,7 +158,9 @@ class Engine:
     entered_during: operation under way when this engine joined; it is sent the outcome.
     in_flight: requests by dispatch id; changed by give() and take().
     queued:    tokens that it has to compute before its requests have their next token; those of Entry.uncached.
+    waiting:   its requests that have such tokens.
     held:      tokens of its requests, when they were dispatched.
+    step_tokens: the most tokens that it computes in a step; 0: it did not announce them.
     prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0: requests are counted.
     load:      its place among the engines, which EnginesByLoad sets.
     heartbeat: the last one.
@@ -202,7 +204,9 @@ class Engine:
     entered_during: str | None = None
     in_flight: dict[int, Entry] = field(default_factory=dict)
     queued: int = 0
+    waiting: int = 0
     held: int = 0
+    step_tokens: int = 0
     prefill_cost: float = 0.0
     held_cost: float = 0.0
     load: float = 0.0
@@ -235,27 +239,40 @@ class Engine:
             return len(self.in_flight)
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
+    def cost_of(self, tokens: int) -> float:
+        """Return the cost of a request with `tokens` uncached tokens, as of EngineRouter."""
+        if not self.prefill_cost:
+            return len(self.in_flight)
+        queued = self.queued
+        if queued > tokens:
+            queued = min(queued, self.waiting * tokens + self.step_tokens)
+        used = len(self.in_flight) / self.max_requests
+        return (queued + tokens + tokens * used) * self.prefill_cost + self.held * self.held_cost
+
     def give(self, entry: Entry, cached: int) -> None:
         """Add a request under its dispatch id, of whose tokens it has cached some."""
         self.in_flight[entry.dispatch_id] = entry
         size = entry.size = entry.num_tokens
         uncached = entry.uncached = max(0, size - cached)
-        self.queued += uncached
+        if uncached:
+            self.queued += uncached
+            self.waiting += 1
         self.held += size
 
     def take(self, dispatch_id: int) -> Entry | None:
         """Remove a request."""
         entry = self.in_flight.pop(dispatch_id, None)
         if entry is not None:
-            self.queued -= entry.uncached
             self.held -= entry.size
-            entry.uncached = 0
+            self.computed(entry, entry.uncached)
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
         """It computed `tokens` of those of a request."""
-        entry.uncached -= tokens
-        self.queued -= tokens
+        if tokens:
+            entry.uncached -= tokens
+            self.queued -= tokens
+            self.waiting -= not entry.uncached
 
     def report(self, heartbeat: Heartbeat) -> bool:
         """Take over what it reports of its queue. Return whether `queued` changed.
@@ -316,6 +333,7 @@ class Engine:
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         limits = {name: getattr(hello, name) for name in LIMITS}
         self.limits = {name: value for name, value in limits.items() if value}
+        self.step_tokens = self.limits.get("max_tokens", 0)
         self.block_size_tokens = max(0, hello.block_size_tokens)
         self.tokenizes = hello.tokenizes
         self.backend = hello.backend or ""

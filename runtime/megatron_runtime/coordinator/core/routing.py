@@ -72,14 +72,15 @@ class KnownBlocks:
 
     def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
         """Yield the engines that hold each block of a prompt, with the number of blocks up to it, the deepest first.
-        Depths with the same engines as the one before are left out."""
-        last: Collection[Engine] = ()
+        Depths with as many engines as the one before are left out: an engine that holds a block holds those before it.
+        """
+        count = 0
         for depth in range(len(hashes), 0, -1):
             found = self._holders.get(hashes[depth - 1])
             if found is not None:
                 engines = found if isinstance(found, set) else (found,)
-                if engines != last:
-                    last = engines
+                if len(engines) != count:
+                    count = len(engines)
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
@@ -146,14 +147,24 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
     return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
 
 
+def _min_cost(load: float, tokens: int, prefill_cost: float) -> float:
+    """Return the least cost that an engine of this load may have for a request with `tokens` uncached tokens. Of its
+    queue, at least that many count. prefill_cost: seconds per token; 0: requests are counted."""
+    own = tokens * prefill_cost
+    return min(load, own) + own if prefill_cost else load
+
+
 class EngineRouter:
     """Chooses engines. With LEAST_COST an engine's cost for a request, in seconds, is
 
-        (queued + uncached) / prefill rate + held / decode rate
+        (ahead + uncached * (1 + requests / slots)) / prefill rate + held / decode rate
+        ahead = min(queued, waiting * uncached + step)
 
-    where `queued` is the prompt tokens that the engine still has to compute, `uncached` those of the request that it
-    does not hold, and `held` the tokens of its requests. If rates are unknown, the cost is the number of its requests.
-    Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
+    where `queued` is the prompt tokens that the engine still has to compute, of `waiting` requests, `uncached` those of
+    the request that it does not hold, `step` the tokens of a step, and `held` the tokens of its requests. Prompts share
+    steps, so each delays another one by at most the other's length, and by the step in progress. A prompt delays the
+    other requests of the engine, so it counts double at a full one. If rates are unknown, the cost is the number of
+    requests. Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
 
     With another prefix policy the score of an engine is
 
@@ -273,7 +284,7 @@ class EngineRouter:
         for engine in islice(by_load, MAX_COMPARED):
             if best is None:
                 least_load = engine.load
-            elif engine.load + tokens * min_prefill_cost >= rank[0]:
+            elif _min_cost(engine.load, tokens, min_prefill_cost) >= rank[0]:
                 break
             if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                 best, rank = engine, found
@@ -281,16 +292,17 @@ class EngineRouter:
         for size, blocks in hashes.items():
             for depth, engines in self._blocks.by_depth(blocks):
                 uncached = max(0, tokens - depth * size)
-                own = uncached * min_prefill_cost
-                if (least_load + own, uncached) >= rank:
+                least = _min_cost(least_load, uncached, min_prefill_cost), uncached
+                if least >= rank:
                     break
                 for engine in islice(engines, MAX_HOLDERS):
                     # A common prefix has many holders, of which most are busier than the best one: skip those.
-                    if engine.load + own > rank[0] or engine is best or not fits(engine):
+                    is_dearer = _min_cost(engine.load, uncached, min_prefill_cost) > rank[0]
+                    if is_dearer or engine is best or not fits(engine):
                         continue
                     if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                         best, rank = engine, found
-                        if (least_load + own, uncached) >= rank:
+                        if least >= rank:
                             break
         return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
 
@@ -299,7 +311,7 @@ class EngineRouter:
         size = self._block_size or engine.block_size_tokens
         blocks = hashes.get(size)
         uncached = max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
-        return engine.load + uncached * engine.prefill_cost, uncached
+        return engine.cost_of(uncached), uncached
 
     def _session_engine(
         self,
