@@ -147,11 +147,10 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
     return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
 
 
-def _min_cost(load: float, tokens: int, prefill_cost: float) -> float:
-    """Return the least cost that an engine of this load may have for a request with `tokens` uncached tokens. Of its
-    queue, at least that many count. prefill_cost: seconds per token; 0: requests are counted."""
-    own = tokens * prefill_cost
-    return min(load, own) + own if prefill_cost else load
+def _load_limit(cost: float, own: float) -> float:
+    """Return the highest load of an engine that may have this cost for a request whose tokens take `own` seconds. Of
+    its queue, at least as many tokens count as the request has. own: 0: requests are counted."""
+    return math.inf if 0 < 2 * own <= cost else cost - own
 
 
 class EngineRouter:
@@ -280,29 +279,36 @@ class EngineRouter:
         min_prefill_cost: of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
         """
-        best, rank, least_load = None, (math.inf, 0), 0.0
-        for engine in islice(by_load, MAX_COMPARED):
+        best, rank, least_load, left = None, (math.inf, 0), 0.0, MAX_COMPARED
+        own = tokens * min_prefill_cost
+        for engine in by_load:
+            load = engine.load
             if best is None:
-                least_load = engine.load
-            elif _min_cost(engine.load, tokens, min_prefill_cost) >= rank[0]:
+                least_load = load
+            elif not left or load >= _load_limit(rank[0], own):
+                to_search: Iterable[tuple[int, Sequence[int]]] = hashes.items()
                 break
+            left -= 1
             if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                 best, rank = engine, found
+        else:
+            to_search = ()  # all engines are compared
         assert best is not None
-        for size, blocks in hashes.items():
+        for size, blocks in to_search:
             for depth, engines in self._blocks.by_depth(blocks):
                 uncached = max(0, tokens - depth * size)
-                least = _min_cost(least_load, uncached, min_prefill_cost), uncached
-                if least >= rank:
+                own = (uncached or 1) * min_prefill_cost
+                limit = _load_limit(rank[0], own)
+                if least_load > limit or (least_load == limit and uncached >= rank[1]):
                     break
                 for engine in islice(engines, MAX_HOLDERS):
                     # A common prefix has many holders, of which most are busier than the best one: skip those.
-                    is_dearer = _min_cost(engine.load, uncached, min_prefill_cost) > rank[0]
-                    if is_dearer or engine is best or not fits(engine):
+                    if engine.load > limit or engine is best or not fits(engine):
                         continue
                     if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                         best, rank = engine, found
-                        if least >= rank:
+                        limit = _load_limit(rank[0], own)
+                        if least_load >= limit:
                             break
         return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
 
