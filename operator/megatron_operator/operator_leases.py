@@ -77,4 +77,4 @@ def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now
         return f"no operator runs for namespace {namespace}: there is no Lease of one; install the operator"
     since = last.renewed.isoformat(timespec="seconds").replace("+00:00", "Z") if last.renewed else "an unknown time"
     how = f"{last.holder} does not renew it" if last.holder else "its holder released it"
-    return f"no operator runs for namespace {namespace} since {since}: no operator holds Lease {last.name}; {how}"
+    return f"no operator runs for namespace {namespace} since {since}: Lease {last.name} is not held, {how}"

@@ -333,7 +333,7 @@ class SamplingParams:
     )
     allowed_token_ids: list[int] | None = parameter(
         None,
-        "Only these tokens are sampled. The model's end tokens are no exception: without them the answer ends at "
+        "Only these tokens are sampled. This includes the model's end tokens: without them the answer ends at "
         "its longest, or at a stop text.",
         Rule(
             optional(_are_allowed_tokens),
@@ -457,7 +457,7 @@ class SamplingParams:
         bounded(int_in(-MAX_INT32 - 1, MAX_INT32)),
         http=HttpField(
             "priority",
-            "A lower number goes first, and preempts running requests with a higher number if there is no room; 0 "
+            "A lower number runs first, and preempts running requests with a higher number if the engine is full; 0 "
             "if absent. Any other number needs `--allow-priority` (`spec.server.allowPriority`).",
         ),
     )

@@ -88,7 +88,7 @@ class ServerMetrics:
         text = "Generated tokens by name of the API key; also of aborted streams, and of aborted whole answers of keys "
         text += "with a limit of tokens."
         self.generation_tokens_by_key = by_key("megatron_api_key_generation_tokens", text)
-        text = "Tokens counted against limits outside of generations, such as those of rejected bodies."
+        text = "Tokens counted against limits without a generation, such as the tokens of rejected bodies."
         self.charged_tokens_by_key = by_key("megatron_api_key_charged_tokens", text)
         labels = ["api_key", "reason"]
         text = "Requests beyond what their API key allows, by reason: requests, tokens, model."
