@@ -151,7 +151,7 @@ class EngineRouter:
 
         (queued + uncached) / prefill rate + held / decode rate
 
-    where `queued` is the prompt tokens that the engine still has to compute, `uncached` those of the request that it
+    where `queued` is the prompt tokens that the engine still has to compute, `uncached` the request's tokens that it
     does not hold, and `held` the tokens of its requests. If rates are unknown, the cost is the number of its requests.
     Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
 
@@ -371,7 +371,7 @@ class EngineRouter:
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""
+        """`engine` reports that it holds these blocks, such as blocks of an answer."""
         if self.by_prefix and not self._by_first_block:
             self.learn(engine, hashes)
 
