@@ -411,8 +411,8 @@ def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, giv
 @resource_file
 @click.option(
     "--against",
-    help="Resource to compare with: a file, or `cluster` for the one in the cluster. Default: none, as for a new "
-    "resource.",
+    help="Resource to compare with: a file, or `cluster` for the resource in the cluster. By default, the command "
+    "shows what creating the resource would do.",
 )
 @click.option("--context", help="Kubeconfig context for `--against cluster`. Default: the current context.")
 @installation

@@ -42,7 +42,7 @@ def _serves(status: dict[str, Any], answer: dict[str, Any], epoch: int) -> bool:
     return (
         (weights.get("source"), weights.get("epoch")) == (answer["source"], epoch)
         and [(each["state"], each["epoch"], each.get("digest")) for each in engines]
-        == [("Running", epoch, weights["digest"])] * 2
+        == [("RUNNING", epoch, weights["digest"])] * 2
         and condition(status, "Degraded")["status"] == "False"
         and status["ready"] == "2/2"
     )

@@ -107,7 +107,7 @@ async def test_an_upgrade_restarts_nothing_unasked_and_updates_one_resource_at_a
     # What the command writes, without the time of its start: the first update has not ended.
     body = {"metadata": {"annotations": {ANNOTATION_UPDATE: second}}}
     await api.merge_patch(RESOURCE, resources[1].namespace, "u-1", body, manager="test")
-    await asyncio.wait_for(following, LONG_SECONDS)
+    await asyncio.wait_for(following, 3 * LONG_SECONDS)
     assert ("Running", "Running") not in seen
     assert {"Running", "Waiting"} <= {phase for phases in seen for phase in phases}
     for resource in resources:

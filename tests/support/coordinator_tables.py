@@ -33,6 +33,8 @@ def _check_loads(core: CoordinatorCore) -> None:
     for engine in core.engines:
         order.append((load(engine) if len(engine.in_flight) < engine.max_requests else math.inf, engine.index))
         assert engine.queued == sum(entry.uncached for entry in engine.in_flight.values()), "a queue is miscounted"
+        waiting = sum(entry.uncached > 0 for entry in engine.in_flight.values())
+        assert engine.waiting == waiting, "requests that wait for their first token are miscounted"
         assert engine.held == sum(entry.size for entry in engine.in_flight.values()), "held tokens are miscounted"
     assert core.engines._by_load._order == sorted(order), "an engine is not in its place by load"
 

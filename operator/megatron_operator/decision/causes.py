@@ -60,8 +60,8 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
     Cause(
         Reason.NO_GPU,
         r"Failed to infer device type|larger than the number of available GPUs",
-        "set spec.engine.gpusPerPod to the GPUs of a pod, check that the node's device plugin offers them, and that "
-        "spec.engine.vllm.image is for the devices of spec.engine.accelerator",
+        "set spec.engine.gpusPerPod to the GPUs of a pod, check that the node's device plugin or DRA driver offers "
+        "them, and that spec.engine.vllm.image is for the devices of spec.engine.accelerator",
     ),
     Cause(
         Reason.UNSUPPORTED_BY_BACKEND,

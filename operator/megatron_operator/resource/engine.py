@@ -87,9 +87,9 @@ class Parallelism(ApiModel):
         default=None,
         ge=1,
         le=256,
-        description="Number of copies of the dense layers in one engine, for mixture-of-experts models. The engine "
-        "must fit in one pod. Above 1, an engine has tensor x pipeline x data ranks, and expert must be 1 or "
-        "tensor x data. vLLM engines only. For other models raise spec.replicas instead.",
+        description="Number of copies of the dense layers in one engine. vLLM engines with mixture-of-experts "
+        "models only; for other models raise spec.replicas instead. Above 1, the engine has tensor x pipeline x "
+        "data ranks, which must fit in one pod, and expert must be 1 or tensor x data.",
     )
 
     @property

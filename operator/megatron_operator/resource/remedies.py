@@ -60,8 +60,8 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "spec or revert it. Earlier pods continue to serve.",
         Reason.GPU_OUT_OF_MEMORY: "Lower spec.engine.batching.kvCacheMemory or spec.model.maxSequenceLength, choose a "
         "smaller dtype, or raise spec.parallelism.tensor.",
-        Reason.NO_GPU: "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin of the node "
-        "offers them.",
+        Reason.NO_GPU: "Set spec.engine.gpusPerPod to the GPUs of a pod, and check that the device plugin or DRA "
+        "driver of the node offers them.",
         Reason.GPU_KERNELS_MISSING: "Use a runtime image with triton, a C compiler and the headers of Python: "
         "spec.engine.image, or runtime.image of the chart.",
         Reason.GPU_DRIVER: "Update the NVIDIA driver of the node to 580 or newer, which images for CUDA 13 require. "

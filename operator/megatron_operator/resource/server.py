@@ -108,7 +108,8 @@ class HttpRouteSpec(ApiModel):
     )
     path_prefix: PathPrefix | None = Field(
         default=None,
-        description="Path before /v1, which the Gateway removes. Set it if several resources share one host name.",
+        description="Path prefix before /v1, which the Gateway removes from requests. Set it if several resources "
+        "share one host name.",
         max_length=256,
     )
     model_header: HeaderName | None = Field(

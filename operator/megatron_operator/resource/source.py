@@ -166,7 +166,7 @@ class ModelSource(ApiModel):
         description="Model that is part of the runtime image, such as smollm2-135m, for demos and tests.",
         max_length=63,
     )
-    hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    hugging_face: HuggingFaceSource | None = Field(default=None, description="Repository on the Hugging Face hub.")
     object_store: ObjectStoreSource | None = Field(
         default=None, description="Model in S3, Google Cloud Storage, Azure Blob Storage or on an HTTPS server."
     )
@@ -257,7 +257,7 @@ class AdapterSource(ApiModel):
         ),
     )
 
-    hugging_face: AdapterRepository | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    hugging_face: AdapterRepository | None = Field(default=None, description="Repository on the Hugging Face hub.")
     path: AdapterPath | None = Field(
         default=None,
         description="Absolute path of the adapter's directory in the volume of the model's source, without . and .. "

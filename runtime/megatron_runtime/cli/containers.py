@@ -44,9 +44,9 @@ _AT_LEAST_A_SECOND = FiniteRange(min=1)
 
 @click.command()
 @click.option("--listen", default="::", help="Address on which every port listens; :: is every IPv4 and IPv6 address.")
-@click.option("--client-port", type=PORT, default=5555, help="Port for servers and clients.")
-@click.option("--engine-port", type=PORT, default=5556, help="Port for engines.")
-@click.option("--admin-port", type=PORT, default=5557, help="Port for the operator, which sends the verbs.")
+@click.option("--client-port", type=PORT, default=5555, help="Port to which servers and clients connect.")
+@click.option("--engine-port", type=PORT, default=5556, help="Port to which engines connect.")
+@click.option("--admin-port", type=PORT, default=5557, help="Port to which the operator connects.")
 @click.option(
     "--socket-dir",
     type=DIRECTORY,

@@ -46,7 +46,7 @@ class EngineMetrics(Collector):
             ("prefill_tokens_per_second", "rate of prompts, fitted to steps; not with vLLM", stats.prefill_rate),
             (
                 "decode_tokens_per_second",
-                "tokens held per second that they add to an answer; not with vLLM",
+                "tokens held per second that they add to a step; not with vLLM",
                 stats.decode_rate,
             ),
         ):

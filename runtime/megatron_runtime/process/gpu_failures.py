@@ -144,7 +144,8 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
         NONE,
         r"no CUDA(-capable)? (device|GPU)|CUDA.{0,40}not available|found no NVIDIA|invalid device ordinal"
         r"|libcuda\.so\.1: cannot open|CUDA unknown error|CUDA driver initialization failed|NVML Shared Library",
-        "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin offers them",
+        "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin or DRA driver "
+        "offers them",
     ),
 )
 """The first match applies, so specific patterns come first."""

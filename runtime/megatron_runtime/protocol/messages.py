@@ -227,7 +227,7 @@ class Heartbeat(ControlMessage):
     prefill_rate: Rate | None = None
     """Engines: prompt tokens that they compute per second. None: unknown."""
     decode_rate: Rate | None = None
-    """Engines: tokens in the KV cache per second that they add to an answer of average length. None: unknown."""
+    """Engines: tokens in the KV cache divided by the seconds that they add to a step. None: unknown."""
     queued_tokens: Count | None = None
     """Engines: prompt tokens of open requests that they have not computed and do not have in their prefix cache. None:
     not counted."""

@@ -38,7 +38,7 @@ from megatron_runtime.trainer.published import PublishedWeights
 from megatron_runtime.transport.addresses import CoordinatorAddresses, local_address
 from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink, coordinator_address
-from megatron_runtime.transport.security import TRAINER, KeyPair, PeerKeys, public_keys
+from megatron_runtime.transport.security import TRAINER, PeerKeys, public_keys
 from megatron_runtime.transport.zmtp.connection import Connection, PeerId
 from megatron_runtime.transport.zmtp.dealer import parse_address
 from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
@@ -220,10 +220,12 @@ class WeightServer:
             return NullHandshake
         from megatron_runtime.transport.zmtp.curve import CurveHandshake, CurveServer
 
-        own: KeyPair = PeerKeys.load(keys, TRAINER).own
-        server = CurveServer.from_z85(own.secret, lambda key: key in public_keys(keys, Role.ENGINE))
+        current = PeerKeys.load(keys, TRAINER)
 
         def handshake(properties: bytes) -> Handshake:
+            nonlocal current
+            current = current.refreshed()  # they may have been rotated
+            server = CurveServer.from_z85(current.own.secret, lambda key: key in public_keys(keys, Role.ENGINE))
             return CurveHandshake(server, properties)
 
         return handshake

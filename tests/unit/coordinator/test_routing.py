@@ -35,8 +35,9 @@ def load(engine: Engine, requests: int) -> None:
 
 
 def have_rates(engine: Engine, *, prefill: float, decode: float, queued: int, held: int) -> None:
-    """Give an engine rates in tokens per second, and work."""
+    """Give an engine rates in tokens per second, and the work of one prompt."""
     engine.prefill_cost, engine.held_cost, engine.queued, engine.held = 1 / prefill, 1 / decode, queued, held
+    engine.waiting = int(queued > 0)
 
 
 def router(policy=RoutingPolicy.LONGEST_PREFIX, **options) -> EngineRouter:
@@ -126,10 +127,11 @@ def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(ha
             if has_rates:
                 queued, held = rng.choice([0, 3, 30]), rng.choice([0, 10, 100])
                 have_rates(engine, prefill=rng.choice([10, 100]), decode=200, queued=queued, held=held)
+                engine.waiting, engine.step_tokens = rng.randint(min(queued, 1), queued), rng.choice([0, 8])
             for each in pool:
                 by_load.put(each)
             choose.learn(rng.choice(pool), chain[: rng.randint(1, len(chain))])
-            choose.evicted(rng.choice(pool), rng.sample(chain, k=1))
+            choose.evicted(rng.choice(pool), chain[rng.randrange(len(chain)) :])
             open_engines = [each for each in by_load if each.has_room()]
             if not open_engines:
                 continue
@@ -142,8 +144,7 @@ def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(ha
                 depth = next(
                     (n for n in range(len(chain), 0, -1) if choose._blocks.holds(each, chain[n - 1])), 0
                 ) * choose._blocks.holds(each, chain[0])
-                cost = (each.queued + tokens - depth * BLOCK) * each.prefill_cost + each.held * each.held_cost
-                costs[each.index] = cost if has_rates else len(each.in_flight)
+                costs[each.index] = each.cost_of(tokens - depth * BLOCK)
             assert costs[found.index] == pytest.approx(min(costs.values()))
 
 
@@ -169,6 +170,26 @@ def test_a_long_prompt_in_the_queue_weighs_more_than_many_short_ones(engines) ->
     assert cheapest(router(RoutingPolicy.LEAST_COST), pool, PROMPT) is pool[1]
 
 
+def test_a_queue_counts_at_most_the_length_of_the_prompt_for_each_waiting_one_and_a_step(engines) -> None:
+    long, short = engines(2)
+    have_rates(long, prefill=1000, decode=1e6, queued=30_000, held=0)
+    have_rates(short, prefill=1000, decode=1e6, queued=400, held=0)
+    long.step_tokens = short.step_tokens = 256
+    short.waiting = 20
+    assert [round(engine.cost_of(100), 6) for engine in (long, short)] == [0.456, 0.5], "it passes the long prompt"
+    assert long.cost_of(20_000) > short.cost_of(20_000), "a long one does not"
+
+
+def test_a_prompt_counts_more_where_it_delays_more_answers(engines) -> None:
+    busy, idle = engines(2, max_requests=64)
+    load(busy, 32)
+    for engine, queued in ((busy, 0), (idle, 300)):
+        have_rates(engine, prefill=1000, decode=1e6, queued=queued, held=0)
+        engine.step_tokens = 1000
+    assert busy.cost_of(400) < idle.cost_of(400)
+    assert busy.cost_of(2000) > idle.cost_of(2000)
+
+
 def test_without_rates_the_fewest_requests_and_then_the_longest_prefix_win(engines) -> None:
     pool = engines(3)
     choose = router(RoutingPolicy.LEAST_COST)
@@ -183,8 +204,10 @@ def test_a_session_stays_while_its_engine_holds_the_prompt_and_is_not_much_busie
     choose = router(RoutingPolicy.LEAST_COST)
     for engine in pool:
         have_rates(engine, prefill=1000, decode=1e6, queued=0, held=0)
+        engine.step_tokens = 100
     assert cheapest(choose, pool, PROMPT, session="a") is pool[0]
-    pool[0].queued = 28  # 36 with 8 of its own; the other engine has 20, and 16 would be computed again
+    have_rates(pool[0], prefill=1000, decode=1e6, queued=28, held=0)
+    # 36 with 8 of its own; the other engine has 20, and 16 would be computed again
     choose.learn(pool[1], hashes_of(choose, PROMPT[:4])[BLOCK])
     turn = [*PROMPT, *range(50, 58)]
     assert cheapest(choose, pool, turn) is pool[1]
@@ -192,11 +215,11 @@ def test_a_session_stays_while_its_engine_holds_the_prompt_and_is_not_much_busie
     assert cheapest(choose, pool, turn, session="b") is pool[1], "another session"
     choose.evicted(pool[1], hashes_of(choose, turn)[BLOCK][1:])
     assert cheapest(choose, pool, turn, session="a") is pool[0]
-    pool[0].queued += len(turn)
+    have_rates(pool[0], prefill=1000, decode=1e6, queued=28 + len(turn), held=0)
     assert cheapest(choose, pool, turn, session="a") is pool[1], "its engine is too busy"
-    pool[0].queued = 0
+    have_rates(pool[0], prefill=1000, decode=1e6, queued=0, held=0)
     choose.evicted(pool[0], hashes_of(choose, turn)[BLOCK])
-    pool[1].queued = 1
+    have_rates(pool[1], prefill=1000, decode=1e6, queued=1, held=0)
     assert cheapest(choose, pool, turn, session="a") is pool[1], "it moved with its last request"
 
 

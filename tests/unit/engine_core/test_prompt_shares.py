@@ -106,7 +106,9 @@ def test_queued_tokens_are_those_that_are_not_computed_or_cached() -> None:
     assert engine.stats().queued_tokens == 0
     engine.add_request(request(3, [1] * 40, 5))
     assert (engine.stats().queued_tokens, engine.stats().last_request) == (40, 3)
-    engine.step()
+    plan = engine.schedule()
+    assert engine.stats().queued_tokens == 40, "the step is in progress"
+    engine.collect(engine.executor.execute(plan))
     assert engine.stats().queued_tokens == 24
     while engine.has_work:
         engine.step()

@@ -186,6 +186,14 @@ async def test_the_last_copy_of_published_weights_is_not_released(serve, keys) -
     assert await asyncio.to_thread(release_and_load)
 
 
+async def test_a_trainer_is_known_by_the_keys_that_its_files_have_now(serve, keys) -> None:
+    server = await serve({"a": torch.ones(2, 2)})
+    source = await asyncio.to_thread(server.publish, 1)
+    for name, text in generate_key_files(roles=(TRAINER,)).items():
+        (keys / name).write_text(text)
+    assert (await read(source, keys))["a"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
 async def test_a_trainer_without_an_answer_is_unavailable(keys, monkeypatch) -> None:
     monkeypatch.setattr(published_module, "ANSWER_SECONDS", 0.2)
     source = f"trainer://127.0.0.1:1/1-{'0' * 64}"

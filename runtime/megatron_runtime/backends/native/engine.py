@@ -64,7 +64,12 @@ class EngineCore:
     """
 
     def __init__(
-        self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        executor: Executor,
+        config: InferenceConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        scheduler: type[Scheduler] = Scheduler,
     ) -> None:
         for name, because in _UNSUPPORTED.items():
             config.require_default(name, because=because)
@@ -80,7 +85,7 @@ class EngineCore:
         self._admission = Admission(
             config=config, executor=executor, longest=self.context.max_sequence_length, limit=limit
         )
-        self._scheduler = Scheduler(self.context, config)
+        self._scheduler = scheduler(self.context, config)
         self._steps = self._prompt_tokens = self._generation_tokens = self._failed_rows = 0
         self._last_step: float | None = None
         self._rates = StepRates()
@@ -323,8 +328,6 @@ class EngineCore:
     ) -> RequestOutput:
         """Close `request` and return its last output. newest: the last token of prompt and answer."""
         routing = self._routing_of(request)
-        if request.slot >= 0 and not request.request.prefill_only:
-            self._rates.ended(int(self.context.num_tokens[request.slot]) - request.prompt_length)
         self._scheduler.remove(request)
         output = request.end(request.output(tokens), reason, now=self._clock())
         output.stop_token = newest if reason == "stop" and newest in request.stop_ids else None
@@ -402,6 +405,9 @@ class EngineCore:
         scheduler = self._scheduler
         prefill_rate, decode_rate = self._rates.rates()
         last_request = scheduler.last_request  # read first: a request that is added meanwhile may only be in the tokens
+        queued, rows = scheduler.queued_tokens, self._rows
+        if rows is not None:  # a step is in progress
+            queued += int(rows.counts[rows.counts > 1].sum())
         return BackendStats(
             steps=self._steps,
             last_step=self._last_step,
@@ -419,7 +425,7 @@ class EngineCore:
             prefix_coordination_waits=scheduler.coordination_waits,
             prefill_rate=prefill_rate,
             decode_rate=decode_rate,
-            queued_tokens=scheduler.queued_tokens,
+            queued_tokens=queued,
             last_request=last_request,
             free_blocks=self.context.prefix_cache.num_available() // self.context.prefix_cache.pages_per_block,
         )

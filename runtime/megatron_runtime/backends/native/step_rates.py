@@ -10,8 +10,6 @@ HALF_LIFE_STEPS = 256
 """After this many steps a step has half its weight."""
 MIN_STEPS = 16
 """Steps before rates are reported."""
-_ANSWER_WEIGHT = 1 / 32
-"""Weight of the newest answer in the average length."""
 _MAX_CONDITION = 1e6
 """Condition number of the scaled equations above which the steps are too similar to separate their costs."""
 
@@ -34,7 +32,6 @@ class StepRates:
         self._products = np.zeros((3, 4))
         """Weighted sums over steps: (1, prompt tokens, held tokens) times (1, prompt tokens, held tokens, seconds)."""
         self._num_steps = 0
-        self._answer_tokens: float | None = None
         self._prompt: float | None = None
         self._held: float | None = None
 
@@ -44,11 +41,6 @@ class StepRates:
         self._products *= 0.5 ** (1 / HALF_LIFE_STEPS)
         self._products += row[:3, None] * row
         self._num_steps += 1
-
-    def ended(self, answer_tokens: int) -> None:
-        """Count an answer."""
-        before = answer_tokens if self._answer_tokens is None else self._answer_tokens
-        self._answer_tokens = before + _ANSWER_WEIGHT * (answer_tokens - before)
 
     def costs(self) -> StepCosts | None:
         """Return the costs; None if there are too few steps, or if they are too similar."""
@@ -62,12 +54,10 @@ class StepRates:
         return StepCosts(*(np.linalg.solve(scaled, products[:, 3] / scale) / scale).tolist())
 
     def rates(self) -> tuple[float | None, float | None]:
-        """Return prompt tokens per second, and the tokens in the KV cache per second that they add to an answer of
-        average length. None: unknown."""
+        """Return prompt tokens per second, and the tokens in the KV cache that a step reads per second.
+        None: the steps do not tell."""
         costs = self.costs()
         if costs is not None:
             self._prompt = costs.prompt if costs.prompt > 0 else self._prompt
             self._held = costs.held if costs.held > 0 else self._held
-        prefill = None if self._prompt is None else 1 / self._prompt
-        decode = None if self._held is None or not self._answer_tokens else 1 / (self._held * self._answer_tokens)
-        return prefill, decode
+        return self._prompt and 1 / self._prompt, self._held and 1 / self._held

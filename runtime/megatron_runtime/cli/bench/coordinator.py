@@ -36,6 +36,8 @@ SEQUENTIAL_REQUESTS = 2000
 STREAMS = 64
 STEPS_AHEAD = 16
 """Messages with partials that are in flight at once."""
+_RATES = {"prefill_rate": 60_000.0, "decode_rate": 25e6}
+"""Rates of an engine for LeastCost: Llama 3.1 8B on one H100, as in `megatron bench routing`."""
 _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 _TOKEN = messages.tokens_to_bytes([1])
 _PARAMS = messages.pack({"num_tokens_to_generate": 1})
@@ -96,6 +98,7 @@ class Bench:
             "serving": True,
             "state": EngineState.RUNNING,
             "max_requests": self.streams + self.clients * WINDOW,
+            "max_tokens": 2048,
             "block_size_tokens": 256,
         }
         hellos: list[dict[str, Any]] = [
@@ -122,7 +125,9 @@ class Bench:
             hello=lambda incarnation: messages.Hello(incarnation=incarnation, **hello),
             on_ack=lambda ack, forgotten: None,
             on_message=receive,
-            heartbeat=lambda incarnation: messages.Heartbeat(incarnation=incarnation, state=hello.get("state")),
+            heartbeat=lambda incarnation: messages.Heartbeat(
+                incarnation=incarnation, state=hello.get("state"), **(_RATES if hello["role"] is Role.ENGINE else {})
+            ),
             open_socket=self.open_socket,
         )
         return link

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
@@ -20,8 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_runtime.backends.native.scheduler import Scheduler
 from megatron_runtime.cli.bench.report import json_file, write_figures
-from megatron_runtime.cli.bench.simulated_pool import SimulatedPool, StepModel, TraceRequest
+from megatron_runtime.cli.bench.simulated_pool import FirstComeScheduler, SimulatedPool, StepModel, TraceRequest
 from megatron_runtime.cli.options import COUNT
 from megatron_runtime.process.options import FiniteRange
 from megatron_runtime.protocol import strict_json as json
@@ -35,6 +37,13 @@ MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 32_768, 4096
 FULL_ROWS = 48
 """Rows that generate in a step of an engine at its capacity."""
 CHUNKS = (512, 2048, 8192)
+WARM_UP = 10
+"""One of this many requests of a trace, the first ones, is not measured: engines report rates after some steps."""
+POLICIES: Mapping[str, tuple[RoutingPolicy, type[Scheduler]]] = {
+    **{policy.value: (policy, Scheduler) for policy in RoutingPolicy},
+    "FirstCome": (RoutingPolicy.LOAD_BALANCED, FirstComeScheduler),
+}
+"""Names of the command -> the policy, and the scheduler of the engines."""
 _VOCABULARY = 1 << 16
 
 ENGINES: Mapping[str, StepModel] = {
@@ -164,12 +173,14 @@ def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) ->
 
 
 def measure(
-    trace: Sequence[TraceRequest], model: StepModel, policy: RoutingPolicy, *, engines: int, chunk: int
+    trace: Sequence[TraceRequest], model: StepModel, name: str, *, engines: int, chunk: int
 ) -> dict[str, float]:
-    """Run a trace and return percentiles in milliseconds, and the hit rate of the prefix caches."""
+    """Run a trace and return percentiles in milliseconds, and the hit rate of the prefix caches. name: of POLICIES."""
     run = [replace(request, gaps=[]) for request in trace]
-    pool = SimulatedPool(model, engines=engines, policy=policy, chunk=chunk)
+    policy, scheduler = POLICIES[name]
+    pool = SimulatedPool(model, engines=engines, policy=policy, scheduler=scheduler, chunk=chunk)
     pool.run(run)
+    del run[: len(run) // WARM_UP]
     first = [request.first_token - request.arrival for request in run]
     short = [wait for wait, request in zip(first, run, strict=True) if len(request.prompt) < SHORT_TOKENS]
     series = {
@@ -192,6 +203,7 @@ _COLUMNS = {
     f"under {SHORT_TOKENS} p50": "ttft_short_p50_ms",
     "p99 ": "ttft_short_p99_ms",
     "gap p50": "gap_p50_ms",
+    "p90": "gap_p90_ms",
     " p99": "gap_p99_ms",
     "queue p99": "queue_p99_ms",
 }
@@ -230,39 +242,44 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
     default=0.85,
     help="Share of the engines' capacity that built-in traces use. It sets the arrival rate.",
 )
-@click.option("--seed", type=int, default=1, help="Random seed for arrival times and sizes.")
+@click.option(
+    "--seeds", type=COUNT, default=3, help="Number of runs of a built-in trace, with different arrivals and sizes."
+)
 @click.option(
     "--policy",
     "policies",
     multiple=True,
-    type=click.Choice([policy.value for policy in RoutingPolicy]),
-    default=("LoadBalanced", "LongestPrefix", "LeastCost"),
-    help="Policy to compare. Repeatable. Default: LoadBalanced, LongestPrefix and LeastCost.",
+    type=click.Choice(list(POLICIES)),
+    default=("FirstCome", "LoadBalanced", "LongestPrefix", "LeastCost"),
+    help="Policy to compare. Repeatable. FirstCome is LoadBalanced with engines that compute the oldest prompts first. "
+    "Default: all four.",
 )
 @json_file
 def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:
     """Compare routing policies on one trace, in simulated time.
 
     The command runs the real coordinator core, schedulers and prefix caches, and computes the duration of each step
-    with a formula. All policies get the same requests, with 512, 2048 and 8192 prompt tokens per step.
+    with a formula. All policies get the same requests, with 512, 2048 and 8192 prompt tokens per step. The table has
+    medians over the traces, the JSON the figures of each trace.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if isinstance(trace, Path):
         try:
-            requests = read_trace(trace, requests=options["requests"])
+            traces = [read_trace(trace, requests=options["requests"])]
         except (ValueError, OSError) as error:
             raise click.BadParameter(f"{trace}: {error}", param_hint="--trace") from error
     else:
         rate = rate_of(trace, model, engines=engines, utilisation=options["utilisation"])
-        requests = synthesised(trace, requests=options["requests"], rate=rate, seed=options["seed"])
+        seeds = range(1, options["seeds"] + 1)
+        traces = [synthesised(trace, requests=options["requests"], rate=rate, seed=seed) for seed in seeds]
     table = Table("policy", "chunk", *_COLUMNS, "hit rate", title="Routing, in ms", title_justify="left")
-    figures: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, list[float]]] = {}
     for chunk in CHUNKS:
         for name in options["policies"]:
-            found = measure(requests, model, RoutingPolicy(name), engines=engines, chunk=chunk)
-            cells = (f"{found[key]:.4g}" for key in _COLUMNS.values())
-            table.add_row(name, str(chunk), *cells, f"{found['hit_rate']:.0%}")
-            figures[f"{name}_{chunk}"] = found
+            rows = [measure(requests, model, name, engines=engines, chunk=chunk) for requests in traces]
+            figures[f"{name}_{chunk}"] = by_key = {key: [row[key] for row in rows] for key in rows[0]}
+            cells = (f"{median(by_key[key]):.4g}" for key in _COLUMNS.values())
+            table.add_row(name, str(chunk), *cells, f"{median(by_key['hit_rate']):.0%}")
     Console().print(table)
     if json_file is not None:
         write_figures("routing", {"trace": str(trace), **options}, figures, json_file)

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
+from megatron_runtime.backends.native.scheduler import Scheduler
 from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
@@ -82,7 +83,11 @@ class TraceRequest:
 
 
 class _Model:
-    """An Executor without a model. `now`: the end of the last step."""
+    """An Executor without a model.
+
+    now:           the end of the last step.
+    prompt_tokens: of the last step.
+    """
 
     vocab_size = 1 << 16
     short_length = None
@@ -96,24 +101,40 @@ class _Model:
         self.max_sequence_length = max_sequence_length
         self.num_pages = model.kv_tokens // PAGE_TOKENS + 1
         self.now = 0.0
+        self.prompt_tokens = 0
         self._model = model
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.now += self._model.seconds(plan)
+        self.prompt_tokens = int(plan.query_lengths[plan.query_lengths > 1].sum())
         return StepResult(np.where(plan.needs_sample, 1, NO_TOKEN).astype(np.int32))
 
     def __getattr__(self, name: str) -> Any:
         raise NotImplementedError(f"the simulation does not use {name}()")
 
 
+class FirstComeScheduler(Scheduler):
+    """Computes prompts in the order of their rank, each as fast as it can, for comparison."""
+
+    def _budgets(self, num_decodes: int) -> tuple[int, int]:
+        return sum(super()._budgets(num_decodes)), 0
+
+
 class _Engine:
     """One engine of the pool. `received`: dispatches that its next step begins with."""
 
-    def __init__(self, number: int, model: StepModel, config: InferenceConfig, max_sequence_length: int) -> None:
+    def __init__(
+        self, number: int, model: StepModel, config: InferenceConfig, *, longest: int, scheduler: type[Scheduler]
+    ) -> None:
         self.name = f"engine-{number}"
         self.peer = (SHARED_PORT, self.name.encode())
-        self.model = _Model(model, max_sequence_length=max_sequence_length)
-        self.core = EngineCore(self.model, config, clock=lambda: self.model.now)  # type: ignore[arg-type]
+        self.model = _Model(model, max_sequence_length=longest)
+        self.core = EngineCore(
+            self.model,  # type: ignore[arg-type]
+            config,
+            clock=lambda: self.model.now,
+            scheduler=scheduler,
+        )
         self.dispatches: dict[int, tuple[messages.Dispatch, float]] = {}
         """Open dispatches by id, with the time of the last token; 0: no token yet."""
         self.received: list[messages.Dispatch] = []
@@ -124,8 +145,9 @@ class _Engine:
 class SimulatedPool:
     """Runs traces on `engines` engines of one speed.
 
-    chunk:   prompt tokens of a step.
-    options: fields of CoordinatorSettings.
+    chunk:     prompt tokens of a step.
+    scheduler: class of the engines' scheduler.
+    options:   fields of CoordinatorSettings.
     """
 
     def __init__(
@@ -135,6 +157,7 @@ class SimulatedPool:
         engines: int,
         policy: RoutingPolicy,
         chunk: int,
+        scheduler: type[Scheduler] = Scheduler,
         max_requests: int = 64,
         max_sequence_length: int = 40_960,
         **options: Any,
@@ -156,10 +179,11 @@ class SimulatedPool:
             prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
             block_size_tokens=BLOCK_TOKENS,
         )
-        self._engines = {
-            engine.peer: engine
-            for engine in (_Engine(number, model, config, max_sequence_length) for number in range(engines))
-        }
+        pool = [
+            _Engine(number, model, config, longest=max_sequence_length, scheduler=scheduler)
+            for number in range(engines)
+        ]
+        self._engines = {engine.peer: engine for engine in pool}
         self._core.start(0.0)
         for engine in self._engines.values():
             self._say(
@@ -171,6 +195,7 @@ class SimulatedPool:
                     serving=True,
                     state=EngineState.RUNNING,
                     max_requests=max_requests,
+                    max_tokens=chunk,
                     block_size_tokens=BLOCK_TOKENS,
                 ),
             )
@@ -229,14 +254,15 @@ class SimulatedPool:
         self._say(_CLIENT, messages.Submit(uid, meta, messages.tokens_to_bytes(request.prompt), b"", _PARAMS))
 
     def _beat(self, engine: _Engine) -> None:
-        stats = engine.core.stats()
+        stats = engine.core.stats()  # as of the end of the step in progress
+        in_step = engine.model.prompt_tokens if engine.is_stepping else 0
         heartbeat = messages.Heartbeat(
             incarnation=1,
             state=EngineState.RUNNING,
             running=len(engine.dispatches),
             prefill_rate=stats.prefill_rate,
             decode_rate=stats.decode_rate,
-            queued_tokens=stats.queued_tokens,
+            queued_tokens=(stats.queued_tokens or 0) + in_step,
             last_dispatch=stats.last_request,
         )
         self._say(engine.peer, heartbeat)

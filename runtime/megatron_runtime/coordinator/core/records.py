@@ -197,7 +197,9 @@ class Engine:
     entered_during: operation in progress when this engine joined; the outcome is sent to it.
     in_flight: requests by dispatch id; changed by give() and take().
     queued:    tokens that it has to compute before its requests get their next token; the sum of Entry.uncached.
+    waiting:   number of its requests that have such tokens.
     held:      tokens of its requests at the time of their dispatch.
+    step_tokens: maximum number of tokens that it computes in a step; 0: not announced.
     prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0: requests are counted.
     load:      its sort key among the engines, set by EnginesByLoad.
     heartbeat: the last heartbeat.
@@ -245,7 +247,9 @@ class Engine:
     entered_during: str | None = None
     in_flight: dict[int, Entry] = field(default_factory=dict)
     queued: int = 0
+    waiting: int = 0
     held: int = 0
+    step_tokens: int = 0
     prefill_cost: float = 0.0
     held_cost: float = 0.0
     load: float = 0.0
@@ -278,27 +282,40 @@ class Engine:
             return len(self.in_flight)
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
+    def cost_of(self, tokens: int) -> float:
+        """Return the cost of a request with `tokens` uncached tokens, as of EngineRouter."""
+        if not self.prefill_cost:
+            return len(self.in_flight)
+        queued = self.queued
+        if queued > tokens:
+            queued = min(queued, self.waiting * tokens + self.step_tokens)
+        used = len(self.in_flight) / self.max_requests
+        return (queued + tokens + tokens * used) * self.prefill_cost + self.held * self.held_cost
+
     def give(self, entry: Entry, cached: int) -> None:
         """Add a request under its dispatch id. cached: number of its tokens in the engine's cache."""
         self.in_flight[entry.dispatch_id] = entry
         size = entry.size = entry.num_tokens
         uncached = entry.uncached = max(0, size - cached)
-        self.queued += uncached
+        if uncached:
+            self.queued += uncached
+            self.waiting += 1
         self.held += size
 
     def take(self, dispatch_id: int) -> Entry | None:
         """Remove a request."""
         entry = self.in_flight.pop(dispatch_id, None)
         if entry is not None:
-            self.queued -= entry.uncached
             self.held -= entry.size
-            entry.uncached = 0
+            self.computed(entry, entry.uncached)
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
         """Record that it has computed `tokens` of a request's tokens."""
-        entry.uncached -= tokens
-        self.queued -= tokens
+        if tokens:
+            entry.uncached -= tokens
+            self.queued -= tokens
+            self.waiting -= not entry.uncached
 
     def report(self, heartbeat: Heartbeat) -> bool:
         """Take over its report about its queue. Return whether `queued` changed.
@@ -362,6 +379,7 @@ class Engine:
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         limits = {name: getattr(hello, name) for name in LIMITS}
         self.limits = {name: value for name, value in limits.items() if value}
+        self.step_tokens = self.limits.get("max_tokens", 0)
         self.block_size_tokens = max(0, hello.block_size_tokens)
         self.tokenizes = hello.tokenizes
         self.backend = hello.backend or ""

@@ -72,14 +72,15 @@ class KnownBlocks:
 
     def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
         """Yield the engines that hold each block of a prompt, with the number of blocks up to it, the deepest first.
-        Depths with the same engines as the one before are left out."""
-        last: Collection[Engine] = ()
+        Depths with as many engines as the one before are left out: an engine that holds a block holds those before it.
+        """
+        count = 0
         for depth in range(len(hashes), 0, -1):
             found = self._holders.get(hashes[depth - 1])
             if found is not None:
                 engines = found if isinstance(found, set) else (found,)
-                if engines != last:
-                    last = engines
+                if len(engines) != count:
+                    count = len(engines)
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
@@ -146,14 +147,23 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
     return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
 
 
+def _load_limit(cost: float, own: float) -> float:
+    """Return the highest load of an engine that may have this cost for a request whose tokens take `own` seconds. Of
+    its queue, at least as many tokens count as the request has. own: 0: requests are counted."""
+    return math.inf if 0 < 2 * own <= cost else cost - own
+
+
 class EngineRouter:
     """Chooses engines. With LEAST_COST an engine's cost for a request, in seconds, is
 
-        (queued + uncached) / prefill rate + held / decode rate
+        (ahead + uncached * (1 + requests / slots)) / prefill rate + held / decode rate
+        ahead = min(queued, waiting * uncached + step)
 
-    where `queued` is the prompt tokens that the engine still has to compute, `uncached` the request's tokens that it
-    does not hold, and `held` the tokens of its requests. If rates are unknown, the cost is the number of its requests.
-    Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
+    where `queued` is the prompt tokens that the engine still has to compute, for `waiting` requests, `uncached` the
+    request's tokens that it does not hold, `step` the tokens of a step, and `held` the tokens of its requests. Prompts share
+    steps, so each delays another one by at most the other's length, and by the step in progress. A prompt delays the
+    other requests of the engine, so it counts double at a full one. If rates are unknown, the cost is the number of
+    requests. Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
 
     With another prefix policy the score of an engine is
 
@@ -232,13 +242,13 @@ class EngineRouter:
                 best, rank = engine, found
         return best
 
-    def with_prefix(self, hashes: PromptHashes, *, least_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
+    def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
         """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
 
-        least_loaded: of the engines that fit, the one with the lowest load (load_by()); of equals, the lowest index.
+        min_loaded: of the engines that fit, the one with the lowest load (load_by()); of equals, the lowest index.
         """
         # An engine without the first block scores its free share alone: none more than this one.
-        best, rank = least_loaded, self._rank(least_loaded, hashes)
+        best, rank = min_loaded, self._rank(min_loaded, hashes)
         for_room = 1 - self._alpha
         for blocks in hashes.values():
             deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
@@ -247,7 +257,7 @@ class EngineRouter:
                 # A common prefix has many holders, of which most are busier than the best one: skip those.
                 if for_match + for_room * (1 - len(engine.in_flight) / engine.max_requests) < rank[0] - _ROUNDING:
                     continue
-                if engine is not least_loaded and fits(engine) and (found := self._rank(engine, hashes)) > rank:
+                if engine is not min_loaded and fits(engine) and (found := self._rank(engine, hashes)) > rank:
                     best, rank = engine, found
         return best
 
@@ -269,35 +279,43 @@ class EngineRouter:
         min_prefill_cost: of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
         """
-        best, rank, min_load = None, (math.inf, 0), 0.0
-        for engine in islice(by_load, MAX_COMPARED):
+        best, rank, min_load, left = None, (math.inf, 0), 0.0, MAX_COMPARED
+        own = tokens * min_prefill_cost
+        for engine in by_load:
+            load = engine.load
             if best is None:
-                min_load = engine.load
-            elif engine.load + tokens * min_prefill_cost >= rank[0]:
+                min_load = load
+            elif not left or load >= _load_limit(rank[0], own):
+                to_search: Iterable[tuple[int, Sequence[int]]] = hashes.items()
                 break
+            left -= 1
             if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                 best, rank = engine, found
+        else:
+            to_search = ()  # all engines are compared
         assert best is not None
-        for size, blocks in hashes.items():
+        for size, blocks in to_search:
             for depth, engines in self._blocks.by_depth(blocks):
                 uncached = max(0, tokens - depth * size)
-                own = uncached * min_prefill_cost
-                if (min_load + own, uncached) >= rank:
+                own = (uncached or 1) * min_prefill_cost
+                limit = _load_limit(rank[0], own)
+                if min_load > limit or (min_load == limit and uncached >= rank[1]):
                     break
                 for engine in islice(engines, MAX_HOLDERS):
                     # A common prefix has many holders, of which most are busier than the best one: skip those.
-                    if engine.load + own > rank[0] or engine is best or not fits(engine):
+                    if engine.load > limit or engine is best or not fits(engine):
                         continue
                     if (found := self._cost_rank(engine, hashes, tokens)) < rank:
                         best, rank = engine, found
-                        if (min_load + own, uncached) >= rank:
+                        limit = _load_limit(rank[0], own)
+                        if min_load >= limit:
                             break
         return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
 
     def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int]:
         """Return what LEAST_COST compares, the lowest wins: the cost, and the tokens to compute."""
         uncached = self.uncached(engine, hashes, tokens)
-        return engine.load + uncached * engine.prefill_cost, uncached
+        return engine.cost_of(uncached), uncached
 
     def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
         """Return how many of the tokens of a request an engine would have to compute."""
