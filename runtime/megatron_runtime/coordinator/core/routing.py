@@ -160,9 +160,9 @@ class EngineRouter:
         ahead = min(queued, waiting * uncached + step)
 
     where `queued` is the prompt tokens that the engine still has to compute, for `waiting` requests, `uncached` the
-    request's tokens that it does not hold, `step` the tokens of a step, and `held` the tokens of its requests. Prompts share
-    steps, so each delays another one by at most the other's length, and by the step in progress. A prompt delays the
-    other requests of the engine, so it counts double at a full one. If rates are unknown, the cost is the number of
+    request's tokens that it does not hold, `step` the tokens of a step, and `held` the tokens of its requests. Prompts
+    share steps, so each delays another one by at most the other's length, and by the step in progress. A prompt delays
+    the other requests of the engine, so it counts double at a full one. If rates are unknown, the cost is the number of
     requests. Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
 
     With another prefix policy the score of an engine is
