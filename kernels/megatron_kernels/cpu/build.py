@@ -1,6 +1,6 @@
 """Build the library of the CPU kernels from src/ by g++, once per machine and content of the sources.
 
-A package built for distribution contains the library beside this file. Elsewhere it is built into the user's cache
+A package built for distribution contains the library next to this file. Elsewhere it is built into the user's cache
 directory, in parallel, by `python -m megatron_kernels.cpu.build` or by the first process that needs it.
 """
 

@@ -6,7 +6,7 @@ therefore opens them here:
 
 - A link is followed only to a regular file in the same directory, at any depth. That includes the layout of a
   Kubernetes volume (`file -> ..data/file`, `..data -> ..2026_11_23/`).
-- A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory beside `snapshots`,
+- A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory next to `snapshots`,
   and to the `blobs` directory of the cache, which repositories share.
 - The directory itself may be a link, or be below one: it is resolved once. A path named by the caller is trusted.
 - FIFOs, devices and sockets are rejected, and files that are read whole have a size limit.

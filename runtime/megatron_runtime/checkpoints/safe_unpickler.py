@@ -125,7 +125,7 @@ class _Reader(pickle._Unpickler):
     # --- opcodes that a pickle could misuse ---
 
     def _build(self) -> None:
-        """Set attributes of an instance; those of classes and functions are never set."""
+        """Set attributes of an instance; attributes of classes and functions are never set."""
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is OrderedDict:
             return

@@ -94,7 +94,7 @@ class Child:
 
     arguments: arguments of `megatron`.
     pass_fds:  file descriptors that it inherits.
-    variables: environment variables that differ from those of the supervisor.
+    variables: environment variables that differ from the supervisor's.
     """
 
     name: str

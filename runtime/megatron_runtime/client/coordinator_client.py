@@ -147,7 +147,7 @@ class CoordinatorClient:
         self.formats: AnswerFormats | None = None
         """The formats of answers that this client reads, if it is an OpenAI server. Set before it starts."""
         self.adapters = AdapterList()
-        """The adapters that requests may name, as far as this client knows."""
+        """The adapters that requests may name, as known to this client."""
         self.tasks: tuple[str, ...] = ()
         """What the engines do: "generate", or the tasks of pooling models. Empty: no engine has served yet."""
         self._calls = ControlCalls(self._link.send, address=self._link.address)
@@ -255,7 +255,7 @@ class CoordinatorClient:
         If log-probabilities are requested, a partial has "new_log_probs" and "new_top_n_logprobs", and the first one
         "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens are
         added to the last of them. Sets `streaming` on the caller's parameters. Closing the stream aborts the request.
-        The arguments are those of add_request().
+        Takes the arguments of add_request().
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params.streaming = True

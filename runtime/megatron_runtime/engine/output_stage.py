@@ -406,7 +406,7 @@ class OutputStage:
     def _record(self, request: OpenDispatch, output: RequestOutput) -> dict[str, Any]:
         """Return the fields of a record: seconds to the first token and from token to token, and the answer's text.
 
-        The times are those of this engine: after a failover there is no ttft.
+        The times are measured on this engine: after a failover there is no ttft.
         """
         assert request.times is not None
         added, *arrived = request.times

@@ -144,7 +144,7 @@ class InferenceClient:
 
     @property
     def adapters(self) -> AdapterList:
-        """The adapters that requests may name, as far as this client knows."""
+        """The adapters that requests may name, as known to this client."""
         return self.native.adapters
 
     # --- the connection -----------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ class Hello(ControlMessage):
     """Engines: names of the features that requests may need and that the engine lacks. None: it lacks none, or its
     release does not announce them."""
     parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
-    """Engines: names of the sampling parameters that it knows. None: those of release 0.1."""
+    """Engines: names of the sampling parameters that it knows. None: the parameters of release 0.1."""
     task: Label | None = None
     """Engines: what its pooling model computes instead of tokens. None: it generates tokens."""
     weights_unavailable: Words | None = None
@@ -181,7 +181,7 @@ class HelloAck(ControlMessage):
     state: CoordinatorState
     epoch: Epoch = 0
     fence: U64 = 0
-    """Engines ignore a fence above MAX_FENCE. The operator ignores this one and checks that of STATUS_REPLY."""
+    """Engines ignore a fence above MAX_FENCE. The operator ignores this one and checks the fence in STATUS_REPLY."""
     route: U32 = 0
     """Clients: the number by which engines group partials."""
     heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS

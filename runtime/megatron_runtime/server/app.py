@@ -140,7 +140,7 @@ def create_app(
 class RequestMiddleware:
     """Checks the headers of a request; counts open requests, and answers by route and status.
 
-    Every request has an id: that of its header x-request-id, or a new one. The answer, all log lines and the trace have
+    Every request has an id: from its header x-request-id, or a new one. The answer, all log lines and the trace have
     it. While the server drains, each answer closes its connection.
     """
 
@@ -451,7 +451,7 @@ def _shown_path(request: Request) -> str:
 
 
 class ResourceView:
-    """The coordinator's status, as far as every client may see it: no requests, keys or operations."""
+    """The part of the coordinator's status that every client may see: no requests, keys or operations."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -230,7 +230,7 @@ class JsonScan:
             raise JsonLimitError(f"it is nested deeper than {MAX_DEPTH} levels: flatten it")
 
     def _count_runs(self, outside: bytes, commas: int, *, has_brackets: bool) -> None:
-        """Count the commas between two brackets, if they can be those of a long list."""
+        """Count the commas between two brackets, if they can belong to a long list."""
         if not has_brackets:
             self._run += _separators(outside)
         elif self._run + commas < self.long_list:

@@ -1,6 +1,6 @@
 """JSON of the server's bodies and events, without numbers that are not finite.
 
-The rules are those of `protocol.strict_json`. The functions are pydantic's, which take a quarter of the time.
+The rules are the same as in `protocol.strict_json`. The functions are pydantic's, which take a quarter of the time.
 """
 
 from __future__ import annotations

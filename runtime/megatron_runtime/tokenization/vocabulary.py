@@ -115,7 +115,7 @@ class TokenBound:
         sizes[ord(" ")] = max(sizes[ord(" ")], *(sizes[byte] for byte in WORD_START.encode()))
         kept = _kept_bytes(backend.model, vocabulary, is_byte_level=is_byte_level)
         if any(token.lstrip or token.rstrip for token in added):
-            kept -= _SPACES | frozenset(range(128, 256))  # such a token includes the white space beside it
+            kept -= _SPACES | frozenset(range(128, 256))  # such a token includes adjacent white space
         weights = np.array([1 / sizes[byte] if byte in kept else 0.0 for byte in range(256)])
         return cls(weights, forms, longest)
 

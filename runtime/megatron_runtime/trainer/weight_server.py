@@ -131,7 +131,7 @@ class WeightServer:
         Returns when each engine has received and verified them and the coordinator has committed. An engine that is
         lost meanwhile gets them when it restarts, before it serves.
 
-        epoch: above that of the engines.
+        epoch: must be above the engines' epoch.
 
         Raises ValueError if the model cannot be published, and PublishError.
         """

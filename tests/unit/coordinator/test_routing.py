@@ -104,7 +104,7 @@ def test_the_search_by_load_and_by_holder_finds_what_a_look_at_every_engine_does
             assert {each for each in by_load if each.has_room()} == set(open_engines)
             first = next((each for each in by_load if each.has_room()), None)
             if first is not None:
-                found = choose.with_prefix({BLOCK: chain}, least_loaded=first, fits=Engine.has_room)
+                found = choose.with_prefix({BLOCK: chain}, min_loaded=first, fits=Engine.has_room)
                 assert found is choose.select(open_engines, {BLOCK: chain})
 
 
@@ -364,7 +364,7 @@ def test_engines_with_different_block_sizes_are_compared_by_the_share_that_they_
     assert choose.select(pool, hashes) is pool[1]
     choose.assigned(pool[0], hashes, request=b"whole")
     assert choose.select(pool, hashes) is pool[0]
-    assert choose.with_prefix(hashes, least_loaded=pool[2], fits=lambda engine: True) is pool[0]
+    assert choose.with_prefix(hashes, min_loaded=pool[2], fits=lambda engine: True) is pool[0]
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ class EngineCore:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Return its outputs, and those of the requests that ended without running."""
+        """Run one step. Return its outputs, including requests that ended without running."""
         outputs = self._end_overdue() + self._end_exhausted()
         self._wait_for_masks()
         begun, computed = self._clock(), self._prompt_tokens

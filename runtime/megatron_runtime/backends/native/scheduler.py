@@ -152,7 +152,7 @@ class Scheduler:
         _discard(self.running, request)
 
     def _interleave(self) -> None:
-        """Set the place of each request among those of its tenant, and sort the queues by rank."""
+        """Set the place of each request among its tenant's requests, and sort the queues by rank."""
         has_several = len(self._tenants) > 1
         if has_several or self._is_interleaved:
             for request, place in zip(self.open.values(), self._places(), strict=True):
@@ -162,7 +162,7 @@ class Scheduler:
         self._is_interleaved, self._has_changed = has_several, False
 
     def _places(self) -> list[int]:
-        """Return the place of each open request among those of its tenant; 0 while there is one tenant."""
+        """Return the place of each open request among its tenant's requests; 0 while there is one tenant."""
         places: Counter[tuple[int, str]] = Counter()
         found = []
         for request in self.open.values():  # in the order of arrival

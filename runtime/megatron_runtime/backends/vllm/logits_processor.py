@@ -4,7 +4,7 @@ It runs in vLLM's engine process.
 
 A request that moves to this engine has tokens that its client already received. As part of the prompt they would not
 count for penalties on generated tokens, and the state of a grammar would not include them. Here vLLM generates exactly
-these tokens first, so that its own state becomes that of the interrupted request.
+these tokens first, so that its own state equals the interrupted request's state.
 
 vLLM's own `bad_words` are not used: if a grammar allows only tokens that they ban, the request fails.
 """

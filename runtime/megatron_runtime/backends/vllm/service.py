@@ -522,7 +522,7 @@ def _task_of(config: VllmConfig) -> str | None:
 
 
 def check(settings: EngineSettings) -> None:
-    """Check arguments and model without the weights. Raises vLLM's errors, and those of engine_arguments()."""
+    """Check arguments and model without the weights. Raises the errors of vLLM and of engine_arguments()."""
     source = resolve(settings.model)
     require_format(source, settings.model_format, model=settings.model)
     with ExitStack() as drafts:

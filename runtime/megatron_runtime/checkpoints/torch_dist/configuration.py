@@ -1,4 +1,4 @@
-"""The configuration of a model in a Megatron-Core checkpoint: config.json beside it, or the arguments in common.pt.
+"""The configuration of a model in a Megatron-Core checkpoint: config.json next to it, or the arguments in common.pt.
 
 Arguments are translated to the fields of transformers' config.json, so that a model family reads them like any
 config.json.

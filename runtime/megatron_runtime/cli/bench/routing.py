@@ -1,7 +1,7 @@
 """`megatron bench routing`: routing policies on a trace of requests, with simulated engines.
 
 The shapes azure-* are drawn from published statistics of the Azure LLM inference traces
-(https://github.com/Azure/AzurePublicDataset): those of 2023 are described in Splitwise (ISCA 2024), those of 2024 in
+(https://github.com/Azure/AzurePublicDataset): the traces of 2023 are described in Splitwise (ISCA 2024), of 2024 in
 DynamoLLM (HPCA 2025). They have no texts, so no prompt shares a prefix with another one.
 """
 

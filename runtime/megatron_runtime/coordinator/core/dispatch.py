@@ -271,7 +271,7 @@ class Dispatcher:
             # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
             # policy.
             return self._router.select([first, second, *by_load], {})
-        return self._router.with_prefix(entry.hashes, least_loaded=first, fits=fits)
+        return self._router.with_prefix(entry.hashes, min_loaded=first, fits=fits)
 
     def _offer(self, entry: Entry) -> bool:
         """Dispatch, or reject, a request at the head of the queue. Return False if it has to wait for an engine."""

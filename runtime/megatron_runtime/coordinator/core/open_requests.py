@@ -121,7 +121,7 @@ class Journal:
         details: bytes = b"",
         details_cost: int = 0,
     ) -> None:
-        """Add new tokens, which are those of a message from number `first` on.
+        """Add new tokens: the tokens of a message from number `first` on.
 
         All entries of the message share its `details`; this one is charged `details_cost` bytes.
         """

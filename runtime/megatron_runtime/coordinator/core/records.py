@@ -189,7 +189,7 @@ class Engine:
     limits:    the limits (LIMITS) that it announced, for STATUS.
     role:      "prefill" or "decode", the stage that it is preferred for; empty: both.
     kv:        the port of its KV cache; None: it neither exports nor imports.
-    free_blocks: blocks that it reported as free, less those of later imports; None: unknown.
+    free_blocks: blocks that it reported as free, minus the blocks of later imports; None: unknown.
     full:      its connection is full, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
     welcomed:  when its target state was last sent to it.

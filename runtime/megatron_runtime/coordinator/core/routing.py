@@ -159,10 +159,10 @@ class EngineRouter:
         (ahead + uncached * (1 + requests / slots)) / prefill rate + held / decode rate
         ahead = min(queued, waiting * uncached + step)
 
-    where `queued` is the prompt tokens that the engine still has to compute, of `waiting` requests, `uncached` those of
-    the request that it does not hold, `step` the tokens of a step, and `held` the tokens of its requests. Prompts share
-    steps, so each delays another one by at most the other's length, and by the step in progress. A prompt delays the
-    other requests of the engine, so it counts double at a full one. If rates are unknown, the cost is the number of
+    where `queued` is the prompt tokens that the engine still has to compute, for `waiting` requests, `uncached` the
+    request's tokens that it does not hold, `step` the tokens of a step, and `held` the tokens of its requests. Prompts
+    share steps, so each delays another one by at most the other's length, and by the step in progress. A prompt delays
+    the other requests of the engine, so it counts double at a full one. If rates are unknown, the cost is the number of
     requests. Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
 
     With another prefix policy the score of an engine is
@@ -389,7 +389,7 @@ class EngineRouter:
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """`engine` reports that it holds these blocks, as those of an answer, which no prompt had."""
+        """`engine` reports that it holds these blocks, such as blocks of an answer."""
         if self.by_prefix and not self._by_first_block:
             self.learn(engine, hashes)
 

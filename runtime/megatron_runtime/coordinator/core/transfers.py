@@ -135,7 +135,7 @@ class Transfers:
         entry.stage, entry.promised = stage, promised
 
     def _blocks(self, entry: Entry) -> int:
-        """Return the blocks that the whole request has, in those of the smallest size."""
+        """Return the blocks that the whole request has, in blocks of the smallest size."""
         return -(-entry.num_tokens // max(1, min(self._engines.block_sizes, default=1)))
 
     # --- the choice of the stage ----------------------------------------------------------------------------------

@@ -317,7 +317,7 @@ class UnknownParserError(ValueError):
 def _chosen(
     setting: str, automatic: str | None, installed: Sequence[str], ours: Mapping[str, str], *, option: str
 ) -> str | None:
-    """Return the name of a parser for a setting of the server. ours: vLLM's names, by those of our formats."""
+    """Return the name of a parser for a setting of the server. ours: our format name -> vLLM's name."""
     if setting in ("auto", "none"):
         return automatic if setting == "auto" else None
     if setting in installed:
@@ -375,7 +375,7 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return a message with calls: a parser that numbers calls counts those of the conversation."""
+    """Return a message with calls: a parser that numbers calls counts the conversation's calls."""
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 

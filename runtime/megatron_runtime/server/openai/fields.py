@@ -120,7 +120,7 @@ def converted(name: str, value: Any) -> Any:
 def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
     """Return the bounds of the sampling parameter `name`, for the field of a body that becomes it.
 
-    minimum, maximum: of one route, if they differ from those of the HTTP field.
+    minimum, maximum: of one route, if they differ from the HTTP field's.
     """
     bounds, http = PARAMETERS[name].rule.bounds, PARAMETERS[name].http
     assert bounds is not None, f"{name} is a number"
@@ -216,7 +216,7 @@ _VLLM_GENERATION: Mapping[str, NotOffered] = {
     "structural_tag": NotOffered(),
     "use_beam_search": _OFF,
 }
-"""On the routes of completions and chat completions, with those of earlier releases."""
+"""On the routes of completions and chat completions, including fields of earlier releases."""
 _GENERATION_WITHOUT_EFFECT = frozenset(
     {
         *_ANNOTATIONS,

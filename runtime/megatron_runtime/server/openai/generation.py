@@ -248,7 +248,7 @@ class Generation:
     async def _collect_one(self, job: Job) -> Piece:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
-            # An answer that is aborted counts against a limit as far as it was generated.
+            # An answer that is aborted counts against a limit with the tokens generated so far.
             options = self._options(job, None if self._reservation is None else observed.count)
             with rejections_as_errors(self.field_names):
                 reply = await self.service.client.add_request(job.prompt.tokens, job.params, **options)

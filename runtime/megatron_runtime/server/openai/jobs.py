@@ -163,7 +163,7 @@ def jobs_of(
     """Return the jobs of a request, n for each prompt, and its fields by sampling parameter, for errors.
 
     sequence_limit: most tokens of prompt and answer together.
-    cache_salt:     the salt of the prefix cache, in place of that of the request.
+    cache_salt:     the salt of the prefix cache, which replaces the request's.
     defaults:       sampling parameters of the model, which hold if the request does not choose others.
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters.
     """

@@ -138,7 +138,7 @@ class KernelDecoder(Decoder):
     def __call__(
         self, step: DeviceStep, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return x_TD before the last norm. The arguments are those of run_layers()."""
+        """Return x_TD before the last norm. Takes the arguments of run_layers()."""
         return self.run_layers(self.embed(step.token_ids_T), step, cache_LPXE, routing_GTJ)
 
     def run_layers(

@@ -46,7 +46,7 @@ class StepOutput:
     logits_BV: of the last token of each row, in the model's type.
     tokens_B, log_probs_B: int32 and float32, drawn from them; NOT_FINITE for a row with numbers that are not finite.
     routing_GTJ: as in ForwardStep.
-    x_TD:      last hidden states of all tokens; None for a graph, which only needs those of the last tokens.
+    x_TD:      last hidden states of all tokens; None for a graph, which only needs the last tokens' states.
     """
 
     logits_BV: torch.Tensor

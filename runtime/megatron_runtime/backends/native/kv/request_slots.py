@@ -260,7 +260,7 @@ class RequestSlots:
         self.transfers.clear()
 
     def held_pages(self) -> npt.NDArray[np.int64]:
-        """Return the pages whose KV may be read again: those of slots and of cached blocks."""
+        """Return the pages whose KV may be read again: pages of slots and of cached blocks."""
         return np.flatnonzero((self.prefix_cache.references > 0) | self.prefix_cache.is_cached)
 
     # --- introspection ------------------------------------------------------------------------------------------

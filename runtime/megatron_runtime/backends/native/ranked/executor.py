@@ -382,7 +382,7 @@ def join(
     *,
     has_watchdog: bool = True,
 ) -> Follower:
-    """Connect another rank to rank 0. Its orders wait for run(). The arguments and errors are those of lead()."""
+    """Connect another rank to rank 0. Its orders wait for run(). Arguments and errors: see lead()."""
     source, meeting, groups = _connect(settings, identity, open_model)
     part = make_part(source, groups)
     channel = FollowerChannel(
