@@ -36,7 +36,7 @@ SEQUENTIAL_REQUESTS = 2000
 STREAMS = 64
 STEPS_AHEAD = 16
 """Messages of partials in flight."""
-_RATES = {"prefill_rate": 60_000.0, "decode_rate": 25e6}
+_RATES: dict[str, Any] = {"prefill_rate": 60_000.0, "decode_rate": 25e6}
 """Of an engine, for LeastCost: Llama 3.1 8B on one H100, as in `megatron bench routing`."""
 _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 _TOKEN = messages.tokens_to_bytes([1])
