@@ -112,4 +112,4 @@ async def test_sigterm_to_all_processes_drains_as_to_the_parent(cache: Path) -> 
     assert len(lines) > 40
     _, errors = await process.communicate()
     assert process.returncode == 0
-    assert errors.decode().splitlines()[-1] == "megatron: stopping (Ctrl-C again to end at once)"
+    assert errors.decode().splitlines()[-1] == "megatron: stopping; press Ctrl-C again to stop immediately"
