@@ -140,7 +140,7 @@ async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str,
         ),
         (
             manifest({"model": {**SOURCE, "adapters": [ON_HUB]}}, name="sql"),
-            ["spec.model.adapters", "the name of the resource", "another one"],
+            ["spec.model.adapters", "the same name as the resource", "rename it"],
         ),
         (manifest({"model": {**SOURCE, "adapters": [ON_HUB, ON_HUB]}}), ["spec.model.adapters", "duplicate"]),
         (manifest({"model": {**SOURCE, "adapters": MANY}}), ["spec.model.adapters", "at most 64 items"]),

@@ -31,7 +31,7 @@ async def test_commands_from_a_list_to_a_scaled_resource(
     paused = await plugin("pause", "demo", "-n", namespace)
     assert (paused.returncode, paused.stdout) == (0, "demo: Paused\n")
     later = await plugin("scale", "demo", "--replicas", "2", "-n", namespace)
-    assert later.stdout == "demo: 2 engines when it runs; it is Paused as requested\n"
+    assert later.stdout == "demo: 2 engines as soon as it runs; it is Paused as requested\n"
     assert (await plugin("resume", "demo", "-n", namespace)).returncode == 0
     scaled = await plugin("scale", "demo", "--replicas", "2", "-n", namespace)
     assert scaled.stdout.splitlines()[-1] == "demo: done, 2 of 2 engines updated, 2/2 ready"

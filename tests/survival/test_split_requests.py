@@ -10,17 +10,19 @@ from typing import Any
 
 import httpx
 import pytest
+from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, Process, until_serving, until_status
 from machine import scaled
 from random_checkpoint import write_speaking_model
-from soak import repeated
+from soak import SOAK, repeated
 
 from megatron_runtime.protocol.messages import StatusReply
+from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
 PREFILL, DECODE = ("p-0", "p-1"), ("d-0", "d-1")
 STREAMS = 16
-OPTIONS = ("--block-size-tokens", "16", "--max-tokens", "128", "--kv-cache-memory", "4Mi")
+OPTIONS = ("--block-size-tokens", "16", "--max-tokens", "128")
 STAGES = ("prefill", "transfer", "import", "decode", "both")
 CASES = list(itertools.product(STAGES, ("kill", "freeze")))
 
@@ -30,16 +32,20 @@ pytestmark = pytest.mark.timeout(400)
 class SplitPool:
     """A coordinator, two engines of each role, and streams with long prompts."""
 
-    def __init__(self, fleet: Fleet, seed: int) -> None:
+    def __init__(self, fleet: Fleet, seed: int, *options: str) -> None:
         self.fleet = fleet
         self.random = random.Random(seed)
+        self.options = options or ("--kv-cache-memory", "4Mi", "--echo-step-seconds", "0.02")
+        self.salt = ""
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        """By prompt, of a model; an echo engine's are computed."""
 
     async def start(self) -> None:
         fleet = self.fleet
         self.coordinator = await fleet.coordinator()
         for role, names in (("prefill", PREFILL), ("decode", DECODE)):
             for name in names:
-                await fleet.engine(name, *OPTIONS, "--echo-step-seconds", "0.02", "--role", role)
+                await fleet.engine(name, *OPTIONS, *self.options, "--role", role)
         self.link = await fleet.admin()
         await until_serving(self.link, fleet.engines)
         await until_status(
@@ -47,12 +53,16 @@ class SplitPool:
             lambda status: all(engine.digest for engine in status.engines),
             what="every engine has reported the digest of its weights",
         )
-        self.load = Load([await fleet.client()])
+        self.client = await fleet.client()
+        self.load = Load([self.client])
 
-    def add(self, streams: int = STREAMS) -> None:
-        for _ in range(streams):
-            prompt = self.random.choices(range(50_000), k=self.random.randint(400, 1500))
-            self.load.add(prompt, self.random.randint(20, 60))
+    def add(self) -> None:
+        """Begin streams. Those before have ended."""
+        self.load = Load([self.client])
+        for _ in range(STREAMS):
+            prompt = self.random.choices(range(40_000), k=self.random.randint(400, 1500))
+            length = self.random.randint(20, 60)
+            self.load.add(prompt, length, temperature=0.0, cache_salt=self.salt, termination_id=IGNORE_EOS)
 
     async def count(self, name: str) -> float:
         return (await self.coordinator.metrics())[f"megatron_coordinator_{name}_total"]
@@ -70,7 +80,11 @@ class SplitPool:
 
     async def check(self) -> None:
         """Every stream has the undisturbed answer, and no engine keeps a block for a request that ended."""
-        await self.load.check(seconds=scaled(180))
+
+        def answer(prompt: list[int], length: int) -> list[int]:
+            return self.answers[tuple(prompt)] if self.answers else echo_answer(prompt, length)
+
+        await self.load.check(answer=answer, seconds=scaled(300))
         for engine in self.fleet.engines.values():
 
             async def is_empty(engine: Process = engine) -> bool:
@@ -95,11 +109,8 @@ async def test_prompts_are_computed_by_one_engine_and_answered_by_another(pool: 
     assert await pool.count("kv_imported_bytes") > 0
 
 
-@pytest.mark.parametrize(("stage", "fault"), CASES, ids=[f"{stage}-{fault}" for stage, fault in CASES])
-@repeated(soak=100)
-async def test_an_engine_is_lost_at_a_stage(
-    pool: SplitPool, stage: str, fault: str, report: Callable[[str], None]
-) -> None:
+async def lose_engines(pool: SplitPool, stage: str, fault: str) -> str:
+    """Kill or freeze engines while requests are at a stage, and check the answers. Return what was measured."""
     held = [pool.fleet.engines[name] for name in DECODE] if stage in ("transfer", "import", "both") else []
     for engine in held:
         engine.freeze()  # the stage of importing lasts until it runs again
@@ -132,7 +143,35 @@ async def test_an_engine_is_lost_at_a_stage(
             pool.fleet.engines[name].thaw()
     await pool.check()
     gaps = sorted(record.longest_gap(since=began) for record in pool.load.records)
-    report(f"{stage}, {fault}: {len(gaps)} streams equal; longest wait {gaps[-1]:.2f} s")
+    return f"{stage}, {fault}: {len(gaps)} streams equal; longest wait {gaps[-1]:.2f} s"
+
+
+@pytest.mark.parametrize(("stage", "fault"), CASES, ids=[f"{stage}-{fault}" for stage, fault in CASES])
+@repeated(soak=100)
+async def test_an_engine_is_lost_at_a_stage(
+    pool: SplitPool, stage: str, fault: str, report: Callable[[str], None]
+) -> None:
+    report(await lose_engines(pool, stage, fault))
+
+
+@pytest.mark.skipif(not SOAK, reason="native engines compute prompts for minutes: run by make soak")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("stage", "fault"), CASES, ids=[f"{stage}-{fault}" for stage, fault in CASES])
+@repeated(soak=13)
+async def test_a_native_engine_is_lost_at_a_stage(
+    fleet: Fleet, tmp_path: Path, seed: int, stage: str, fault: str, report: Callable[[str], None]
+) -> None:
+    model = str(write_speaking_model(tmp_path / "model"))
+    pool = SplitPool(fleet, seed, *MODEL_OPTIONS, "--model", model)
+    await pool.start()
+    pool.add()
+    await pool.load.finish(seconds=scaled(300))
+    for record in pool.load.records:
+        assert record.final is not None
+        pool.answers[tuple(record.prompt)] = record.final["generated_tokens"]
+    pool.random = random.Random(seed)  # the same prompts, without the blocks of the first run
+    pool.salt = "again"
+    report(await lose_engines(pool, stage, fault))
 
 
 @repeated()

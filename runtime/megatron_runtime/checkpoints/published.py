@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_runtime.distributed.pair_group import RECEIVER, PairGroup, PairLostError, connect_store
+from megatron_runtime.distributed.pair_group import RECEIVER, PairGroup, PairLostError, connect_store, local_address
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol import limits
@@ -30,7 +30,6 @@ from megatron_runtime.protocol.published_weights import (
     WeightsUnavailableError,
     digest_of,
 )
-from megatron_runtime.transport.addresses import local_address
 from megatron_runtime.transport.peer_link import unreachable_cause
 from megatron_runtime.transport.security import TRAINER, KeyFileError, PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer

@@ -27,6 +27,14 @@ class PairLostError(RuntimeError):
     """The other side exited, did not answer in time, or never connected."""
 
 
+def local_address(host: str, port: int) -> str:
+    """Return the address of this machine from which `host` is reached. Nothing is sent. Raises OSError."""
+    family, kind, *_, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
 def listen_store(host: str) -> dist.TCPStore:
     """Return a rendezvous store that listens on a free port of `host` only. Raises OSError."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

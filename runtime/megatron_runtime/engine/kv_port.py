@@ -195,13 +195,16 @@ class BlockServer:
                         upload.has_room.clear()
                         async with asyncio.timeout(SILENCE_SECONDS):
                             await upload.has_room.wait()
+            except TimeoutError:
+                self._router.cut(peer)
             except Exception as error:
+                # The importer ends the connection. If this side did while a request is unread, the error could be lost.
                 connection = self._router.connections.get(peer)
                 if connection is not None:
                     connection.send([pack([_cause(error), 0, 0]), b""])
-                    connection.close()
             finally:
-                self._uploads.pop(peer, None)
+                if self._uploads.get(peer) is upload:
+                    del self._uploads[peer]
 
     def _has_room(self, peer: PeerId) -> None:
         upload = self._uploads.get(peer)

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import uvloop
@@ -52,6 +51,7 @@ from megatron_runtime.protocol.messages import (
     Heartbeat,
     Hello,
     HelloAck,
+    KVPort,
     Message,
     Plain,
     Prefill,
@@ -64,7 +64,7 @@ from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.addresses import CoordinatorAddresses, local_address
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.peer_link import (
     CoordinatorUnreachableError,
     PeerLink,
@@ -72,7 +72,6 @@ from megatron_runtime.transport.peer_link import (
     unreachable_cause,
 )
 from megatron_runtime.transport.security import PeerKeys
-from megatron_runtime.transport.zmtp.dealer import parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +165,6 @@ class EngineWorker:
         exited container.
         """
         await self._backend.start(self)
-        if self._exchange is not None:
-            self._exchange.listen(_host_towards(self._link.address), self._settings.kv_port)
         health = None
         if self._settings.health_port is not None:
             health = HealthServer(
@@ -246,10 +243,22 @@ class EngineWorker:
             task=info.task,
             weights_unavailable=self._weights_unavailable or None,
             engine_role=settings.role,
-            kv=self._exchange.port if self._exchange is not None else None,
+            kv=self._kv_port(),
             lacks=info.lacks or None,
             parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )
+
+    def _kv_port(self) -> KVPort | None:
+        """Return the port on which other engines import blocks. It opens with the first connection to the coordinator,
+        on the address of this machine that the connection has, as other engines reach that, too.
+        """
+        exchange, host = self._exchange, self._link.local_host
+        if exchange is not None and exchange.port is None and host is not None:
+            try:
+                exchange.listen(host, self._settings.kv_port)
+            except OSError as error:
+                self.fail(OSError(error.errno, f"--kv-port {self._settings.kv_port} on {host}: {error.strerror}"))
+        return None if exchange is None else exchange.port
 
     def _heartbeat(self, incarnation: int) -> Heartbeat:
         stats = self._backend.stats()
@@ -600,9 +609,3 @@ def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
         yield
     finally:
         stop()
-
-
-def _host_towards(coordinator: str) -> str:
-    """Return the address of this machine that other engines of the coordinator reach."""
-    target = parse_address(coordinator)
-    return "127.0.0.1" if isinstance(target, Path) else local_address(*target)

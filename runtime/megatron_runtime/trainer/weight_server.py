@@ -25,6 +25,7 @@ from megatron_runtime.distributed.pair_group import (
     PairGroup,
     PairLostError,
     listen_store,
+    local_address,
     wait_for_receiver,
 )
 from megatron_runtime.in_process.event_loop import EventLoopManager
@@ -35,7 +36,7 @@ from megatron_runtime.protocol.lifecycle import CoordinatorState
 from megatron_runtime.protocol.messages import Control, ControlAck, Hello, StatusReply
 from megatron_runtime.protocol.published_weights import OpenSession, PublishedSource, SessionOpened
 from megatron_runtime.trainer.published import PublishedWeights
-from megatron_runtime.transport.addresses import CoordinatorAddresses, local_address
+from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink, coordinator_address
 from megatron_runtime.transport.security import TRAINER, PeerKeys, public_keys

@@ -1,16 +1,6 @@
-"""Addresses: where a peer looks for its coordinator, or both of a pair, and where others reach the peer."""
+"""Where a peer looks for its coordinator: one address, or both addresses of a pair."""
 
 from __future__ import annotations
-
-import socket
-
-
-def local_address(host: str, port: int) -> str:
-    """Return the address of this machine from which `host` is reached. Nothing is sent. Raises OSError."""
-    family, kind, *_, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
 
 
 class CoordinatorAddresses:

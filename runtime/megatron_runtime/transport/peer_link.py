@@ -186,6 +186,11 @@ class PeerLink:
         """The address that is tried or in use."""
         return self.addresses.current
 
+    @property
+    def local_host(self) -> str | None:
+        """The address of this machine towards the coordinator; None without an open connection of a Dealer."""
+        return self._socket.local_host if isinstance(self._socket, Dealer) else None
+
     def open(self) -> None:
         """Connect in the background, on the running event loop."""
         self._loop = asyncio.get_running_loop()

@@ -105,6 +105,12 @@ class Connection(asyncio.Protocol):
         """The Z85 public key of the peer; b"" without keys."""
         return self._handshake.key
 
+    @property
+    def local_host(self) -> str:
+        """The address of this machine that the connection uses; of a Unix socket, the loopback address."""
+        name = self._transport.get_extra_info("sockname")
+        return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
+
     # --- asyncio.Protocol -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

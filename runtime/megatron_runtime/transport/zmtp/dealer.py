@@ -120,6 +120,12 @@ class Dealer:
         connection = self._connection
         return connection is not None and connection.is_open and connection.send(message)
 
+    @property
+    def local_host(self) -> str | None:
+        """Connection.local_host; None without an open connection."""
+        connection = self._connection
+        return connection.local_host if connection is not None and connection.is_open else None
+
     def close(self, *, linger_ms: int = 0) -> None:
         """Close the connection. Idempotent. Waits up to `linger_ms` until the queued messages have been sent."""
         if self._task is not None:
