@@ -10,7 +10,8 @@ from in_memory_cluster import MINIMAL, Cluster
 from pydantic import ValidationError
 
 from megatron_operator.cluster.keys import is_sealed, repair_patch
-from megatron_operator.decision.world import ChildRef, RotateKeys
+from megatron_operator.decision.actions import RotateKeys
+from megatron_operator.decision.world import ChildRef
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.engine import revision_of

@@ -282,7 +282,7 @@ async def test_a_vllm_without_the_interface_is_not_used(
 async def test_an_unknown_name_is_rejected_with_those_of_the_installed_vllm(
     fake_vllm: None, make_format: MakeFormat
 ) -> None:
-    with pytest.raises(ValueError, match=r"'nosuch' is no parser of the installed vLLM: .* fake_calls, hermes"):
+    with pytest.raises(ValueError, match=r"'nosuch' is not a parser of the installed vLLM: .* fake_calls, hermes"):
         await make_format(tool_call_parser="nosuch")
 
 
