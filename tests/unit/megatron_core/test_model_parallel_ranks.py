@@ -254,6 +254,6 @@ def test_a_killed_rank_ends_the_others_with_the_cause(
     other = ranks[1 - lost]
     assert other.exit_code() == 1
     output = other.stdout.read()
-    assert f"the engine ends: rank {lost}: its connection ended" in output
+    assert f"the engine exits: rank {lost}: its connection closed" in output
     if lost == 1:
-        assert re.search(r"raised: .*rank 1: its connection ended", output)
+        assert re.search(r"raised: .*rank 1: its connection closed", output)

@@ -75,7 +75,7 @@ async def test_every_rank_confirms_every_verb_and_a_killed_rank_loses_no_request
     assert await ranked.ended() == 1
     assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
     said = capfd.readouterr().err
-    assert "rank 1: its connection ended" in said
+    assert "rank 1: its connection closed" in said
     assert "rank 1 ended with signal SIGKILL, and the engine with it" in said
     await until_status(
         link,

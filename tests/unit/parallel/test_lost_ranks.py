@@ -72,7 +72,7 @@ def test_a_killed_rank_ends_all_others_which_name_it(
     for rank in (0, 1, 2):
         written = termination_message(tmp_path, rank)
         assert (written["reason"], written["rank"]) == ("RankLost", 3)
-        assert written["message"].startswith("rank 3: its connection ended")
+        assert written["message"].startswith("rank 3: its connection closed")
         assert "starts again with all its ranks" in written["remedy"]
 
 
@@ -167,7 +167,7 @@ def test_hung_interpreter_ends_the_engine_with_a_traceback(
     assert (written["reason"], written["rank"]) == ("RankLost", rank)
     # On a loaded machine the other rank may look only when the hung one has ended itself.
     words = re.fullmatch(
-        rf"rank {rank}: (its connection ended.*|its interpreter has sent no heartbeat for (\d+\.\d) s)",
+        rf"rank {rank}: (its connection closed.*|its interpreter has sent no heartbeat for (\d+\.\d) s)",
         written["message"],
     )
     assert words is not None, written

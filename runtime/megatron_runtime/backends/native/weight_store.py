@@ -21,7 +21,6 @@ from megatron_runtime.checkpoints.checkpoint import (
     require_same_model,
     with_progress,
 )
-from megatron_runtime.checkpoints.published import is_offered
 from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, ModelSource, PublishedModel, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
@@ -117,11 +116,7 @@ class WeightStore:
         """
         self._staged = None
         source = self.source
-        if (
-            self.weights is not None
-            and isinstance(source, PublishedModel)
-            and not is_offered(source.source, keys_dir=source.keys_dir)
-        ):
+        if self.weights is not None and isinstance(source, PublishedModel) and not _is_offered(source):
             logger.warning("keeping the weights in memory: the trainer does not offer %s", source)
             self._kept = self.weights
         self.weights = None
@@ -228,3 +223,11 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _is_offered(source: PublishedModel) -> bool:
+    """Return whether the trainer still offers these weights."""
+    # Loading from files does not need the connection code.
+    from megatron_runtime.checkpoints.published import is_offered
+
+    return is_offered(source.source, keys_dir=source.keys_dir)
