@@ -73,7 +73,11 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """make: returns the inputs of a call. run: calls an implementation with them and returns the tensors to compare."""
+    """One operation with one set of shapes.
+
+    make: returns the inputs of a call.
+    run:  calls an implementation with the inputs, and returns the tensors to compare.
+    """
 
     operation: str
     name: str
@@ -85,7 +89,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """error: norm of the difference divided by the norm of the reference, or the share of integers that differ."""
+    """The time and the error of one case.
+
+    error: norm of the difference divided by the norm of the reference, or the share of integers that differ.
+    """
 
     operation: str
     case: str

@@ -1,4 +1,5 @@
-"""This coordinator and that of Megatron-Core, each with clients and engines that do almost nothing, interleaved.
+"""Compares this coordinator with Megatron-Core's, in interleaved rounds, with clients and engines that do almost
+nothing.
 
     python bench/megatron_coordinator.py --json megatron_coordinator.json
     python bench/megatron_coordinator.py --client frames --engines 32 --open 1024 --prompt-tokens 512
@@ -251,7 +252,7 @@ def process(target: Any, *arguments: Any) -> Iterator[multiprocessing.process.Ba
 
 
 class Side:
-    """The processes of one coordinator. Only between resume() and pause() they run."""
+    """The processes of one coordinator. They run only between resume() and pause()."""
 
     def __init__(self, side: str, stack: contextlib.ExitStack, cell: Cell) -> None:
         address, theirs = _FORK.Pipe(duplex=False)

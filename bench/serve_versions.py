@@ -265,7 +265,7 @@ class Rounds:
 
 
 def say(what: str, row: Row, figures: Sequence[str]) -> None:
-    """Print figures of a row, with those whose ratio misses the goal marked."""
+    """Print the figures of a row. Figures whose ratio misses the goal are marked."""
     parts = []
     for figure in figures:
         found, ratio = row[figure], row[figure]["ratio"]

@@ -66,7 +66,7 @@ def namespace_path(namespace: str) -> Path:
 
 
 def remove_namespaces(namespaces: Collection[str]) -> None:
-    """Remove those network namespaces that exist, with their interfaces and rules."""
+    """Remove the network namespaces that exist, with their interfaces and rules."""
     for namespace in namespaces:
         if namespace_path(namespace).exists():
             run(["ip", "netns", "delete", namespace])

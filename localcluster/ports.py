@@ -29,7 +29,7 @@ def _can_listen(port: int) -> bool:
 
 
 def allocate(options: Options) -> dict[str, int]:
-    """Return a free port for each name: the requested or preferred one, or one that no outgoing connection takes."""
+    """Return a free port for each name: the requested or preferred port, or a port outside the ephemeral range."""
     if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
     ports: dict[str, int] = {}

@@ -64,7 +64,7 @@ class Steps:
 
     @contextmanager
     def step(self, title: str, *, expect: str = "") -> Iterator[Step]:
-        """Times a step and prints its line. `expect` warns of a long one where no live display can."""
+        """Times a step and prints its line. `expect` announces a long step if there is no live display."""
         live = self._enter()
         task = live.add_task(escape(title), total=None) if live else None
         if live is None and expect:

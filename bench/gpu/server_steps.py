@@ -213,7 +213,7 @@ def server(campaign: Campaign) -> None:
 
 
 def vllm(campaign: Campaign) -> None:
-    """Do the same with engines of vLLM, without CUDA graphs, in float32."""
+    """Run the step `server` with vLLM engines, without CUDA graphs, in float32."""
     if (campaign := _for_vllm(campaign)) is not None:
         backend = ("--backend", "vllm", "--vllm-arguments", '{"enforce_eager": true}')
         asyncio.run(_server(Fleet(campaign=campaign, dtype="float32", backend=backend)))

@@ -181,7 +181,7 @@ def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> N
 
 
 def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:
-    """Measure the peak memory of one short answer in a new process, without that of the interpreter and torch."""
+    """Measure the peak memory of one short answer in a new process, minus the memory of the interpreter and torch."""
     for engine in group:
         engine.run_guarded(lambda engine=engine: _measure_memory(engine, cpus))  # type: ignore[misc]
 

@@ -81,7 +81,7 @@ class Report:
         return spent[self._times._fields.index("steal")] / max(sum(spent), 1e-9)
 
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
-        """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better."""
+        """Yield a row for each cell: our figure, the best peer's figure, and their ratio. Above 1, ours is better."""
         ours = next(engine for engine in part.engines if engine.name == OURS)
         for cell in CELLS:
             if cell.name not in ours.figures:

@@ -1,4 +1,4 @@
-"""The same weights in the file formats of the engines."""
+"""Writes the same weights in the file formats of all engines."""
 
 from __future__ import annotations
 

@@ -94,11 +94,7 @@ def moe_experts(
     first: int = 0,
     alignment: int,
 ) -> torch.Tensor:
-    """As the reference.
-
-    Raises:
-        ValueError: matrices that are not contiguous, or an alignment that is not the tile size of a product.
-    """
+    """Compute the same as `moe_experts.moe_experts`."""
     if not (gate_up_XGD.is_contiguous() and down_XDF.is_contiguous()):
         raise ValueError("the experts' matrices must be contiguous: stack them")
     if alignment < 16 or alignment & (alignment - 1):

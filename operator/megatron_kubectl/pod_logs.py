@@ -142,7 +142,9 @@ class LogFollower:
             self._lines.put(error)
 
     def _watch(self) -> None:
-        """Follow each container once, from its start; those that run already from their last lines."""
+        """Follow each container once. Containers that run already are followed from their last lines, others from their
+        start.
+        """
         path = POD.path(self._client.namespace)
         selector = f"{LABEL_INSTANCE}={self._selection.resource}"
         tail = self._tail

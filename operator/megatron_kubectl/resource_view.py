@@ -32,7 +32,7 @@ def is_settled(resource: Mapping[str, Any]) -> bool:
 
 
 def summary(resource: Mapping[str, Any]) -> Object:
-    """Return what the list of resources shows of one resource."""
+    """Return the fields of one resource for the list of resources."""
     metadata, spec, status = resource["metadata"], resource.get("spec") or {}, resource.get("status") or {}
     known = conditions(resource)
     degraded = known.get("Degraded", {})

@@ -66,7 +66,7 @@ class PodMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """One engine at one time. None: its page does not have the metric, or there is no earlier page for a rate.
+    """One engine at one time. None: its metrics page lacks the metric, or a rate has no earlier page to compare with.
 
     queued_tokens:   prompt tokens that are not computed and not in the prefix cache; only of native engines.
     prefix_hit_rate: share of the looked-up prompt tokens found in the prefix cache since the engine started.

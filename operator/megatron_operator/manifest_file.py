@@ -44,7 +44,7 @@ class ResourceFile:
         return self.context(settings if self.release is None else self.release.settings(settings))
 
     def applied_to(self, present: ResourceFile) -> ResourceFile:
-        """Return this resource as it is after its file is applied to a present one.
+        """Return the resource as it would be after its file is applied to an existing resource.
 
         Raises:
             ResourceFileError: it is another resource.

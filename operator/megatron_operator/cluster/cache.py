@@ -138,7 +138,7 @@ class ResourceCache:
         }
 
     def pods(self) -> tuple[PodView, ...]:
-        """Return the pods of the resource's children, and those without a controller, which may adopt them."""
+        """Return the pods of the resource's children, and pods without a controller, which the children may adopt."""
         pods = [
             replace(seen, deleting=True) if seen.uid in self._deleted else seen
             for seen in self._known_pods().values()
@@ -147,7 +147,7 @@ class ResourceCache:
         return tuple(sorted(pods, key=lambda pod: pod.name))
 
     def _is_ours(self, pod: PodView) -> bool:
-        """Return whether the controller of a pod, if it has one, is the resource or one of its workloads."""
+        """Return whether a pod has no controller, or is controlled by the resource or one of its workloads."""
         kind, name = pod.controller
         component = {f"{self._key[1]}-{component}": component for component in (COORDINATOR, STANDBY, SERVER)}
         match kind:
@@ -159,7 +159,7 @@ class ResourceCache:
                 return not kind or pod.owner == self._uid
 
     def _known_pods(self) -> dict[str, PodView]:
-        """Return the pods that the watch shows, and those that this process created and that it does not show yet."""
+        """Return the pods in the watch, plus the pods that this process created and that the watch does not show yet."""
         shown = {seen.uid: seen for seen in self._index.pods.get(self._key, ())}
         self._created = {uid: seen for uid, seen in self._created.items() if uid not in shown}
         return {**self._created, **shown}

@@ -35,7 +35,7 @@ MAX_TERM = 1 << 32
 
 
 class LeadershipLostError(RuntimeError):
-    """This process is no longer the leader and must exit; another one may write already."""
+    """This process is no longer the leader and must exit. Another leader may be writing already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class ObserverSettings:
 
 
 class Cached(Generic[K, T]):
-    """The last value of one topic that is read, by key. empty: the value of a key that was not read yet."""
+    """The last values read for one topic, by key. empty: the value of a key that was not read yet."""
 
     def __init__(self, empty: T) -> None:
         self._empty = empty
@@ -394,7 +394,7 @@ class Observer:
         return {name: note for name in incomplete[:1] if (note := self._creations.get(name))}
 
     async def _failed_creation(self, name: str, resource: SeenResource) -> str:
-        """Return the last Event that says why a StatefulSet cannot create a pod; empty without one."""
+        """Return the last Event that explains why a StatefulSet cannot create a pod; empty without such an Event."""
         selector = f"reason=FailedCreate,regarding.kind=StatefulSet,regarding.name={name}"
         latest = max(await self._events(resource, selector), key=_seen_at, default=None)
         return "" if latest is None else str(latest.get("note") or "")
@@ -517,8 +517,8 @@ class Observer:
         await asyncio.gather(*reads)
 
     async def _read_optional_child(self, kind: ObjectKind, resource: SeenResource) -> None:
-        """Read one of them. One that the resource does not own, or that the operator may not read, counts as absent:
-        then its apply has the error."""
+        """Read one optional child. A child that the resource does not own, or that the operator may not read, counts as
+        absent. Its apply then reports the error."""
         ref = ChildRef(kind.kind, resource.name, kind.api_version)
         try:
             obj = await self._api.get(kind, resource.namespace, ref.name)

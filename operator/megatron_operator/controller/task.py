@@ -225,7 +225,7 @@ class ResourceTask:
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
     async def _is_managed_elsewhere(self, resource: SeenResource) -> bool:
-        """Return whether another operator manages the resource, or may do so. Then this one changes nothing."""
+        """Return whether another operator manages the resource, or may manage it. Then this operator changes nothing."""
         manager = str(resource.status.get("manager") or "")
         other = await self._parts.claims.other(manager)
         if bool(other) is not bool(self._manager):
@@ -359,7 +359,10 @@ def _canonical(status: object) -> str:
 
 
 class TaskSupervisor:
-    """make_task: creates a task; its argument is the event that wakes the task."""
+    """Starts and stops one task per resource.
+
+    make_task: creates a task; its argument is the event that wakes the task.
+    """
 
     def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:
         self._make_task = make_task
@@ -373,7 +376,7 @@ class TaskSupervisor:
 
     @property
     def oldest_pass_seconds(self) -> float:
-        """Age of the longest running pass in seconds; 0 without one."""
+        """Age of the longest running pass in seconds; 0 if no pass is running."""
         now = time.monotonic()
         return max((now - task.busy_since for task, _ in self._tasks.values() if task.busy_since), default=0.0)
 

@@ -142,13 +142,15 @@ class Keys:
 
     @cached_property
     def first_generation(self) -> int:
-        """Generation of the keys of a new Secret: higher than any earlier one."""
+        """Generation of the keys of a new Secret: higher than all earlier generations."""
         lost = (self.world.resource.status.get("keys") or {}).get("generation", 0)
         return max(int(lost) + 1, self.world.resource.spec.keys.generation)
 
     @cached_property
     def wanted_generation(self) -> int | None:
-        """The desired generation by the spec or the age of the current one; never an earlier one. None without keys."""
+        """The desired generation of keys, from the spec or the age of the current keys. Never decreases. None without
+        keys.
+        """
         spec, keys = self.world.resource.spec.keys, self.world.keys
         if keys is None:
             return None

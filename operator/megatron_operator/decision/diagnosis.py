@@ -125,7 +125,7 @@ _TERMINATION_MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class _Termination:
-    """A termination message: one line of JSON of our own processes, or any text of others."""
+    """A termination message: one line of JSON from our own processes, or any text from other processes."""
 
     text: str
     reason: str = ""
@@ -133,7 +133,9 @@ class _Termination:
     remedy: str = ""
 
     def quoted(self, cause: Cause | None) -> str:
-        """Return the text; of a long one the part from what `cause` matches, else the end."""
+        """Return the text. A long text is cut: to the part that starts at the match of `cause`, or to its end without a
+        match.
+        """
         text = " ".join(self.text.split())
         spare = len(text) - _TERMINATION_MESSAGE
         if spare <= 0:
@@ -192,7 +194,7 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
 
 
 def _without_repetition(message: str) -> str:
-    """Drop sentences that repeat the end of an earlier one, as in `claim "a" not found. not found` of the scheduler."""
+    """Drop sentences that repeat the end of an earlier sentence, such as `claim "a" not found. not found`."""
     kept: list[str] = []
     for part in message.split(". "):
         sentence = part.rstrip(".; ")

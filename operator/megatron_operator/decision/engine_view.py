@@ -45,7 +45,7 @@ class EngineView:
 
     @property
     def serving_revision(self) -> str:
-        """Revision of the process that serves; empty if none does, or if it has another one than its StatefulSet."""
+        """Revision of the serving process; empty if no process serves, or if its revision differs from the StatefulSet."""
         if not self.serving or self.statefulset is None or self.report is None:
             return ""
         if self.report.revision:
@@ -88,6 +88,6 @@ class EngineView:
 
     @property
     def stale_pods(self) -> tuple[PodView, ...]:
-        """Pods of another template than the current one of their StatefulSet; some may be terminating."""
+        """Pods created from a former template of their StatefulSet. Some may be terminating."""
         revision = self.statefulset.revision if self.statefulset else ""
         return tuple(pod for pod in self.pods if pod.revision not in ("", revision))

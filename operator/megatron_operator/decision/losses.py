@@ -87,7 +87,7 @@ class Losses:
 
     @property
     def finding(self) -> Finding | None:
-        """That the coordinator is lost, until one knows the engines again; None if it may recover automatically."""
+        """The error of a lost coordinator, until a new one knows the engines; None if it may recover automatically."""
         if self.world.membership_known:
             return None
         if self.world.isolated:

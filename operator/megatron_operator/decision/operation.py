@@ -135,7 +135,7 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
 
 
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
-    """Return the lists that SET_ADAPTERS may set now, by their digests: that of the spec, and the one without the
+    """Return the lists that SET_ADAPTERS may set now, by digest: the list of the spec, and the list without the
     adapters that have an error. The coordinator keeps what it has under their names.
 
     entries: `status.adapters`.

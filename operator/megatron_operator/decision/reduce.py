@@ -129,7 +129,7 @@ def owner_uid(obj: Object) -> str:
 
 
 def _controller(obj: Object) -> tuple[str, str]:
-    """Return kind and name of the controller of a pod; empty without one. For a ReplicaSet, return its Deployment."""
+    """Return kind and name of the controller of a pod; for a ReplicaSet, its Deployment. Empty without a controller."""
     references = obj["metadata"].get("ownerReferences") or ()
     controller: Object = next((reference for reference in references if reference.get("controller")), {})
     kind, name = str(controller.get("kind", "")), str(controller.get("name", ""))

@@ -73,7 +73,7 @@ class Rendered:
         return any(differs(offer) for offer in _offers(self.world))
 
     def missing(self, manifest: Manifest) -> Finding | None:
-        """Return the first object, or key of one, that the pods of a manifest need and that does not exist."""
+        """Return the first missing object, or missing key of an object, that the pods of a manifest need."""
         component, name = manifest["metadata"]["labels"][LABEL_COMPONENT], manifest["metadata"]["name"]
         index = int(name.rpartition("-")[2]) if component == ENGINE and engines_differ(self.ctx) else 0
         if (component, index) not in self._missing:
@@ -247,8 +247,11 @@ class Rendered:
         return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
-        """Return whether it was not rejected, or may be applied again. A Deployment that exists is not changed to one
-        whose pods could not start; a new one may be created before the objects that it needs."""
+        """Return whether `manifest` may be applied: it was not rejected, or its retry is due.
+
+        An existing Deployment is not updated while an object that its pods need is missing. A new Deployment may be
+        created before these objects.
+        """
         ref = ChildRef.of(manifest)
         if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
             return False

@@ -263,7 +263,7 @@ class Situation:
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Engines that a rollout waits for: those that do not serve, else those that are not available."""
+        """Engines that a rollout waits for: engines that do not serve; if all serve, engines that are not available."""
         absent = _names(engine for engine in self.every if not engine.serving)
         return absent or _names(engine for engine in self.every if not engine.available)
 

@@ -118,7 +118,7 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 
 def _loading(scene: Scene) -> dict[str, Any] | None:
-    """Return how far the first engine that loads is; absent as soon as one serves."""
+    """Return the progress of the first engine that loads; absent as soon as an engine serves."""
     loading = scene.world.loading
     if loading is None or not scene.world.loads:
         return None
@@ -150,7 +150,7 @@ def _revision(scene: Scene) -> str:
 
 
 def _has_release(scene: Scene) -> bool:
-    """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
+    """Return whether coordinator, servers and engines have been updated to the release of the resource, and are ready."""
     engines = scene.engines
     due = [engine for engine in engines.wanted if engines.pods_for(engine) > 0 or engine.budget.exhausted is not None]
     rolled_out = not scene.rendered.shared[1] and not _unfinished(scene)

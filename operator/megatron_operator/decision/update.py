@@ -25,7 +25,7 @@ BEGUN = frozenset({UpdatePhase.RUNNING.value, UpdatePhase.DEFERRED.value})
 
 @dataclass(frozen=True)
 class Update:
-    """desired: the effective desired state."""
+    """The update of a resource to the operator's release. desired: the effective desired state."""
 
     world: World
     desired: DesiredState

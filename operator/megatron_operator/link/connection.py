@@ -134,11 +134,12 @@ class CoordinatorLink:
 
     @property
     def _address(self) -> str:
-        """The address that is tried or in use; empty without one."""
+        """The current address; empty if there is none."""
         return "" if self._link is None else self._link.address
 
     def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
-        """Connect to the coordinator at the first address, or at another one while that is silent or on standby.
+        """Connect to the coordinator at the first address, or at another address while the first is silent or on
+        standby.
 
         Without addresses, disconnect. Does nothing if both arguments are those of the last call.
         """
@@ -271,7 +272,9 @@ class CoordinatorLink:
         return True
 
     def ask_canary(self, asked: AskCanary) -> bool:
-        """Send a canary, unless one to that engine and revision is unanswered. Return False without a connection."""
+        """Send a canary, unless a canary to this engine and revision is unanswered. Return False if not
+        connected.
+        """
         return self._registered.is_set() and self._canaries.ask(asked, self._send)
 
     # --- the connection -------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Preview:
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Return each field whose value differs, depth first and in the manifest's order. Of a section that one of the two
+    """Return each field whose value differs, depth first and in the manifest's order. Of a section that one side
     lacks, its fields."""
     if isinstance(old, Mapping | None) and isinstance(new, Mapping | None) and (old or new):
         before, after = old or {}, new or {}
@@ -96,7 +96,7 @@ def _parsed(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _values(values: list[str] | None) -> str:
-    """Return all values of a flag; of one without a value, that it is set."""
+    """Return all values of a flag; "set" for a flag without a value."""
     if values is None:
         return _short(None)
     return ", ".join(map(_short, values)) or "set"

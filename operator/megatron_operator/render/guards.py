@@ -171,7 +171,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
 
 
 def engine_policy(ctx: RenderContext, index: int) -> Manifest:
-    """Return the policy that lets the pods of one engine connect to each other, on all ports.
+    """Return the NetworkPolicy that lets the pods of one engine connect to each other, on all ports.
 
     Ranks listen on arbitrary ports. torch's rendezvous store, the collectives and vLLM's channels, which unpickle,
     authenticate no peer, so no other pod may connect.

@@ -57,7 +57,7 @@ def encode(data: Files) -> dict[str, str]:
 
 
 def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: str) -> dict[str, str]:
-    """server: generation of the coordinator's own key."""
+    """Return the annotations of the keys Secret at `stage`. server: generation of the coordinator's own key."""
     return {
         ANNOTATION_GENERATION: str(generation),
         ANNOTATION_STAGE: stage.value,

@@ -198,7 +198,9 @@ KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.s
 
 
 def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
-    """Return the entries of the keys Secret by which a coordinator and engines know the trainer; none without one."""
+    """Return the entries of the keys Secret that identify the trainer to coordinator and engines; none without a
+    trainer.
+    """
     return ("trainer.pub",) if ctx.spec.has_trainer else ()
 
 

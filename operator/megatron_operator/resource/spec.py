@@ -253,7 +253,7 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def weights_revision(self) -> str:
-        """Revision of the weights; empty without one."""
+        """Revision of the weights; empty if not set."""
         return (self.weights.revision if self.weights is not None else None) or ""
 
     @property

@@ -213,7 +213,7 @@ class ModelDirectory:
 
 
 def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end an answer. values: content of config.json, which often has only one of them."""
+    """Return the tokens that end an answer. values: content of config.json, which often lists only one such token."""
     file = directory.file("generation_config.json")
     generation = file.read_json() if file is not None else {}
     found = generation.get("eos_token_id", values.get("eos_token_id"))

@@ -265,7 +265,7 @@ def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
 
 
 def _kill_survivors(ranks: int) -> None:
-    """Kill the ranks that outlive a failed one. The agent would wait longer for a stopped rank."""
+    """Kill the remaining ranks after one has failed. The agent would wait longer for a stopped rank."""
     ended_at: float | None = None
     seen = 0
     while True:

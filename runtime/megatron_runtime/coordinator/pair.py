@@ -108,7 +108,7 @@ class Election:
 
 
 class Pair:
-    """Decides for each message whether this coordinator may handle it, and exchanges states with the other one on the
+    """Decides for each message whether this coordinator may handle it, and exchanges states with its peer on the
     admin ports.
 
     gatekeeper: the keys; None without encryption. Each coordinator connects with its own pair of keys.

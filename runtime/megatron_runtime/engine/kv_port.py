@@ -46,7 +46,7 @@ _CHECK_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Grant:
-    """A ticket for one export. peer: the connection that has shown it; None: none has."""
+    """A ticket for one export. peer: the connection that has presented the ticket; None: not presented yet."""
 
     export: int
     key: bytes

@@ -439,7 +439,7 @@ class Error(ControlMessage):
 
 
 class PairState(ControlMessage):
-    """Sent by each coordinator of a pair to the other one, as its heartbeat and at each change."""
+    """Sent between the two coordinators of a pair, as heartbeat and after each change."""
 
     header = Header.PAIR_STATE
     incarnation: U64

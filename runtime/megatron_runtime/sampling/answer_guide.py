@@ -19,7 +19,7 @@ BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[An
 
 
 class AnswerGuide:
-    """The AnswerState of an answer of several parts. For one thread.
+    """AnswerState for an answer with several parts. Not thread-safe.
 
     The grammar of calls is compiled only when an answer begins with a marker. The request waits for it; other requests
     do not. If the grammar is not available or fails, any token is allowed, and the client gets what the model writes.

@@ -78,8 +78,11 @@ class StepLogits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """chosen_N: float32, log-probability of each row's token. top_ids_NK, top_NK: int32 and float32, the most likely
-    tokens, descending.
+    """Log-probabilities of the tokens of n rows.
+
+    chosen_N:   float32, of the token chosen for each row.
+    top_ids_NK: int32, the K most likely tokens of each row, in descending order.
+    top_NK:     float32, their log-probabilities.
     """
 
     chosen_N: Float32

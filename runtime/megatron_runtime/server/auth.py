@@ -279,7 +279,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _version(*files: Path) -> list[tuple[int, ...] | None]:
-    """Return a value that differs when one of the files has been replaced or changed."""
+    """Return a value that changes when a file is replaced or modified."""
     found: list[tuple[int, ...] | None] = []
     for file in files:
         try:

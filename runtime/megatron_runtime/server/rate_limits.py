@@ -205,6 +205,8 @@ class Reservation:
             self.settle()
 
     def settle(self) -> None:
-        """Charge tokens that were generated and not counted yet, or return reserved ones. Call it at the end."""
+        """Charge generated tokens beyond the reservation, or release unused reserved tokens. Call it when the request
+        ends.
+        """
         unused, self._unused = self._unused, 0
         self._counts.charge(self._key, -unused, window=self._window)

@@ -96,7 +96,7 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound of a vocabulary; a loose one if no tighter bound can be proved."""
+        """Return the bound of a vocabulary. The bound is loose if no tighter one can be proved."""
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
         added = list(backend.get_added_tokens_decoder().values())
         longest = max((len(piece.encode()) for piece in (*vocabulary, *(token.content for token in added))), default=1)

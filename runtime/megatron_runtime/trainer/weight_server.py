@@ -110,7 +110,7 @@ class WeightServer:
         self.close()
 
     def close(self) -> None:
-        """Disconnect, when the engines that are receiving weights have them; one that is silent ends the wait after
+        """Disconnect once all receiving engines have the weights. Wait for a silent engine no longer than
         EXCHANGE_SECONDS. Engines keep the weights that they have. An engine that restarts later waits for a trainer.
         """
 
@@ -127,7 +127,7 @@ class WeightServer:
         self._held.clear()
 
     def publish(self, epoch: int, *, timeout_seconds: float = 600.0) -> str:
-        """Replace the weights of every engine by the model's present ones, or of none, and return their source.
+        """Replace the weights of every engine by the model's current weights, or of no engine, and return their source.
 
         Returns when each engine has received and verified them and the coordinator has committed. An engine that is
         lost meanwhile gets them when it restarts, before it serves.
@@ -259,7 +259,7 @@ class WeightServer:
         connection.send([answer.to_bytes()])
 
     def _send(self, weights: PublishedWeights, token: str) -> None:
-        """Send one rank the blocks that it asks for, until it has all, ends, or is silent for too long."""
+        """Send the requested blocks to one rank, until it has all, disconnects or times out."""
         wanted, store = torch.empty(2, dtype=torch.int64), dist.PrefixStore(token, self._store)
         try:
             wait_for_receiver(store, closing=self._closing)

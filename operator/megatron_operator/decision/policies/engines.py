@@ -51,7 +51,7 @@ def undrain(
 def scale_down(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout
 ) -> Verdict | None:
-    """Remove engines beyond spec.replicas that no rollout needs: those that do not serve at once, the others one after
+    """Remove engines beyond spec.replicas that no rollout needs: non-serving engines at once, serving engines one after
     another, highest index first, after their requests have finished."""
     surplus = [engine for engine in engines.all if engine.surplus and not engine.empty]
     surplus = [engine for engine in surplus if engine not in rollout.extras]

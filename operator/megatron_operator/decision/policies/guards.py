@@ -32,7 +32,7 @@ def deleting(world: World) -> Verdict | None:
 
 
 def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """An object with another owner has the name of a child. Nothing is done until one of the two is renamed."""
+    """Do nothing while an object with another owner has the name of a child. The user must rename either of them."""
     ours = {
         ctx.keys_name,
         ctx.coordinator_name,

@@ -326,7 +326,7 @@ class EngineCore:
     def _end(
         self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
-        """Close `request` and return its last output. newest: the last token of prompt and answer."""
+        """Close `request` and return its last output. newest: its last token."""
         routing = self._routing_of(request)
         self._scheduler.remove(request)
         output = request.end(request.output(tokens), reason, now=self._clock())

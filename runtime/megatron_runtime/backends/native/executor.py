@@ -133,7 +133,7 @@ class Executor(Protocol):
         """Make load() read these weights from now on. Only while no weights are loaded."""
 
     def stage_weights(self, source: str) -> None:
-        """Read and verify other weights, and keep those in use. May run on another thread during a step.
+        """Read and verify new weights while the current ones stay in use. May run on another thread during a step.
 
         Raises ValueError for weights of another model, with the field and both values.
         """

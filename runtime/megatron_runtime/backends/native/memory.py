@@ -114,7 +114,7 @@ class KVPool:
 
     @torch.inference_mode()
     def write(self, pages: npt.NDArray[np.int32], data: bytes) -> None:
-        """Set the contents of some pages to those that read() returned."""
+        """Restore page contents that read() returned."""
         cache_LPXE = self._allocated()
         layers, _, tokens, width = self._shape_LPXE
         values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(layers, len(pages), tokens, width)

@@ -286,7 +286,7 @@ def logits_processor_of(config: VllmConfig) -> type | None:
 
 
 def _cpu_shares(ranks: int) -> str:
-    """Return the CPUs of each rank in vLLM's notation: equal shares of those that this process may use.
+    """Return the CPUs of each rank in vLLM's notation. The ranks share this process's CPUs equally.
 
     Without this, vLLM divides CPUs by NUMA node only.
     """

@@ -77,7 +77,7 @@ class Followers:
         self._tell(END)
 
     async def close(self) -> None:
-        """Release the other pods, which then wait for this one to come back."""
+        """Disconnect the other pods. They then wait for this pod to restart."""
         if self._beats is not None:
             self._beats.cancel()
         if self._server is not None:

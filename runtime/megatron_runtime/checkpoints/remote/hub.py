@@ -217,7 +217,7 @@ class HubApi:
             raise self._translated(error) from None
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return a one-line error for an error of the library, which may have wrapped the error of a request."""
+        """Return a one-line error for an error of huggingface_hub, which may wrap an HTTP error."""
         text = escaped(_QUERY.sub("", str(error)))
         what = f"for {self._reference} ({type(error).__name__}: {text})"
         cause = error.__cause__

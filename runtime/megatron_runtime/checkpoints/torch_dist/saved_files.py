@@ -72,7 +72,7 @@ class SavedTensor:
 
     @property
     def span(self) -> int:
-        """Number of values in the storage from the first to the last one of the tensor."""
+        """Number of values in the storage from the tensor's first value to its last."""
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
     def bytes_in(self, file: MappedFile) -> torch.Tensor:

@@ -276,7 +276,7 @@ class Context:
 
     @property
     def active(self) -> bool:
-        """Whether this coordinator serves, and is not the standby of another one."""
+        """Whether this coordinator is active, not on standby."""
         return self.term != 0
 
     def send(self, peer: PeerId, message: Outgoing) -> None:

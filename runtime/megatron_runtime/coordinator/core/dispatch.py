@@ -233,7 +233,7 @@ class Dispatcher:
         return None if engine is None else (engine, _DECODING)
 
     def _cheapest(self, entry: Entry, accepts: Callable[[Engine], bool] | None = None) -> Engine | None:
-        """Return the engine that the routing policy chooses among those that have room and may answer the request.
+        """Return the engine with free capacity that may answer the request and that the routing policy prefers.
 
         accepts: tells which of these engines may be chosen; None: all.
         """
@@ -284,7 +284,7 @@ class Dispatcher:
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
-        """Reject a request that no serving engine may answer. Return False if it may wait for one."""
+        """Reject a request that no serving engine may answer. Return False if the request may wait for an engine."""
         rejection = rejections.adapter_changed(entry, self._verbs.adapters)
         return self._reject(entry, rejection or rejections.unanswerable(entry, self._engines.serving()))
 

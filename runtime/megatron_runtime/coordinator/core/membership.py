@@ -118,7 +118,7 @@ class Recovery:
             self._verbs.adapters = hello.adapters
 
     def settle(self) -> None:
-        """Every live engine has had time to send a message: recovery ends when those that did have registered."""
+        """Handle the end of the recovery period: recovery ends when all engines that sent a message have registered."""
         self._settled = True
         self._end_if_complete()
 

@@ -28,7 +28,7 @@ GRAIN_SECONDS = 0.02
 
 
 class MediaStore:
-    """The images, audio and video of open requests, each once for all requests of one client.
+    """The images, audio and video of open requests, stored once per client.
 
     They are not shared between clients, because digests are not verified here: a client must not be able to replace the
     data behind another client's digest.
@@ -192,7 +192,9 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Yield the requests that may be dispatched next, at most two per band. The overall next one comes first."""
+        """Yield the requests that may be dispatched next, at most two per band. The request that is next overall comes
+        first.
+        """
         heads = []
         for band in self._bands.values():
             if band.replays:
@@ -304,7 +306,7 @@ class Tenants:
         self._reload(tenant, before, before + 1)
 
     def returned(self, entry: Entry) -> None:
-        """No engine has the request any more; `entry.dispatch_id` is still the former one."""
+        """Handle a request that no engine has any more. `entry.dispatch_id` is still the id of its last dispatch."""
         tenant = entry.tenant
         before = len(tenant.in_flight)
         del tenant.in_flight[entry.dispatch_id]

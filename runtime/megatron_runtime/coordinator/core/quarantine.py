@@ -206,7 +206,7 @@ class Quarantine:
             self._trial, self._trial_since = entry, self._context.now
 
     def _choose(self) -> tuple[Entry, Engine] | tuple[None, None]:
-        """Choose the suspect that arrived last: one that has run for long without a crash is less likely to be
+        """Choose the suspect that arrived last: a request that has run long without a crash is less likely to be
         poison.
         """
         serving = self._engines.serving()

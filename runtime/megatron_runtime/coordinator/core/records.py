@@ -267,7 +267,7 @@ class Engine:
         return self.serving and self.state is EngineState.RUNNING and not (self.draining or self.suspect or self.full)
 
     def has_room(self) -> bool:
-        """Whether it takes one more request now."""
+        """Whether the engine accepts one more request now."""
         # available() spelled out: this runs for every request.
         return (
             self.serving
@@ -339,7 +339,7 @@ class Engine:
         return self.queued != before
 
     def has_model(self, model: str) -> bool:
-        """Whether it may answer requests for `model`; if one of the two is unknown, it may."""
+        """Whether the engine may answer requests for `model`. True if either model is unknown."""
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
@@ -394,7 +394,7 @@ class Engine:
             self.state = hello.state
 
     def describe(self, now: float, *, recomputes: str | None = None) -> EngineStatus:
-        """recomputes: as in EngineStatus."""
+        """Return the status of this engine at the time `now`. recomputes: as in EngineStatus."""
         return EngineStatus(
             name=self.name,
             state=self.state,
@@ -554,7 +554,7 @@ class Ended(NamedTuple):
 
     @property
     def queue_seconds(self) -> float:
-        """Seconds from its arrival to its first dispatch, or to its end without one."""
+        """Seconds from arrival to the first dispatch, or to the end of a request that was never dispatched."""
         dispatched_at = self.entry.dispatched_at
         return (self.at if dispatched_at is None else dispatched_at) - self.entry.arrived
 

@@ -402,7 +402,7 @@ class EngineRouter:
         self._blocks.forget(engine)
 
     def forget_all(self) -> None:
-        """The weights changed: blocks that were computed with the old ones are of no use."""
+        """Forget all blocks, because they were computed with weights that have been replaced."""
         self._blocks.forget_all()
 
     def decisions_text(self) -> str:

@@ -93,7 +93,7 @@ CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
-    """Return why an engine cannot import blocks of another one; empty if it can."""
+    """Return why one engine cannot import blocks of another engine; empty if it can."""
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
     pairs = {
@@ -177,7 +177,7 @@ class Transfers:
 
     @staticmethod
     def _is_splittable(entry: Entry) -> bool:
-        """Whether a request may have a stage at a prefill engine. A suspect runs alone, on one engine."""
+        """Whether a request may be prefilled on a separate engine. A suspect may not: it runs alone on one engine."""
         needs = entry.meta.needs.split()
         return (
             entry.splits
@@ -205,7 +205,9 @@ class Transfers:
         return split < (decoder.queued + uncached * (1 + len(decoder.in_flight))) * decoder.prefill_cost
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
-        """Whether one decode engine, or all of them together, have this many free blocks. Unknown numbers suffice."""
+        """Whether one decode engine, or all decode engines together, have this many free blocks. True if a number is
+        unknown.
+        """
         if decoder.free_blocks is None or decoder.free_blocks >= blocks:
             return True
         free = [engine.free_blocks for engine in self._engines if engine.role != PREFILL]

@@ -229,7 +229,7 @@ class Verbs:
         self.acknowledge_hello(engine.peer, state=self.target_state, max_message_bytes=size, source=source)
 
     def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
-        """Send HELLO_ACK with these fields and the fields that are the same for all peers."""
+        """Send HELLO_ACK with these fields and the fields that all peers receive."""
         ack = HelloAck(
             incarnation=self._context.incarnation,
             epoch=self.epoch,
@@ -462,7 +462,7 @@ class Verbs:
         return True
 
     def _discard(self, operation: PendingOperation) -> None:
-        """Make the engines undo phase one. If this message is lost, they do so at the next control message."""
+        """Make the engines undo phase one. If this message is lost, they undo it at the next control message."""
         kind, operation_id = operation.control.kind, operation.operation_id
         frames = ControlCommit(operation_id=operation_id, signal=kind, discard=True).to_frames()
         for engine in operation.signalled:

@@ -111,7 +111,7 @@ class PlainPeers:
         return request.number if request is not None else None
 
     def _form_of_clients(self) -> FrameForm:
-        """Return the frame format of the connected plain clients; without one, the configured format."""
+        """Return the frame format of the connected Megatron clients; without a client, the configured format."""
         clients = (one for one in self.translators.values() if isinstance(one, ClientTranslator))
         forms = (client.form for client in clients if client.form is not None)
         return next(forms, FrameForm(self._core.context.settings.plain_release))

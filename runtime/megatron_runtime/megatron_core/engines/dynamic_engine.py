@@ -99,7 +99,7 @@ class DynamicInferenceEngine:
 
     @property
     def unified_memory_level(self) -> int:
-        """As configured: 0, because the KV cache is in one kind of memory."""
+        """The configured level: 0, because the KV cache does not use unified memory."""
         return self.core.config.unified_memory_level
 
     @property

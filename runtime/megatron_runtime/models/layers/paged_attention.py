@@ -107,7 +107,7 @@ def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbed
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Divide the frequency of slow rotations by `factor`, keep the frequency of fast ones, and blend between them."""
+    """Divide low frequencies by `factor`, keep high frequencies, and interpolate between the two."""
     wavelength = 2 * math.pi / frequencies
     rotations = scaling.original_max_position_embeddings / wavelength
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -42,12 +42,12 @@ class MixedContent:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Validators make it; no JSON is read as one."""
+        """Return a schema without JSON input: only validators create this class."""
         return core_schema.is_instance_schema(cls)
 
     @property
     def text(self) -> str:
-        """The text, with the placeholders of media that have one."""
+        """The text, with a placeholder for each medium that defines one."""
         texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
         return "\n".join(text for text in texts if text is not None)
 

@@ -371,7 +371,7 @@ def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Token
 
 
 def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | None:
-    """Return the most tokens to generate: at least one, because an engine takes no request for none."""
+    """Return the maximum number of tokens to generate, at least 1: engines reject requests for 0 tokens."""
     wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
     if limit is None:
         return wanted

@@ -201,7 +201,7 @@ class PoolingPrompt:
 
     @property
     def estimated_tokens(self) -> int:
-        """Number of tokens to reserve; the engine counts the actual ones."""
+        """Number of tokens to reserve. The engine later reports the exact number."""
         if not isinstance(self.content, str):
             return len(self.content)
         return 1 + (len(self.content) + len(self.pooling.get("pair", ""))) // BYTES_PER_TOKEN
@@ -385,7 +385,7 @@ async def rerank(service: Service, request: Request) -> Response:
 
 
 async def offered(service: Service, request: Request, tasks: Sequence[str]) -> list[str]:
-    """Return the members of `tasks` that an engine has. Raises ApiError 404 if none has one, for any body."""
+    """Return the members of `tasks` that the engines offer. Raises ApiError 404 if they offer none of these tasks."""
     service.check_in_flight(tenant=request.state.tenant)
     served_tasks = await service.tasks()
     names = [name for name in tasks if name in served_tasks]

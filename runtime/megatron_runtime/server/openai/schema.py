@@ -229,7 +229,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The formats of the guided_ fields under one field. Exactly one is given."""
+    """The formats of the guided_ fields, under one field. Exactly one member must be set."""
 
     json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
     regex: NonEmpty | None = None

@@ -107,7 +107,7 @@ class Service:
 
     @property
     def adapter_names(self) -> list[str]:
-        """Names of the adapters that requests may give as their model. The base model hides one of its own name."""
+        """Names of the adapters that requests may give as their model. An adapter named like the base model is hidden."""
         base = self.settings.served_names
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 
@@ -128,7 +128,7 @@ class Service:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def models_of(self, key: ApiKey) -> list[str]:
-        """Names of the adapters that a key may use, after an empty name if it may use the base model."""
+        """Return the adapters that `key` may use; the name "" stands for the base model."""
         served = self.settings.served_name
         return [name for name in ("", *self.adapter_names) if key.allows(name or served)]
 
@@ -390,7 +390,7 @@ class Service:
             raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
 
     def _check_capacity(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
-        """Raise ApiError 429 if `more` and the open ones together would be too many.
+        """Raise ApiError 429 if `more` further requests would exceed the limit of open requests.
 
         A full server still accepts requests of a tenant that has less than its fair share of the limit. So no tenant
         can block others, and at most twice the limit is open.

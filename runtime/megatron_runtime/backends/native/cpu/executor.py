@@ -178,7 +178,10 @@ def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[Cpp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRows(LogitRows):
-    """logit_rows_N: the tokens whose logits are needed, one for each of sampled_rows, then the tokens of `targets`."""
+    """The tokens of a step whose logits are computed.
+
+    logit_rows_N: the tokens whose logits are needed, one for each of sampled_rows, then the tokens of `targets`.
+    """
 
     logit_rows_N: torch.Tensor
 

@@ -35,8 +35,8 @@ class PinnedTransfers:
         return [block.key for block in blocks]
 
     def reserve(self, transfer: int, keys: Sequence[bytes]) -> int | None:
-        """Take pages for the blocks `keys`. Return how many of them, from the first on, are cached already; None if too
-        few pages are free.
+        """Take pages for the blocks `keys`. Return how many leading blocks are cached already; None if too few pages
+        are free.
         """
         cached = self._cache.find(keys)
         missing = (len(keys) - len(cached)) * self._cache.pages_per_block
@@ -69,13 +69,13 @@ class PinnedTransfers:
         self._ready[keys[-1]] = transfer
 
     def used(self, key: bytes) -> None:
-        """A request has pinned the blocks up to `key` itself."""
+        """Release the import that ends at block `key`, because a request has pinned these blocks itself."""
         transfer = self._ready.get(key)
         if transfer is not None:
             self.release(transfer)
 
     def release(self, transfer: int) -> None:
-        """End an export or import, if there is one of this id."""
+        """Release the pages of an export or import. An unknown id is ignored."""
         pages = self._exports.pop(transfer, None)
         if transfer in self._imports:
             keys, pages = self._imports.pop(transfer)
@@ -85,7 +85,7 @@ class PinnedTransfers:
             self._cache.release(pages)
 
     def clear(self) -> None:
-        """End all of them, because the cache was cleared."""
+        """Release all exports and imports, because the cache was cleared."""
         for transfer in [*self._exports, *self._imports]:
             self.release(transfer)
 
