@@ -352,7 +352,7 @@ class Ceilings:
     flops_per_second: float
 
     def bound(self, case: Case) -> tuple[str, float]:
-        """Return the rate that limits an operation, and the least microseconds that the operation takes."""
+        """Return the rate that limits an operation, and the lower bound of its time in microseconds."""
         memory, compute = case.bytes_moved / self.bytes_per_second, case.flops / self.flops_per_second
         return ("memory", memory * 1e6) if memory >= compute else ("compute", compute * 1e6)
 

@@ -45,7 +45,7 @@ class Cell:
 
 
 def best_seconds(run: Callable[[], object], seconds: float) -> float:
-    """Return the least CPU time of this thread for a call, of as many calls as `seconds` allow."""
+    """Return the minimum CPU time of this thread per call, over the calls made in `seconds`."""
     end, best = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
         begun = time.thread_time()

@@ -47,7 +47,7 @@ class Steps:
     Args:
         quiet: print nothing, for tests that start many clusters.
         console: where to print; standard error by default, so that output stays usable in a pipe.
-        interval: least seconds between two lines about the activity of a step where no live display is possible.
+        interval: minimum seconds between two lines about the activity of a step if no live display is possible.
     """
 
     def __init__(

@@ -174,7 +174,7 @@ def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
 
 
 def _figures(row: Row) -> dict[str, str]:
-    """Return the figures of a row as text. The members of an object are figures of their own."""
+    """Return the figures of a row as text. Each member of an object becomes a separate figure."""
     figures: dict[str, str] = {}
     for key, value in row.items():
         name = re.sub(r"^c\d+_", "", key).replace("_", " ")  # of `megatron bench serve`, by clients

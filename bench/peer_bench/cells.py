@@ -161,7 +161,7 @@ def measure(
 
 
 def wait_until_idle() -> None:
-    """Wait for work that goes on after a start or a request, such as threads of a peer that spin for a second."""
+    """Wait for work that continues after a start or a request, such as threads of a peer that spin for a second."""
     end, cpus = time.perf_counter() + _IDLE_LIMIT, psutil.cpu_count() or 1
     while psutil.cpu_percent(_IDLE_INTERVAL) / 100 * cpus > _IDLE_CPU and time.perf_counter() < end:
         pass

@@ -1,4 +1,4 @@
-"""What was measured, as a JSON document and a plot beside it."""
+"""The results, as a JSON document and a plot next to it."""
 
 from __future__ import annotations
 

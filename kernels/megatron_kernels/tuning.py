@@ -147,7 +147,7 @@ def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def expert_tile(places: int) -> ExpertTile:
-    """Return the tile of the experts' products, given its number of places."""
+    """Return the tile of the experts' matrix products, given its number of rows."""
     if places <= MIN_DOT_ROWS:
         return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
     return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)

@@ -51,7 +51,7 @@ def summary(resource: Mapping[str, Any]) -> Object:
 
 
 def label(item: Mapping[str, Any], name: str) -> str:
-    """Return a label of an object; empty if it has none."""
+    """Return a label of an object; empty if the label is not set."""
     return str((item["metadata"].get("labels") or {}).get(name, ""))
 
 

@@ -169,7 +169,8 @@ def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
 
 
 def _onto_nothing(manifest: Manifest) -> Manifest:
-    """Return the manifest for an object that must not exist yet. If the object exists, the server returns a conflict."""
+    """Return the manifest for an object that must not exist yet. If the object exists, the server returns a conflict.
+    """
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}
 
 

@@ -81,7 +81,8 @@ def decide(world: World) -> Decision:
 
 
 def _object_seconds(scene: Scene) -> float:
-    """Return the interval at which the objects that pods need are read. It is shorter while an object may be missing."""
+    """Return the interval at which the objects that pods need are read. It is shorter while an object may be missing.
+    """
     unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
     lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
     return MISSING_SECONDS if lacking else OBJECT_SECONDS
@@ -130,7 +131,7 @@ def _is_held(action: Action, world: World) -> bool:
 
 
 def _change(action: Action, world: World) -> str:
-    """Return which child an action of the upkeep changes; empty if it only confirms what the child has."""
+    """Return the child that an upkeep action changes; empty if the child already has the desired state."""
     if not isinstance(action, ApplyChild | DeleteChild) or _is_held(action, world):
         return ""
     view = world.children.get(action.ref)
@@ -142,7 +143,7 @@ def _change(action: Action, world: World) -> str:
 
 
 def _heals(action: Action, world: World) -> bool:
-    """Return whether an action creates what is missing. Nothing that it does depends on a status that is written
+    """Return whether an action creates a missing object. Such an action does not require that the status is written
     first."""
     return isinstance(action, CreateKeys) or (isinstance(action, ApplyChild) and action.ref not in world.children)
 
@@ -200,7 +201,7 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
 
 
 def _unobserved(world: World) -> Decision:
-    """Return the decision without the objects of a kind that decisions read: report it, change nothing."""
+    """Return the decision if a kind of objects that decisions need cannot be read: report it, change nothing."""
     unknown = (
         ConditionType.READY,
         ConditionType.COORDINATOR_READY,
@@ -229,8 +230,8 @@ def _unchanged(
     before: Mapping[str, Any],
     now: datetime,
 ) -> Decision:
-    """Return the decision to change nothing but the status: these conditions have this finding. before: the stored
-    status."""
+    """Return the decision to change only the status, in which these conditions report this finding. before: the
+    stored status."""
     reason, message = finding[0], printable(finding[1])
     conditions = {entry["type"]: entry for entry in before.get("conditions") or ()}
     rewritten = {

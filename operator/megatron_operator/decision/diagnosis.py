@@ -46,7 +46,7 @@ class MissingObject:
     key: str = ""
 
     def remedy(self, references: References, *, component: str) -> str:
-        """Return what the user can do, with the field of the spec. component: of the pod."""
+        """Return the remedy, including the field of the spec. component: component of the pod."""
         field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
@@ -246,7 +246,7 @@ def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Re
 
 
 def creation_error(what: str, error: str, *, component: str) -> tuple[Reason, str]:
-    """Return why pods of a component cannot be created, from the words of the API server. `what` names the pods."""
+    """Return why pods of a component cannot be created, from the API server's message. `what` names the pods."""
     cause = find_cause(error, CREATION)
     remedy = f"; {cause.remedy.format(pod_template=pod_template(component))}" if cause else ""
     return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {error}{remedy}"

@@ -39,13 +39,14 @@ class EngineView:
 
     @property
     def whole(self) -> bool:
-        """All its pods have started, and none is being deleted."""
+        """Whether all pods of the engine have started, and none is being deleted."""
         started = all((pod.started or pod.ready) and not pod.deleting for pod in self.pods)
         return bool(self.pods) and started and not self.incomplete
 
     @property
     def serving_revision(self) -> str:
-        """Revision of the serving process; empty if no process serves, or if its revision differs from the StatefulSet."""
+        """Revision of the serving process; empty if no process serves, or if its revision differs from the StatefulSet.
+        """
         if not self.serving or self.statefulset is None or self.report is None:
             return ""
         if self.report.revision:
@@ -70,13 +71,13 @@ class EngineView:
 
     @property
     def starting(self) -> bool:
-        """It has or gets pods, and neither serves nor are all its pods ready."""
+        """Whether the engine has or will get pods, does not serve, and not all its pods are ready."""
         found = self.statefulset
         return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas
 
     @property
     def empty(self) -> bool:
-        """It has no pods and should have none."""
+        """Whether the engine has no pods and should have none."""
         return self.scaled == 0 and not self.pods
 
     @property

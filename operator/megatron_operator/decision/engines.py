@@ -87,7 +87,7 @@ class Engines:
 
     @cached_property
     def held_back(self) -> frozenset[str]:
-        """Names of the engines that get their pods later, because MAX_STARTING others start."""
+        """Names of the engines whose pods are created later, because MAX_STARTING other engines are starting."""
         free = max(0, MAX_STARTING - sum(engine.starting for engine in self.all))
         without_pods = [engine.name for engine in self.wanted if engine.scaled == 0 and self.pods_for(engine) > 0]
         return frozenset(without_pods[free:])

@@ -41,7 +41,9 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The shared children that can be rendered, and by name the errors of the others, which are not changed."""
+        """The shared children that can be rendered, and the errors of the others by name. The others are left
+        unchanged.
+        """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
         for name, build in builds.items():

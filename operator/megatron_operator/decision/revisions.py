@@ -97,7 +97,9 @@ class Rollout:
         return self.check_due or self.paused
 
     def keeps_server(self, view: ChildView | None) -> bool:
-        """Return whether the servers' Deployment waits until no engine has or gets another model than the spec's."""
+        """Return whether the servers' Deployment must wait, because an engine has or will get a model other than the
+        spec's.
+        """
         if view is None or view.ref.kind != "Deployment" or view.model_hash in ("", self.rendered.model_hash):
             return False
         return bool(self.engines.old_model or self.keeps_former)

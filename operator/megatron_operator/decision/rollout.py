@@ -227,7 +227,7 @@ class Situation:
 
     @cached_property
     def wrong(self) -> EngineFacts | None:
-        """An engine of the desired revision that gives a wrong answer."""
+        """An engine of the desired revision whose canary answer is wrong."""
         return next((engine for engine in self.every if engine.current and engine.canary is Canary.FAILED), None)
 
     @cached_property

@@ -150,7 +150,8 @@ def _revision(scene: Scene) -> str:
 
 
 def _has_release(scene: Scene) -> bool:
-    """Return whether coordinator, servers and engines have been updated to the release of the resource, and are ready."""
+    """Return whether coordinator, servers and engines have been updated to the release of the resource, and are ready.
+    """
     engines = scene.engines
     due = [engine for engine in engines.wanted if engines.pods_for(engine) > 0 or engine.budget.exhausted is not None]
     rolled_out = not scene.rendered.shared[1] and not _unfinished(scene)
@@ -445,7 +446,7 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
 
 
 def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, str, str] | None:
-    """Return reason, step and what it waits for; None if the operator does nothing and every child is as it wants it.
+    """Return the reason, the step and what the step waits for; None if nothing is to do and every child is up to date.
     Controllers roll out the children while everything serves."""
     if verdict.step:
         return verdict.reason, verdict.step, verdict.waiting_on
@@ -567,7 +568,7 @@ def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding 
 
 
 def _contested(scene: Scene) -> Finding | None:
-    """Return that another program fights over a child; None if none does."""
+    """Return the finding that another program keeps changing a child; None if there is no such conflict."""
     for ref, contest in sorted(scene.world.contests.items(), key=lambda pair: str(pair[0])):
         opponent = f"field manager {contest.opponent}" if contest.opponent else "another program"
         return Reason.CHILD_CONTESTED, (

@@ -287,7 +287,7 @@ class ApplyRejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A fight with another program over a child: each changes what the other writes."""
+    """A conflict with another program over a child: each overwrites the changes of the other."""
 
     uid: str
     hash: str

@@ -194,8 +194,10 @@ def engine_revision(manifest: Manifest) -> str:
 
 @once
 def revision_of(ctx: RenderContext) -> str:
-    """Return the revision of all engines of a spec, from the template of the first. The weights, which are updated in
-    place, do not change it; later pods start with the new ones."""
+    """Return the revision of all engines of a spec: the digest of the pod template of engine 0, without the weights.
+
+    Weights are updated in place, so new weights do not change the revision. Pods that start later load the new weights.
+    """
     return digest(_template(without_weights(ctx), 0, overlay=ctx.spec.engine.pod_template))
 
 

@@ -126,12 +126,16 @@ def media_egress() -> dict[str, Any]:
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Return the policies of all components: allowed peers in both directions. The operator's
-    namespace, monitoring and the API server reach the health port; a node reaches it on its own pods in any case. A
-    coordinator opens connections to the other one of its pair only. A trainer reaches the admin port, and it and the
-    engines each other. Engines and servers resolve names, and download if
-    the model, also of an earlier revision of engines, or an adapter of the engines, is downloaded. `engine_policy` adds
-    the connections within an engine."""
+    """Return the policies of all components: allowed peers in both directions.
+
+    - The operator's namespace, monitoring and the API server may connect to the health port. A node can always connect
+      to the health port of its own pods.
+    - A coordinator may open connections only to the other coordinator of its pair.
+    - A trainer may connect to the admin port. A trainer and the engines may connect to each other.
+    - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
+      adapter is downloaded.
+
+    `engine_policy` adds the connections within an engine."""
     api_server = [{"ipBlock": {"cidr": cidr}} for cidr in ctx.settings.api_server_ranges]
     health: dict[str, Any] = {
         "from": [_operator(ctx), *ctx.settings.monitoring_peers, *api_server],

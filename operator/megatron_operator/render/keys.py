@@ -1,4 +1,4 @@
-"""Secret `NAME-keys`: the CURVE pairs of one resource, of two generations while they are rotated. Pure.
+"""Secret `NAME-keys`: the CURVE key pairs of one resource; during a rotation, of two generations. Pure.
 
 A file has one key per line. A port accepts every key of its `.pub` file; a process uses the first line of its own
 `.key`, and tries the lines of `server.pub` in order. So a rotation writes the Secret in stages, each of which is

@@ -110,7 +110,7 @@ class Switch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The profile and what it allows in addition; see `Switch`."""
+    """The profile, and the classes of fields that are allowed in addition; see `Switch`."""
 
     profile: str = RESTRICTED
     host_paths: tuple[str, ...] = ()

@@ -137,7 +137,7 @@ class ModelText:
         return begun
 
     def is_grammar_known(self, params: SamplingParams) -> bool:
-        """Return whether begin_grammar() needs to compile nothing."""
+        """Return whether begin_grammar() can start without compiling a grammar."""
         return params.structured_output is None or (
             self._grammars is not None and self._grammars.is_known(params.structured_output)
         )

@@ -76,7 +76,7 @@ class HttpProtocol(H11Protocol):
         self.conn = RequestParser()
 
     def handle_events(self) -> None:
-        """Handle what has been parsed."""
+        """Handle the events that h11 has parsed."""
         try:
             super().handle_events()
         except FramingError as error:

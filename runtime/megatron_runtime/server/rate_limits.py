@@ -115,7 +115,7 @@ class RateLimits:
                 left.full_at = now + 60  # these tokens begin a window
 
     async def refresh(self, key: ApiKey) -> None:
-        """Request the remaining amounts, for the headers of an answer that counts nothing."""
+        """Request the remaining amounts, for the headers of an answer that is not counted."""
         if key.is_limited and self._counter.connected:
             try:
                 async with asyncio.timeout(_REFRESH_SECONDS):

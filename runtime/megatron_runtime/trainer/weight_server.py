@@ -232,7 +232,7 @@ class WeightServer:
         return handshake
 
     def _opened(self, peer: PeerId, frames: Frames) -> None:
-        """A rank of an engine asks for a session: send it the manifest, and the tensors on a thread of their own."""
+        """Open a session for a rank of an engine: send it the manifest, then the tensors on a separate thread."""
         connection = self._connections.get(peer)
         if connection is None:
             return

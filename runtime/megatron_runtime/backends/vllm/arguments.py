@@ -249,7 +249,7 @@ _JSON_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
 
 
 def _accepts(declared: Any, value: object) -> bool:
-    """Return whether a JSON value can become the declared type. vLLM checks what this leaves open."""
+    """Return whether a JSON value can be converted to the declared type. vLLM performs the remaining checks."""
     origin = get_origin(declared) or declared
     if origin is Literal:
         return bool(get_args(declared)[0] == value and type(get_args(declared)[0]) is type(value))

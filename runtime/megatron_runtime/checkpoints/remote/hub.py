@@ -152,10 +152,10 @@ class HubApi:
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Return the path of a file in `cache`; fetch it if it is not there. Its content is not verified.
+        """Return the path of a file in `cache`; fetch the file if it is not cached. Its content is not verified.
 
         received: called with the number of bytes so far; an exception cancels the transfer.
-        again:    fetch it even if it is there.
+        again:    fetch the file even if it is cached.
 
         Raises HubError, HubUnavailableError, OSError.
         """

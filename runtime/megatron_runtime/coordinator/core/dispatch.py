@@ -197,7 +197,7 @@ class Dispatcher:
             self._balance()
 
     def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Queue a request (arguments as of WaitingQueue.add), or hold it back as a suspect.
+        """Queue a request, or hold it back as a suspect. The arguments are those of WaitingQueue.add().
 
         If an engine had it, the caller must have removed it from that engine's table.
         """
@@ -341,7 +341,7 @@ class Dispatcher:
             self.deadlines.set(entry, entry.deadline)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
-        """Whether the engine reads the prompt as it is."""
+        """Whether the engine can read the prompt without conversion."""
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
@@ -536,7 +536,7 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """Return the open request of a former dispatch that the engine `peer` now answers; None if there is none."""
+        """Return the open request whose former dispatch the engine `peer` now answers; None if there is none."""
         to, entry = self._former.get(dispatch_id, (None, None))
         return entry if to == peer else None
 

@@ -107,13 +107,13 @@ class Recovery:
             self._announce()
 
     def _take_epoch(self, hello: Hello) -> None:
-        """Take the epoch if it is the highest so far, and the weights that belong to it."""
+        """Adopt the epoch, and the weights that belong to it, if it is the highest so far."""
         if hello.source is not None and hello.epoch >= self._verbs.epoch:
             self._verbs.see_source(hello.source, hello.revision)
         self._verbs.epoch = max(self._verbs.epoch, hello.epoch)
 
     def _take_adapters(self, hello: Hello) -> None:
-        """Take the list of adapters if it is the newest so far."""
+        """Adopt the list of adapters if it is the newest so far."""
         if hello.adapters is not None and hello.adapters.generation > self._verbs.adapters.generation:
             self._verbs.adapters = hello.adapters
 
@@ -259,7 +259,7 @@ class Membership:
     # --- removal ------------------------------------------------------------------------------------------------
 
     def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
-        """Remove an engine; its requests go elsewhere.
+        """Remove an engine. Its requests are dispatched to other engines.
 
         crash: evidence that one of its requests crashed it. If the engine ran nothing, was draining, or was carrying
                out a verb, the cause may be another, and the loss counts against no request.

@@ -166,7 +166,7 @@ class Quarantine:
         self._free_cleared()
 
     def _free_cleared(self) -> None:
-        """Queue suspects whose crashes no longer count with the other requests."""
+        """Move suspects whose crashes no longer count to the normal queue."""
         for entry in self._latest_first():
             if not self.suspects(entry):
                 self.forget(entry)

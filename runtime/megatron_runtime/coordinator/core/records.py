@@ -106,7 +106,7 @@ class Client:
 
 
 class RequestStage(StrEnum):
-    """How far a request is. Only the coordinator moves it; transfers.py has the table.
+    """The stage of a request. Only the coordinator changes it; transfers.py has the table of transitions.
 
     A request that is not split goes from QUEUED to DECODING.
     """
@@ -127,7 +127,7 @@ class Export:
     """Blocks of a prompt that a prefill engine keeps.
 
     id:      dispatch id of the prefill.
-    weights: that computed them, as the engine names them.
+    weights: weights that computed the blocks, as the engine names them.
     until:   when the coordinator gives them up if no engine has room.
     """
 
@@ -353,7 +353,7 @@ class Engine:
         )
 
     def lacking(self, needs: str) -> str:
-        """Return the first of a request's `needs` that it lacks; empty if it has all."""
+        """Return the first of a request's `needs` that the engine lacks; empty if it has all."""
         if self.task and not asks_for_pooling(needs):
             return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
@@ -365,7 +365,7 @@ class Engine:
         self.adapters, self.adapter_errors = frozenset(), {}
 
     def learn(self, hello: Hello) -> None:
-        """Take over what the engine announces."""
+        """Store the properties that the engine announces."""
         self.serving = hello.serving
         self.epoch = hello.epoch
         self.ranks = max(1, hello.ranks)

@@ -32,9 +32,9 @@ PromptHashes = Mapping[int, Sequence[int]]
 
 
 class KnownBlocks:
-    """Which engine was given which prompt block, by engine and by block.
+    """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    Blocks are hashes. A block is known from when an engine was given it until it is evicted or forgotten.
+    A block is identified by its hash. It is known from its dispatch to an engine until it is evicted or forgotten.
 
     clock: the number of prompts that engines were given.
     """
@@ -60,7 +60,7 @@ class KnownBlocks:
         return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many blocks of a prompt an engine holds, and when it was last given the deepest of them."""
+        """Return how many blocks of a prompt an engine holds, and when it last received the deepest of them."""
         held = self._held.get(engine.index)
         # Blocks are chained: without the first, a deeper one is of no use.
         if held is None or hashes[0] not in held:
@@ -84,7 +84,9 @@ class KnownBlocks:
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """The engine was given these blocks now. Return how many of them it held, counted to the deepest one."""
+        """Record that the engine receives these blocks now. Return how many blocks it held already, up to the deepest
+        block that it held.
+        """
         self.clock += 1
         if not hashes:
             return 0
@@ -313,7 +315,7 @@ class EngineRouter:
         return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
 
     def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int]:
-        """Return what LEAST_COST compares, the lowest wins: the cost, and the tokens to compute."""
+        """Return the sort key of LEAST_COST, the lowest wins: the cost, then the tokens to compute."""
         uncached = self.uncached(engine, hashes, tokens)
         return engine.cost_of(uncached), uncached
 
@@ -349,7 +351,7 @@ class EngineRouter:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
-        """Return what the engines are compared by: the score, when it was last given the matching block, its index."""
+        """Return the sort key of an engine: its score, when it last received the matching block, its index."""
         blocks = self._of_engine(hashes, engine)
         depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
@@ -385,7 +387,9 @@ class EngineRouter:
         return cached
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """`engine` was given these blocks now. Return how many of them it held, counted to the deepest one."""
+        """Record that `engine` receives these blocks now. Return how many blocks it held already, up to the deepest
+        block that it held.
+        """
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:

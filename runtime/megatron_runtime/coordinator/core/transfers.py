@@ -170,7 +170,7 @@ class Transfers:
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _may_import(self, engine: Engine, entry: Entry) -> bool:
-        """Whether an engine can take an exported request now. One that cannot import blocks computes them."""
+        """Whether an engine can accept an exported request now. An engine that cannot import blocks recomputes them."""
         return self.stage_at(engine, entry) is RequestStage.DECODING or (
             engine.free_blocks is None or engine.free_blocks >= entry.promised
         )

@@ -307,8 +307,8 @@ class Verbs:
         return None
 
     def _ends_drain(self, control: Control) -> bool:
-        """Whether UNPAUSE only ends a DRAIN: all engines run but are drained. They get work again, and no engine is
-        signalled.
+        """Whether UNPAUSE only ends a DRAIN, because all engines run but are drained. They receive requests again, and
+        no signal is sent to them.
         """
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 

@@ -148,7 +148,7 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The places of a step's tokens in the cache, and the tokens that each attends to. The same for all layers of a
+    """The cache positions of a step's tokens, and the tokens that each attends to. Shared by all layers of a
     kind.
 
     cache_rows_T: row of the cache, page * X + offset, of each token's keys and values.

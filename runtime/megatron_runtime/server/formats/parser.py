@@ -179,7 +179,7 @@ class ToolParser(ABC):
         return is_name and (self.is_marked or name in self._tools)
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
-        """Read what matches the pattern, if anything does."""
+        """Consume the text that matches the pattern, if any."""
         if (match := pattern.match(self._buffer, self._at)) is not None:
             self._at = match.end()
 
@@ -216,7 +216,7 @@ class ToolParser(ABC):
         self._at = len(self._buffer) - max(kept, default=0)
 
     def _read_head(self, *heads: Head) -> Generator[None, None, tuple[Head, re.Match[str]] | None]:
-        """Return the first of the heads that follows, with its match, not read yet; None if none of them can follow."""
+        """Return the first head that follows, and its match, without consuming it; None if no head can follow."""
         while True:
             is_undecided = False
             for head in heads:

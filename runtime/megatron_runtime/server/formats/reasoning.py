@@ -201,7 +201,7 @@ class TaggedReasoningParser:
         return [Text(rest)] if self._read == self._begin and rest else []
 
     def _begin(self) -> list[Event]:
-        """Read up to where it is known whether the answer begins with reasoning."""
+        """Read until it is known whether the answer begins with reasoning."""
         text = self._buffer.lstrip()
         if len(text) < len(self._buffer):
             self._spaces.append(self._buffer[: len(self._buffer) - len(text)])

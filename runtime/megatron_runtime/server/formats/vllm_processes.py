@@ -293,7 +293,7 @@ class _Worker:
         self._disconnect()
 
     async def _run(self) -> None:
-        """Handle what waits, and return."""
+        """Handle the waiting calls, and return."""
         while self._waiting or self._suspects:
             if self._suspects:
                 batch = [self._suspects.popleft()]

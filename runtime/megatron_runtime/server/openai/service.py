@@ -107,7 +107,8 @@ class Service:
 
     @property
     def adapter_names(self) -> list[str]:
-        """Names of the adapters that requests may give as their model. An adapter named like the base model is hidden."""
+        """Names of the adapters that requests may give as their model. An adapter named like the base model is hidden.
+        """
         base = self.settings.served_names
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 
@@ -356,7 +357,7 @@ class Service:
             raise invalid_value("priority", problem)
 
     async def until_connected(self) -> None:
-        """Wait for the coordinator, so that its restart delays requests but fails none. Raises ApiError 503."""
+        """Wait for the coordinator, so that a restart delays requests instead of failing them. Raises ApiError 503."""
         if not self.client.connected:
             await self._until(lambda: self.client.connected, "The coordinator has not answered")
 

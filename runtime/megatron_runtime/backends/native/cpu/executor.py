@@ -204,7 +204,7 @@ def logit_rows(plan: StepPlan) -> PlannedRows:
 
 
 def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> AttentionBatch:
-    """Return the places of a plan's tokens in the cache, and what they attend to.
+    """Return the cache positions of a plan's tokens, and the tokens that each attends to.
 
     dtype:  of the attention masks, the same as the model's.
     window: tokens that a layer with a sliding window attends to; None for a model without such layers.

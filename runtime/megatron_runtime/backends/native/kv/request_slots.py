@@ -165,9 +165,9 @@ class RequestSlots:
     def has_room(
         self, request: CoreRequest, matched: Sequence[CachedBlock], *, without: Slots, spare_pages: int
     ) -> bool:
-        """Return whether admit() can take `request` after a release of the slots `without`.
+        """Return whether admit() would accept `request` if the slots `without` were released.
 
-        spare_pages: pages that must be left.
+        spare_pages: number of pages that must stay free.
         """
         available = self.prefix_cache.num_available(matched)
         if len(without):

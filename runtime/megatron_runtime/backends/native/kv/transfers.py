@@ -1,4 +1,5 @@
-"""Blocks of the prefix cache that another engine reads or writes: their pages are pinned meanwhile. No torch."""
+"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned during the transfer. No torch.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class PinnedTransfers:
         """The last digest of each import that is complete -> its id."""
 
     def export(self, transfer: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Pin the cached prefix of `keys`, as much of it as exports may hold. Return its keys."""
+        """Pin the cached prefix of `keys`, up to the limit for exports. Return the keys of the pinned blocks."""
         room = self._cache.num_usable // EXPORT_SHARE - sum(map(len, self._exports.values()))
         blocks = self._cache.find(keys)[: max(0, room // self._cache.pages_per_block)]
         if blocks:
