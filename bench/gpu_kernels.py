@@ -346,7 +346,11 @@ def time_eager(case: Case, function: Any, device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Rates of the device. bytes_per_second: of a copy, read and written. flops_per_second: of a matrix product."""
+    """Measured rates of the device.
+
+    bytes_per_second: bytes read plus bytes written by a copy.
+    flops_per_second: operations of a matrix product.
+    """
 
     bytes_per_second: float
     flops_per_second: float
@@ -358,7 +362,7 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, elements: int = 2**28, side: int = 8192) -> Ceilings:
-    """Measure the rates of a device. elements: of a copy in float32. side: of the matrices of a product."""
+    """Measure the rates of a device. elements: size of a copy in float32. side: size of the square matrices."""
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     copy_ms = statistics.median(milliseconds(lambda: target.copy_(source), device) for _ in range(10))

@@ -298,7 +298,7 @@ class Side:
 
 
 def measure(cell: Cell, *, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure both coordinators in one cell. The ratios are ours / Megatron's, of the rates and of the CPU times."""
+    """Measure both coordinators in one cell. The ratios of rates and of CPU times are ours / Megatron's."""
     with contextlib.ExitStack() as stack:
         sides = {side: Side(side, stack, cell) for side in SIDES}
         runs = [

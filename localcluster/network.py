@@ -111,7 +111,7 @@ def remove_bridge(bridge: str) -> bool:
 
 
 def chains(saved: str) -> dict[str, list[str]]:
-    """The chains that Kubernetes and CNI name, by table, in the text of `iptables-save`."""
+    """Return the chains of Kubernetes and CNI in the output of `iptables-save`, by table."""
     found: dict[str, list[str]] = {}
     table = ""
     for line in saved.splitlines():

@@ -136,7 +136,7 @@ class Campaign:
         return "cpu" if self.dry else "cuda"
 
     def emit(self, name: str, **figures: Any) -> None:
-        """Add a line to the results. It is on disk when this returns, because the machine may be taken away."""
+        """Add a line to the results and flush it to disk, because the machine may be lost at any time."""
         line = append_line(
             self.folder / RESULTS, {"step": self.step, "name": name, "time": round(time.time(), 1), **figures}
         )

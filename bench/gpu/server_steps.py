@@ -220,7 +220,7 @@ def vllm(campaign: Campaign) -> None:
 
 
 def vllm_serve(campaign: Campaign) -> None:
-    """Run `megatron bench serve` on `megatron serve` with an engine of vLLM as its defaults make it, in bfloat16."""
+    """Run `megatron bench serve` on `megatron serve` with a vLLM engine with default settings, in bfloat16."""
     if (campaign := _for_vllm(campaign)) is not None:
         _bench_serve(Fleet(campaign=campaign, dtype="bfloat16", backend=("--backend", "vllm")))
 

@@ -104,7 +104,7 @@ def read_log(
 def merged(
     client: ResourceClient, pods: Sequence[Mapping[str, Any]], *, tail: int | None, previous: bool, errors: list[str]
 ) -> Iterator[Line]:
-    """Yield the lines that the logs have now, by time. A log that cannot be read is added to `errors`."""
+    """Yield the present lines of all logs, in order of time. A log that cannot be read is added to `errors`."""
 
     def lines(pod: Mapping[str, Any]) -> Iterator[Line]:
         try:

@@ -85,7 +85,7 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A resource at one time. Latencies are quantiles in seconds over the interval; None without requests.
+    """Metrics of a resource at one time. Latencies are quantiles in seconds over the interval; None without requests.
 
     at: Unix time. queued: requests that wait in the coordinator.
     """

@@ -147,7 +147,7 @@ class CoordinatorSnapshot:
 
     @property
     def steady(self) -> CoordinatorState | None:
-        """Its state if it is settled and every serving engine has the same, else None."""
+        """The coordinator's state if it is settled and every serving engine has the same state, else None."""
         if not self.reachable or self.state not in STEADY_ENGINE_STATES:
             return None
         agreeing = STEADY_ENGINE_STATES[self.state]

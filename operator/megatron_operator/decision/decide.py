@@ -1,4 +1,4 @@
-"""World to Decision: upkeep, the first policy that applies, its status, Events of the changes. What may be quoted."""
+"""Turns a World into a Decision: upkeep, the first policy that applies, the status, and Events for changes."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _is_held(action: Action, world: World) -> bool:
-    """Return whether an action must wait: its child is unknown, or it is the next apply in a fight."""
+    """Return whether an action must wait: its child is unknown, or another program contests the apply."""
     if isinstance(action, ApplyChild | DeleteChild) and action.ref.kind in world.unwatched:
         return True
     if not isinstance(action, ApplyChild) or action.ref not in world.contests:

@@ -91,7 +91,7 @@ _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 
 
 def references(spec: Mapping[str, Any]) -> References:
-    """Return the objects that the fields of a spec, as in the API, refer to, except in podTemplates."""
+    """Return the objects that a spec references outside podTemplates. spec: as stored in the API."""
     names: dict[tuple[str, str], str] = {}
     for kind, section, key, shown in _FIELDS:
         value: Any = spec

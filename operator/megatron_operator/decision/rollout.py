@@ -63,7 +63,7 @@ class EngineFacts:
 
     @property
     def unproven(self) -> bool:
-        """It has the desired revision, which it has not proven yet."""
+        """Whether the engine has the desired revision and has not proven it yet."""
         return self.current and (not self.serving or self.leftover or self.canary in (Canary.PENDING, Canary.FAILED))
 
     @property
@@ -334,6 +334,6 @@ def rule_for(situation: Situation) -> RolloutRule:
 
 
 def next_step(engines: Sequence[EngineFacts], **options: Any) -> Step:
-    """Return the next single step. engines, options: of `Situation`."""
+    """Return the next single step. engines, options: fields of `Situation`."""
     situation = Situation(engines=engines, **options)
     return rule_for(situation).step(situation)

@@ -131,7 +131,8 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return the limits of the engines that serve, of each the lowest. They are kept while no engine reports any."""
+    """Return each limit as the minimum over the serving engines. The last limits are kept while no engine reports any.
+    """
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
     for field, name in LIMITS.items():
@@ -150,8 +151,7 @@ def _revision(scene: Scene) -> str:
 
 
 def _has_release(scene: Scene) -> bool:
-    """Return whether coordinator, servers and engines have been updated to the release of the resource, and are ready.
-    """
+    """Return whether coordinator, servers and engines run the release of the resource and are ready."""
     engines = scene.engines
     due = [engine for engine in engines.wanted if engines.pods_for(engine) > 0 or engine.budget.exhausted is not None]
     rolled_out = not scene.rendered.shared[1] and not _unfinished(scene)

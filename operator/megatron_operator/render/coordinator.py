@@ -65,7 +65,7 @@ OPTIONS = (
 
 
 def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
-    """Return the arguments of a coordinator: of component COORDINATOR or STANDBY."""
+    """Return the command-line arguments of a coordinator. component: COORDINATOR or STANDBY."""
     return command_line("coordinator", OPTIONS, ctx, component)
 
 

@@ -115,13 +115,13 @@ def dns_egress() -> dict[str, Any]:
 
 
 def hub_egress() -> dict[str, Any]:
-    """Allow the port of HTTPS on any address: a hub redirects to content delivery networks, and object stores have many
+    """Allow the HTTPS port on any address: a hub redirects to content delivery networks, and object stores have many
     addresses."""
     return {"ports": _tcp(PORT_HUB)}
 
 
 def media_egress() -> dict[str, Any]:
-    """Allow the ports of HTTP and HTTPS on any address: policies have no names of hosts, and the server checks them."""
+    """Allow the HTTP and HTTPS ports on any address: policies cannot name hosts, and the server checks the hosts."""
     return {"ports": [*_tcp(PORT_PLAIN_HTTP), *_tcp(PORT_HUB)]}
 
 

@@ -131,7 +131,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Return the metadata of the file at `path`, and the tensors of all files by their names in them."""
+    """Return the metadata of the file at `path`, and the tensors of all files, by their GGUF names."""
     metadata: dict[str, Any] = {}
     stored: dict[str, _Entry] = {}
     directory = ModelDirectory(path.parent)

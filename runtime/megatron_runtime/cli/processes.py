@@ -257,7 +257,7 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, of the ranks that the agent found exited at the same time.
+    """Return the rank that failed first among the ranks that the agent found exited at the same time.
 
     A rank that was killed by a signal is the cause. A rank that exited with a status may have done so as a consequence.
     """

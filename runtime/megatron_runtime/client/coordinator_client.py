@@ -335,7 +335,7 @@ class CoordinatorClient:
         self._sent_media.update({item.digest for item in request.media.items})
 
     def _expire(self, request: PendingRequest) -> None:
-        """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
+        """Fail a request after its deadline. The coordinator fails it earlier, unless it is unreachable."""
         self._link.send(Abort(request.uid).to_frames())
         message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
         self._reject(request, rejection(ErrorCode.DEADLINE, message))

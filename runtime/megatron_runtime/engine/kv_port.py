@@ -222,7 +222,7 @@ class BlockServer:
 
 
 class BlockReceiver:
-    """Receives the blocks of imports from other engines. keys_dir: as of BlockServer."""
+    """Receives the blocks of imports from other engines. keys_dir: see BlockServer."""
 
     def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
         self._kv = kv

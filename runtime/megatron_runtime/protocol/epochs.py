@@ -32,7 +32,7 @@ def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
 
 
 def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, count: int, at: int) -> None:
-    """Append the epochs of `count` tokens of `spans`, from number `first` on, to `to`, where they begin at number `at`.
+    """Append the epochs of the tokens first … first + count - 1 of `spans` to `to`, where they begin at token `at`.
 
     A span of the epoch that `to` ends with is not repeated.
     """

@@ -22,7 +22,8 @@ class AnswerGuide:
     """AnswerState for an answer with several parts. Not thread-safe.
 
     The grammar of calls is compiled only when an answer begins with a marker. The request waits for it; other requests
-    do not. If the grammar is not available or fails, any token is allowed, and the client receives the unconstrained output of the model.
+    do not. If the grammar is not available or fails, any token is allowed, and the client receives the unconstrained
+    output of the model.
 
     parts:   parts of the answer so far.
     rest:    tokens of its structure.

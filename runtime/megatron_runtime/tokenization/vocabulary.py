@@ -73,7 +73,9 @@ BYTE_OF_CHARACTER = _alphabet()
 
 
 def piece_to_bytes(piece: str) -> bytes:
-    """Return the bytes of an entry of a byte-level vocabulary; an entry outside the alphabet means its own UTF-8."""
+    """Return the bytes of an entry of a byte-level vocabulary; an entry outside the alphabet stands for its own UTF-8
+    bytes.
+    """
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in piece)
     except KeyError:

@@ -53,7 +53,7 @@ def replace_model(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Source, dtype or length changed: drain and replace all engines and servers together, because one model never
+    """Drain and replace all engines and servers together if source, dtype or length changed, because one model never
     continues the tokens of another."""
     old = [engine for engine in engines.old_model if not engine.surplus and _appliable(rendered, engine)]
     server = rendered.server

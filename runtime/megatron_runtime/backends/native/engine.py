@@ -340,7 +340,7 @@ class EngineCore:
 
     @property
     def weights(self) -> str:
-        """Name of epoch and weights. Blocks are exchanged between engines for which it is equal."""
+        """Name of epoch and weights. Only engines with equal names exchange blocks."""
         return f"{self.epoch} {self.executor.digest}"
 
     # --- weights and memory -------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def unset_cache_bytes(device: torch.device, *, weights: int) -> int:
 
 
 class KVPool:
-    """The KV cache of one rank: its memory can be released, and reallocated with the contents of some pages.
+    """The KV cache of one rank. Its memory can be released and reallocated; selected pages keep their contents.
 
     cache_LPXE: layers, pages, tokens of a page, keys and values of one token; None while the memory is released.
     """

@@ -240,7 +240,8 @@ class Scheduler:
         return shares
 
     def _grow(self) -> CoreRequest | None:
-        """Add the pages that the newest tokens need, preempting the last requests. Return the first one preempted."""
+        """Add the pages that the newest tokens need, preempting the last requests. Return the first request preempted.
+        """
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None

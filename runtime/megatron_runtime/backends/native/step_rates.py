@@ -15,7 +15,7 @@ _MAX_CONDITION = 1e6
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: `step`, and `prompt` per prompt token, and `held` per token in the KV cache that it reads."""
+    """Seconds of a step: `step`, plus `prompt` per prompt token, plus `held` per KV cache token that the step reads."""
 
     step: float
     prompt: float

@@ -414,7 +414,7 @@ def empty_routing(config: ModelConfig, tokens: int, device: torch.device) -> tor
 
 
 def rows_not_finite(x_TD: torch.Tensor, plan: StepPlan, order: Int64) -> Int64:
-    """Return StepLogits.rows_not_finite(). x_TD: after the last layer; order: its rows of `plan`, in their order."""
+    """Return StepLogits.rows_not_finite(). x_TD: hidden states after the last layer. order: rows of `plan` in x_TD."""
     counts = plan.query_lengths[order]
     if counts.max() == 1:
         return np.empty(0, np.int64)

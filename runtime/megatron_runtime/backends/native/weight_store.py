@@ -214,7 +214,7 @@ class WeightStore:
 
 
 def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:
-    """Return whether the matrices stay in the page cache, from which they are read again when memory is short."""
+    """Return whether the matrices are mapped from the page cache, so that the kernel may evict and re-read them."""
     return checkpoint.panels_of is not None and PANEL_FORMATS[checkpoint.panels_of] in linears.panel_formats
 
 

@@ -37,7 +37,7 @@ def _port(node: NodeIdentity) -> int:
 
 
 class Followers:
-    """The other pods, seen by the first one.
+    """The other pods of the engine, as the first pod sees them.
 
     on_lost:  called when a pod is lost.
     on_leave: called when a pod is about to stop: the engine drains.

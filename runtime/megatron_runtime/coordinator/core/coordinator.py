@@ -142,7 +142,7 @@ class CoordinatorCore:
             self._settle()
 
     def may_be_silent(self, now: float, peer: PeerId) -> bool:
-        """Whether the peer is an engine that has announced a busy period, such as loading, that is not over yet."""
+        """Whether the peer is an engine in a busy period that it has announced, such as loading."""
         engine = self.engines.at(peer)
         return engine is not None and now <= engine.busy_until + self.context.settings.timing.dead
 

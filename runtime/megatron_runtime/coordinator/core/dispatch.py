@@ -142,7 +142,9 @@ class Dispatcher:
             self._wait(entry)
 
     def _complete_media(self, client: Client, uid: bytes, media: Media) -> Media | None:
-        """Return the media of a request with all data; None if data is missing or too large, which is answered here."""
+        """Return the media of a request with all data. If data is missing or too large, reject the request and return
+        None.
+        """
         completed = self.journal.media.completed(client.route, media)
         if completed is None:
             message = "the coordinator lacks data of its images, audio or video: submit it again with all data"
@@ -407,7 +409,7 @@ class Dispatcher:
             self._dispatch(entry, *chosen)
 
     def imported(self, engine: Engine, message: Imported) -> None:
-        """An engine has the blocks of a request, which is dispatched to it now; or it could not import them."""
+        """Dispatch a request to the engine that has imported its blocks, or handle the failed import."""
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is None or entry.stage is not _IMPORTING:
             self._counters.stale += 1

@@ -121,7 +121,7 @@ class Journal:
         details: bytes = b"",
         details_cost: int = 0,
     ) -> None:
-        """Add new tokens: the tokens of a message from number `first` on.
+        """Add new tokens. first: index of the first of them in the message that contains them.
 
         All entries of the message share its `details`; this one is charged `details_cost` bytes.
         """

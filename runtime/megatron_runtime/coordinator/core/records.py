@@ -283,7 +283,7 @@ class Engine:
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
     def cost_of(self, tokens: int) -> float:
-        """Return the cost of a request with `tokens` uncached tokens, as of EngineRouter."""
+        """Return the cost of a request with `tokens` uncached tokens; see EngineRouter."""
         if not self.prefill_cost:
             return len(self.in_flight)
         queued = self.queued

@@ -68,8 +68,8 @@ class Replies:
             self._dispatcher.check_trial(engine)
 
     def _accept(self, engine: Engine, message: Partial, client: Client | None) -> tuple[list[Entry], bool]:
-        """Add the new tokens to the journal. Return the requests that got some, and whether all tokens of the message
-        are the next ones that `client` needs.
+        """Add the new tokens to the journal. Return the requests that received tokens, and whether all tokens of
+        the message are the next tokens that `client` needs.
         """
         accepted: list[Entry] = []
         are_all_next = True
@@ -109,7 +109,9 @@ class Replies:
         return accepted, are_all_next
 
     def _send_to_each(self, accepted: Iterable[Entry]) -> None:
-        """Send the new tokens of each request to its own client, or leave them in the journal if it reads slowly."""
+        """Send the new tokens of each request to its own client, or leave them in the journal if the client reads
+        slowly.
+        """
         for entry in accepted:
             if entry.client.blocked:
                 entry.client.behind = True

@@ -174,8 +174,8 @@ class TaggedReasoningParser:
 
     White space around the reasoning, and before the text that follows, is dropped.
 
-    is_open:   the prompt has opened the reasoning.
-    is_answer: unless it has, the text begins after the reasoning.
+    is_open:   the prompt ends within the reasoning.
+    is_answer: the text has no reasoning: the prompt ends after it. Ignored if `is_open`.
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:

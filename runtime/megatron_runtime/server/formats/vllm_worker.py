@@ -375,7 +375,7 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return a message with calls: a parser that numbers calls counts the conversation's calls."""
+    """Return an assistant message with `number` calls, to detect parsers that number the calls of a conversation."""
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 

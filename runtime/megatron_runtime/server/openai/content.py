@@ -52,7 +52,7 @@ class MixedContent:
         return "\n".join(text for text in texts if text is not None)
 
     def media(self, supported: Collection[str]) -> list[MediaPart]:
-        """Return the media that a prompt has. Others have a placeholder.
+        """Return the media that become part of the prompt. All others are replaced by placeholders.
 
         supported: modalities of the model.
         """
@@ -82,7 +82,7 @@ def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str |
 
 
 def media_part(part: dict[str, Any]) -> MediaPart | None:
-    """Return the image, audio or video of a content part of OpenAI's chat; None if it is neither, or has no URL."""
+    """Return the image, audio or video of a content part of OpenAI's chat; None for other parts, or without a URL."""
     named = part.get("type")
     if named == "input_audio":
         audio = part.get("input_audio")

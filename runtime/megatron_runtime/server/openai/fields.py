@@ -145,7 +145,7 @@ def meaning(name: str) -> str:
 
 
 def served(text: str, **options: Any) -> Any:
-    """Return the default, null, of a field that is served. text: its meaning."""
+    """Return the declaration of a served field whose default is null. text: its meaning."""
     return Field(default=None, description=text, **options)
 
 

@@ -89,7 +89,7 @@ def generation_of(
     *,
     answer: AnswerFormat | None = None,
 ) -> Generation:
-    """Return the jobs of a request. They have not begun.
+    """Return the jobs of a request, which are not started yet.
 
     answer: format whose parsers, in another process, read each choice; None: no such parsers.
 

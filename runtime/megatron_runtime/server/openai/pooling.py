@@ -142,11 +142,13 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Return the two fields, of a request that was prepared()."""
+        """Return the two fields. The request must have been prepared()."""
         return next(pair for pair in self.pairs() if all(side.texts is not None for side in pair))
 
     def prepared(self) -> Self:
-        """Return the request. Raises ApiError 400 unless it has two fields that belong together, of fitting lengths."""
+        """Return the request. Raises ApiError 400 unless it has two fields that belong together and have matching
+        lengths.
+        """
         super().prepared()
         given = {side.name for pair in self.pairs() for side in pair if side.texts is not None}
         names = [tuple(side.name for side in pair) for pair in self.pairs()]

@@ -315,7 +315,7 @@ class Service:
             self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
 
     def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Count tokens outside of a generation against the limit of a key, as for a rejected body.
+        """Count tokens that no generation counts, such as those of a rejected body, against the limit of a key.
 
         One call counts no more than a minute has, so that a single mistake does not cost many minutes.
         """

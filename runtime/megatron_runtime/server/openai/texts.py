@@ -61,7 +61,7 @@ class TextsRequest(ModelRequest):
 
     @property
     def completion(self) -> CompletionRequest:
-        """Return the completion whose prompts are the texts, of a request that was prepared()."""
+        """Return the completion whose prompts are the texts. The request must have been prepared()."""
         assert self._completion is not None
         return self._completion
 

@@ -127,8 +127,8 @@ class RequestSlots:
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
-        """Take and return a slot, with pages for all tokens of the request; the first pages are those of `matched`, as
-        match() returned them. The caller must have called has_room().
+        """Assign and return a slot, with pages for all tokens of the request; the first pages are those of `matched`,
+        as match() returned them. The caller must have called has_room().
         """
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
