@@ -222,7 +222,7 @@ def sample_pods(
     pods: Mapping[str, tuple[str, str]],
     pages: Mapping[str, PodMetrics],
 ) -> tuple[Sample, dict[str, PodMetrics]]:
-    """Return the sample of one interval, and the pages that are `before` of the next one.
+    """Return the sample of one interval, and the pages to pass as `before` for the next interval.
 
     Args:
         pods:  component and name of each pod, from metrics_key().

@@ -203,7 +203,9 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """Record the answer to an apply: it is current, and verified while the operator owns the same fields."""
+        """Record the answer to an apply. It is the current version, and stays verified while the operator owns the same
+        fields.
+        """
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
         again = last is not None and (last.uid, last.manifest) == (child.uid, manifest)

@@ -103,7 +103,7 @@ class WatchAges:
 
 
 class DeniedError(aiohttp.ClientConnectionError):
-    """The server does not allow to list or watch a collection."""
+    """The server does not allow this operator to list or watch a collection."""
 
 
 def watched(path: str) -> Watched:

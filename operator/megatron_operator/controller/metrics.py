@@ -97,7 +97,7 @@ class VerbClock:
         self._began: float | None = None
 
     def look(self, lifecycle: Mapping[str, Any]) -> None:
-        """Record the lifecycle of a decision before it is persisted."""
+        """Record the lifecycle state of a decision before the decision is persisted."""
         operation, phase = lifecycle.get("operationId"), lifecycle.get("phase")
         if not operation or not phase or (operation, phase) == self._seen:
             return

@@ -427,8 +427,9 @@ class Observer:
         )
 
     async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str]:
-        """Return reason and message of the last Event that says why a pod's containers are not created. Without one,
-        the last that was found."""
+        """Return reason and message of the last Event that explains why a pod's containers are not created. Without
+        one, the last that was found.
+        """
         fields = f"type=Warning,regarding.kind=Pod,regarding.name={pod.name}"
         events = [
             event
@@ -488,7 +489,8 @@ class Observer:
     async def objects(
         self, refs: Collection[ChildRef], *, namespace: str, seconds: float
     ) -> Mapping[ChildRef, frozenset[str] | None]:
-        """Return the keys of objects (see `World.objects`), which are read if they were read that long ago."""
+        """Return the keys of objects (see `World.objects`). Objects that were last read that long ago are read again.
+        """
         self._objects.keep(refs)
         reads = (self._objects.read(ref, partial(self._read_object, ref, namespace), seconds=seconds) for ref in refs)
         return dict(zip(refs, await asyncio.gather(*reads), strict=True))

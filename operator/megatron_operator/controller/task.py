@@ -60,7 +60,7 @@ class UpdateLimit:
         self._waiting: dict[str, Callable[[], None]] = {}
 
     def may_begin(self, uid: str) -> bool:
-        """Return whether a place is free for this resource, or taken by it."""
+        """Return whether a place is free for this resource, or is held by it."""
         shown = {
             other: _phase(seen.status)
             for other, versions in self._resources().items()
@@ -119,7 +119,7 @@ class Parts:
 
 
 class ResourceTask:
-    """See the module. `wake` may be called from any code on the event loop, any number of times."""
+    """The task of one resource. `wake` may be called from any code on the event loop, any number of times."""
 
     def __init__(self, *, uid: str, key: Key, woken: asyncio.Event, parts: Parts) -> None:
         self.uid = uid
@@ -388,7 +388,7 @@ class TaskSupervisor:
 
     @property
     def isolated(self) -> bool:
-        """Whether this process, and not its coordinators, is the likely cause of their silence."""
+        """Whether this process is the likely cause of the silence of its coordinators."""
         coordinators = [task.coordinator for task, _ in self._tasks.values()]
         silent = [nodes for is_silent, nodes in coordinators if is_silent]
         answering = sum(is_silent is False for is_silent, _ in coordinators)

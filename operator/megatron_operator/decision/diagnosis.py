@@ -204,7 +204,7 @@ def _without_repetition(message: str) -> str:
 
 
 def termination(pod: PodView) -> tuple[Reason, str]:
-    """Return why the container of a pod that terminated last did so."""
+    """Return why the last terminated container of a pod terminated."""
     if pod.exit_reason == "OOMKilled":
         remedy = f"raise the limit of container {pod.ended} in {pod_template(pod.component)}"
         if pod.component == ENGINE and pod.ended == ENGINE:
@@ -226,12 +226,12 @@ def termination(pod: PodView) -> tuple[Reason, str]:
 
 
 def is_rank_lost(pod: PodView) -> bool:
-    """Return whether its container ended because another rank of its engine was lost."""
+    """Return whether the container of a pod exited because another rank of the engine was lost."""
     return pod.exit_code is not None and _termination_message(pod).reason == "RankLost"
 
 
 def is_device_failure(pod: PodView) -> bool:
-    """Return whether its container ended because a GPU or its node is faulty."""
+    """Return whether the container of a pod exited because a GPU or its node is faulty."""
     failure = gpu_failure(_termination_message(pod).text) if pod.exit_code else None
     return failure is not None and failure.is_of_device
 

@@ -55,7 +55,7 @@ class EngineView:
 
     @property
     def superseded(self) -> bool:
-        """The coordinator still reports a process of an earlier revision than its StatefulSet."""
+        """Whether the coordinator still reports a process of an earlier revision than the StatefulSet."""
         reported = self.report.revision if self.report is not None else ""
         return not self.stale and self.statefulset is not None and reported not in ("", self.statefulset.revision)
 
@@ -82,7 +82,7 @@ class EngineView:
 
     @property
     def stale(self) -> bool:
-        """Its StatefulSet has another revision than the spec, which a rollout replaces."""
+        """Whether the StatefulSet has another revision than the spec. A rollout will replace it."""
         found = self.statefulset
         differs = found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
         return differs and not self.held

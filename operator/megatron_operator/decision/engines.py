@@ -44,7 +44,7 @@ REPORTED_STATES = frozenset(state.value for state in EngineState)
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines of a World. ctx: with the confirmed weights."""
+    """Engines of a World. ctx: context with the confirmed weights."""
 
     world: World
     ctx: RenderContext

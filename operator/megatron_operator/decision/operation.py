@@ -69,7 +69,7 @@ class Operation:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether it was this signal, and its effect is complete."""
+        """Return whether the operation is this signal and its effect is complete."""
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
 

@@ -168,7 +168,7 @@ def _ready(status: Object) -> bool:
 
 
 def _phase(status: Object, component: str) -> str:
-    """Return the phase of a pod. A check pod counts as ended when our container has ended, even if a sidecar still runs."""
+    """Return the phase of a pod. A check pod ends with our container, even if a sidecar still runs."""
     phase = str(status.get("phase") or "Pending")
     ends = [(entry.get("state") or {}).get("terminated") for entry in status.get("containerStatuses") or ()]
     if component != CHECK or not ends or not all(ends) or phase == "Pending":

@@ -179,7 +179,7 @@ class Rendered:
         return engine_statefulset(stored, index, pods=count, avoided=self.avoided(index))
 
     def is_recorded(self, revision: str) -> bool:
-        """Return whether the inputs of a revision are recorded, and are rendered as before."""
+        """Return whether the inputs of a revision are recorded and still render to the same revision."""
         return self._stored_context(revision) is not None
 
     def _stored_context(self, revision: str) -> RenderContext | None:
@@ -280,7 +280,8 @@ def former_scheme(world: World) -> str:
 
 
 def former_downloads(world: World) -> bool:
-    """Return whether a recorded revision of the engines downloads its model. Records go with the last engine."""
+    """Return whether a recorded revision of the engines downloads its model. A record is deleted with its last engine.
+    """
     found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
     return any(revision_render.downloads(data) for data in found if data is not None)
 

@@ -36,7 +36,7 @@ class Rollout:
 
     @cached_property
     def revision(self) -> str:
-        """The desired revision, with no desired engine too; empty if its template cannot be rendered."""
+        """The desired revision, also if no engine is desired; empty if its template cannot be rendered."""
         manifest = self.rendered.engine_manifest(0)
         return engine_revision(manifest) if manifest is not None else ""
 

@@ -68,7 +68,7 @@ class EngineFacts:
 
     @property
     def done(self) -> bool:
-        """The rollout of this engine is complete, and it is available."""
+        """Whether the rollout of this engine is complete and the engine is available."""
         return self.current and self.available and not self.unproven
 
 

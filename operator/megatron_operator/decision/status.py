@@ -557,7 +557,7 @@ def unwatched(world: World) -> Finding:
 
 
 def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding | None:
-    """Return that the operator has waited for the same thing for too long; None while it has not."""
+    """Return the finding that the operator has waited too long for one condition; None if it has not."""
     world = scene.world
     if progress is None or world.downloads or world.waiting_seconds < WAIT_SECONDS:
         return None

@@ -69,7 +69,7 @@ class ConfirmedWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a World. ctx: with the confirmed weights; operation: the resolved operation."""
+    """Weights of a World. ctx: context with the confirmed weights. operation: the resolved operation."""
 
     world: World
     ctx: RenderContext

@@ -92,7 +92,7 @@ class _InFlight:
 
 
 class CoordinatorLink:
-    """See the module. `on_change` is called on the event loop and must not block."""
+    """The link to one coordinator. `on_change` is called on the event loop and must not block."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class CoordinatorLink:
 
     @property
     def snapshot(self) -> CoordinatorSnapshot:
-        """The last report of the coordinator, or that it is unreachable."""
+        """The last report of the coordinator, or the snapshot of an unreachable coordinator."""
         if self._reply is None or not self._registered.is_set():
             lost = None if self._lost_at is None else self._clock() - self._lost_at
             return replace(self._unreachable(self._error), lost_seconds=lost)

@@ -75,7 +75,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> Iterator[str]:
-    """Compare command lines flag by flag, without hashes, which are derived."""
+    """Compare command lines flag by flag. Flags with hashes are ignored, because the hashes are derived."""
     left, right = _parsed(old), _parsed(new)
     for flag in [*left, *(flag for flag in right if flag not in left)]:
         if flag not in _DERIVED_FLAGS and left.get(flag) != right.get(flag):

@@ -178,7 +178,7 @@ def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict
 
 
 def _without_nodes(affinity: Any, nodes: Sequence[str]) -> Any:
-    """Return the affinity of a pod, which then does not use these nodes."""
+    """Return the affinity of a pod, extended to exclude these nodes."""
     near = (affinity or {}).get("nodeAffinity") or {}
     required = near.get(_REQUIRED) or {}
     excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]

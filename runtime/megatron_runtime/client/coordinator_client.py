@@ -221,7 +221,7 @@ class CoordinatorClient:
         return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
     def _at_home(self, action: Callable[[], object]) -> None:
-        """Run `action` on the connection's loop: now, or in its next iteration."""
+        """Run `action` on the connection's loop: now if this is that loop, otherwise in its next iteration."""
         loop = self._other_loop()
         if loop is None:
             action()

@@ -40,7 +40,7 @@ SIGNAL_REASON: dict[SignalKind, Reason] = {
 
 
 def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Verdict | None:
-    """An operation is in progress: send it, send it again, or wait for its result."""
+    """Continue the operation in progress: send it, send it again, or wait for its result."""
     operation = desired.operation
     if operation is None or not operation.open or desired.stopped:
         return None

@@ -36,7 +36,7 @@ class StepRates:
         self._held: float | None = None
 
     def observe(self, *, prompt_tokens: int, held_tokens: int, seconds: float) -> None:
-        """Count a step. held_tokens: tokens that its requests have in the KV cache."""
+        """Record a step. held_tokens: tokens that its requests have in the KV cache."""
         row = np.array((1.0, prompt_tokens, held_tokens, seconds))
         self._products *= 0.5 ** (1 / HALF_LIFE_STEPS)
         self._products += row[:3, None] * row

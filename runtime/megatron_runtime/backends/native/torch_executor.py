@@ -103,7 +103,8 @@ class ForwardStep:
         return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
-        """On a rank that does not sample, contribute its part of all logits that the sampling rank reads."""
+        """Contribute this rank's part of all logits that the sampling rank reads. Called on ranks that do not sample.
+        """
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
         self.wait()

@@ -221,7 +221,7 @@ def _dataclass_in(alternatives: Iterable[Any]) -> type | None:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, and each value of a Literal as one."""
+    """Yield the members of a union. Each value of a Literal counts as a member."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         for each in get_args(hint):

@@ -287,7 +287,7 @@ def _tensor(
 
 
 def _places(found: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
-    """Return the place of each chunk. A repeated chunk has its last place."""
+    """Return the place of each chunk. If a chunk is repeated, its last place counts."""
     if not isinstance(found.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}

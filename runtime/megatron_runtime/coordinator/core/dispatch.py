@@ -296,8 +296,8 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
-        """Give a request to an engine, to decode it or for a stage before. Transfers.begin() then sends the message of
-        an import, which has no prompt.
+        """Send a request to an engine, to decode it or for an earlier stage. Transfers.begin() then sends the message
+        of an import, which has no prompt.
         """
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
@@ -371,7 +371,8 @@ class Dispatcher:
         )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """The connection of `engine` did not accept a dispatch: return the request to its place in the queue."""
+        """Return a request to its place in the queue, because the connection of `engine` did not accept the dispatch.
+        """
         entry = engine.take(dispatch_id)
         if entry is None:
             return
@@ -387,7 +388,7 @@ class Dispatcher:
     # --- stages of split requests ------------------------------------------------------------------------------
 
     def exported(self, engine: Engine, message: Exported) -> None:
-        """A prefill engine has computed the blocks of a prompt, or could not."""
+        """Handle the end of a prefill: the engine has computed the blocks of a prompt, or could not."""
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is None or entry.stage is not _PREFILLING:
             self._counters.stale += 1
@@ -471,7 +472,7 @@ class Dispatcher:
 
     @staticmethod
     def may_move(other: Entry, engine: Engine, entry: Entry, now: float) -> bool:
-        """Whether `other`, at `engine`, may make room for `entry`."""
+        """Whether `other`, which runs at `engine`, may be moved to make room for `entry`."""
         return (
             engine.available()
             and not engine.reserved
@@ -553,12 +554,12 @@ class Dispatcher:
                 self.quarantine.begin(entry)
 
     def begun(self, entry: Entry, engine: Engine) -> None:
-        """The engine has computed the prompt of a request and sent its first token."""
+        """Record that the engine has computed the prompt of a request and sent its first token."""
         engine.computed(entry, entry.uncached)
         self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
-        """A reserved engine has sent tokens, which may acquit its suspect."""
+        """Check whether the tokens that a reserved engine has sent acquit its suspect."""
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 

@@ -71,12 +71,12 @@ class Recovery:
             self._context.set_timer("recovery ends", now + timing.recovery, self._end)
 
     def heard_of(self, peer: PeerId) -> None:
-        """An engine that is not registered sent a message: recovery waits until it registers."""
+        """Make recovery wait for an unregistered engine that has sent a message."""
         if self.under_way:
             self._unregistered.add(peer)
 
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
-        """An engine sent HELLO. survivor: it was serving before it registered with this coordinator."""
+        """Handle the HELLO of an engine. survivor: it was serving before it registered with this coordinator."""
         self._unregistered.discard(engine.peer)
         self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
@@ -280,7 +280,7 @@ class Membership:
         self._verbs.engine_lost(engine, reason)
 
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
-        """A connection ended. An engine loses its requests; if it lives, it connects and registers again.
+        """Handle the end of a connection. An engine loses its requests; if it lives, it connects and registers again.
 
         A client has `client_dead` seconds to register again.
 

@@ -291,7 +291,7 @@ class Tenants:
         tenant.open_bytes += entry.admitted_bytes
 
     def closed(self, entry: Entry) -> None:
-        """The request ended. It waits nowhere and no engine has it."""
+        """Forget a request that has ended: it is in no queue and at no engine."""
         tenant = entry.tenant
         tenant.num_open -= 1
         tenant.open_bytes -= entry.admitted_bytes
