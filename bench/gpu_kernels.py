@@ -5,7 +5,7 @@
 The bound is the larger of bytes over bandwidth and operations over rate. Both rates are measured on the device first,
 with a large copy and a large matrix product. A kernel is timed in a CUDA graph, as in a captured decode step, over sets
 of inputs that together do not fit the L2 cache. Its reference, which may synchronise with the device, is timed call by
-call. Every result is compared with that of the reference before it is timed.
+call. Every result is compared with the result of the reference before it is timed.
 """
 
 from __future__ import annotations

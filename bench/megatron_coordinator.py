@@ -6,8 +6,8 @@ nothing.
 
 A cell is a client, a number of engines, a length of the prompts, a routing by prefix or by load, and a number of open
 requests. The client sends a request for each answer. The clients are raw frames, which are neither packed nor unpacked,
-Megatron-Core's InferenceClient, and that of this project. One process has all engines. An engine answers at once, all
-requests that it has read in one message, with a request of Megatron-Core.
+Megatron-Core's InferenceClient, and the InferenceClient of this project. One process has all engines. An engine answers
+all requests that it has read at once, in one message, with a request of Megatron-Core.
 
 The client, the coordinator and the engines are processes. Each round runs both coordinators, in alternating order,
 while the processes of the other one are stopped. On a busy machine compare the CPU time of a request: the

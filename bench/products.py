@@ -4,7 +4,7 @@
 
 One thread. Products with fewer than --cached-from rows read each weight from memory: the matrices together exceed the
 cache. The others multiply 512 outputs again and again and show the arithmetic. A cell is the best of many runs in CPU
-time of the thread, so other processes disturb it little. Bytes are those of the packed weight.
+time of the thread, so other processes disturb it little. Bytes are the size of the packed weight.
 """
 
 from __future__ import annotations

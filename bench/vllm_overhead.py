@@ -55,7 +55,7 @@ _HELP = {"show_default": True}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Engine arguments of both servers. arguments: further ones, by the names of vLLM's AsyncEngineArgs."""
+    """Engine arguments of both servers. arguments: further arguments, by their names in vLLM's AsyncEngineArgs."""
 
     dtype: str
     max_sequence_length: int = 1024

@@ -42,7 +42,7 @@ def allocate(options: Options) -> dict[str, int]:
 
 
 def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Network]]:
-    """The IPv4 networks this machine routes to, except the default and those of `ignore_device`."""
+    """The IPv4 networks this machine routes to, except the default route and networks of `ignore_device`."""
     routes = json.loads(run(["ip", "-json", "-4", "route", "show"]).stdout or "[]")
     return [
         (route.get("dev", "?"), ipaddress.IPv4Network(route["dst"], strict=False))

@@ -69,7 +69,7 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log: P
 class Fleet:
     """A coordinator, a server and engines on this machine.
 
-    dtype:   of the engines.
+    dtype:   number format of the engines.
     backend: options that choose and configure it.
     """
 
@@ -137,7 +137,7 @@ class Streams:
     """Greedy streams over HTTP.
 
     texts:  answers so far.
-    times:  of all events, in seconds.
+    times:  times of all events, in seconds.
     failed: errors.
     """
 

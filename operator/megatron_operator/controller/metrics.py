@@ -81,8 +81,9 @@ class Metrics:
     ) -> None:
         """Register the metrics that are read at each scrape.
 
-        readings: of the resources. denied: API resource and namespace of each watch that the server rejects. standby:
-        the Lease that this process waits for, and its holder; None if it leads.
+        readings: readings of the resources.
+        denied:   API resource and namespace of each watch that the server rejects.
+        standby:  the Lease that this process waits for, and its holder; None if it leads.
         """
         self.registry.register(_Resources(readings))
         self.registry.register(_Process(denied, standby))

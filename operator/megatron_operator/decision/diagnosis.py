@@ -37,7 +37,7 @@ _MISSING_VOLUME_KEY = re.compile(
 class MissingObject:
     """An object that a pod refers to and that does not exist, or lacks a key.
 
-    kind: of the object, in lower case; `volume` if the kubelet names only the volume of the pod.
+    kind: kind of the object, in lower case; `volume` if the kubelet names only the volume of the pod.
     key: the missing key; empty if the object is missing.
     """
 

@@ -30,8 +30,9 @@ REJECTION_RETRY_SECONDS = 15
 class Rendered:
     """Renders each manifest once.
 
-    ctx: with the current weights of the engines. model_hash: of the model of the spec. references: the objects that
-    the fields of the spec name.
+    ctx:        context with the current weights of the engines.
+    model_hash: hash of the model of the spec.
+    references: the objects that the fields of the spec name.
     """
 
     world: World
@@ -280,8 +281,7 @@ def former_scheme(world: World) -> str:
 
 
 def former_downloads(world: World) -> bool:
-    """Return whether a recorded revision of the engines downloads its model. A record is deleted with its last engine.
-    """
+    """Return whether a recorded revision of the engines downloads its model. A record is deleted with its last engine."""
     found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
     return any(revision_render.downloads(data) for data in found if data is not None)
 

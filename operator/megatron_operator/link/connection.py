@@ -141,7 +141,7 @@ class CoordinatorLink:
         """Connect to the coordinator at the first address, or at another address while the first is silent or on
         standby.
 
-        Without addresses, disconnect. Does nothing if both arguments are those of the last call.
+        Without addresses, disconnect. Does nothing if both arguments are the same as in the last call.
         """
         if (addresses, keys) == (self._addresses, self._keys):
             return

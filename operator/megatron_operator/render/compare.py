@@ -140,7 +140,7 @@ def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     """Return the effect of a change from `old` (None: nothing exists) to `new`, while the resource runs.
 
     Raises:
-        RenderError: of either.
+        RenderError: one of the two specs cannot be rendered.
     """
     fields = () if old is None else tuple(differences(_spec(old), _spec(new), "spec"))
     refreshed = (

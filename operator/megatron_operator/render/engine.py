@@ -4,8 +4,8 @@ The pods of an engine are replaced together and only by the operator (OnDelete).
 `replicas` is in the template, so no verb and no scaling ever restarts a pod.
 
 `engine.podTemplate` may contain `$(ENGINE_INDEX)` and `$(ENGINE_NAME)`, so that a scheduler can group the pods of one
-engine, and each engine can have its own claims. The revision is that of the template with the placeholders, because it
-is the same for all engines.
+engine, and each engine can have its own claims. The revision is the digest of the template before the
+placeholders are replaced, because it must be the same for all engines.
 """
 
 from __future__ import annotations

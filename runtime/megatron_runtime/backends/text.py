@@ -45,7 +45,7 @@ LISTS_OF_BAD_WORDS = 32
 class ModelText:
     """Converts between text and tokens, and compiles grammars. Thread-safe.
 
-    tokenizer: of the model, or a function that loads it at first use.
+    tokenizer: tokenizer of the model, or a function that loads it at first use.
     padded_vocab_size: width of the model's logits, which may exceed the tokenizer's vocabulary; None if not known yet.
     """
 

@@ -79,8 +79,8 @@ class Election:
             self.term = max(self.term, other.term)
 
     def asked(self, now: float, term: int) -> Answer:
-        """A peer sent a message. term: term of the coordinator that it was registered with; 0 if it does not report
-        one.
+        """Handle a message of a peer. term: term of the coordinator that it was registered with; 0 if it does not
+        report one.
         """
         if self.active and term <= self.term:
             return Answer.SERVE

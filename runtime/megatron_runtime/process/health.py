@@ -136,7 +136,7 @@ class HealthServer:
             connection.read()
 
     def _pause_accepting(self) -> None:
-        """The process has run out of file descriptors: close the connections here, and accept again later."""
+        """Close the connections, and accept again later, because the process has run out of file descriptors."""
         for connection in list(self._open):
             connection.close()
 

@@ -213,7 +213,7 @@ class PackedTokens(bytes):
 def unpack_tokens(data: PackedTokens) -> bytes:
     """Return token ids, each from 0 to 2**31 - 1, as little-endian int32.
 
-    No Python code runs for each token, and nothing is created for a list in the list. Raises MalformedMessageError.
+    No Python code runs per token, and no objects are created for a nested list. Raises MalformedMessageError.
     """
     maximum = min(len(data), PLAIN.elements)
     lists = 0

@@ -54,7 +54,7 @@ def contained(action: str) -> Iterator[None]:
 def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:
     """Load a tokenizer.json without its padding and truncation. Raises the errors of the library.
 
-    content: of a file that passed the trial; see tokenizer_trial.py.
+    content: content of a file that passed the trial; see tokenizer_trial.py.
     """
     backend = tokenizers.Tokenizer.from_buffer(content)
     backend.no_padding()

@@ -71,12 +71,12 @@ class WeightServer:
     The program may use torch.distributed: this class uses none of its groups. Between two calls of publish(), host
     memory has one copy of the weights; during a call, two.
 
-    model:       as of PublishedWeights. publish() reads the values that it has then.
+    model:       see PublishedWeights. publish() reads its values at the time of the call.
     coordinator: "HOST:PORT" of its admin port.
     keys:        directory of trainer.key, trainer.pub, server.pub and engine.pub. None: no encryption; only for a
                  coordinator with one port.
     host:        address of this machine that the engines connect to; None: the one that reaches the coordinator.
-    port:        of the engines' connections; 0: a free one. The rendezvous store and gloo listen on free ports.
+    port:        port for the engines' connections; 0: a free port. The rendezvous store and gloo listen on free ports.
 
     The constructor raises KeyFileError, OSError if it cannot listen, and CoordinatorUnreachableError.
     """

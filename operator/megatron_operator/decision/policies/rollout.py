@@ -258,7 +258,7 @@ def _unchecked(
 ) -> Verdict | None:
     """Check the desired revision before an engine that serves is drained for it. None: no check is due.
 
-    reason, step: of the rollout; an error of the check has its own reason.
+    reason, step: reason and step of the rollout; an error of the check has its own reason.
     """
     if not rollout.check_due:
         return None

@@ -226,7 +226,7 @@ class Scheduler:
 
     def _shares(self, requests: list[CoreRequest], left: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the number of tokens that each of `requests` computes in a step: one for a decode. Prompts share the
-        rest. requests: by rank."""
+        rest. requests: ordered by rank."""
         shares = np.minimum(left, 1)
         prompts = np.flatnonzero(left > 1)
         by_rank, by_size = self._budgets(len(left) - len(prompts))
@@ -240,8 +240,7 @@ class Scheduler:
         return shares
 
     def _grow(self) -> CoreRequest | None:
-        """Add the pages that the newest tokens need, preempting the last requests. Return the first request preempted.
-        """
+        """Add the pages that the newest tokens need, preempting the last requests. Return the first request preempted."""
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None

@@ -199,7 +199,7 @@ class Dispatcher:
             self._balance()
 
     def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Queue a request, or hold it back as a suspect. The arguments are those of WaitingQueue.add().
+        """Queue a request, or hold it back as a suspect. For the arguments, see WaitingQueue.add().
 
         If an engine had it, the caller must have removed it from that engine's table.
         """
@@ -371,8 +371,7 @@ class Dispatcher:
         )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """Return a request to its place in the queue, because the connection of `engine` did not accept the dispatch.
-        """
+        """Return a request to its place in the queue, because the connection of `engine` did not accept the dispatch."""
         entry = engine.take(dispatch_id)
         if entry is None:
             return

@@ -299,7 +299,7 @@ class Tenants:
             del self._tenants[tenant.key]
 
     def dispatched(self, entry: Entry) -> None:
-        """An engine has the request, under `entry.dispatch_id`."""
+        """Record that an engine has the request, under `entry.dispatch_id`."""
         tenant = entry.tenant
         before = len(tenant.in_flight)
         tenant.in_flight[entry.dispatch_id] = entry

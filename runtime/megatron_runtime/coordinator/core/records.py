@@ -311,7 +311,7 @@ class Engine:
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that it has computed `tokens` of a request's tokens."""
+        """Record that the engine has computed `tokens` of a request's tokens."""
         if tokens:
             entry.uncached -= tokens
             self.queued -= tokens
@@ -343,9 +343,7 @@ class Engine:
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
-        """Return whether it may answer a request: it has the model, the adapter and every feature that the request
-        needs.
-        """
+        """Return whether the engine has the model, the adapter and every feature that a request needs."""
         return (
             self.has_model(entry.model)
             and (not entry.meta.adapter or entry.meta.adapter in self.adapters)

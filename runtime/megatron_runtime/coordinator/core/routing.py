@@ -247,7 +247,7 @@ class EngineRouter:
     def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
         """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
 
-        min_loaded: of the engines that fit, the one with the lowest load (load_by()); of equals, the lowest index.
+        min_loaded: the engine with the lowest load (load_by()) among those that fit; the lowest index wins a tie.
         """
         # An engine without the first block scores its free share alone: none more than this one.
         best, rank = min_loaded, self._rank(min_loaded, hashes)
@@ -277,8 +277,8 @@ class EngineRouter:
         be cheaper than the best one, at most MAX_COMPARED, and of those that hold a block at most MAX_HOLDERS.
 
         by_load:  the engines that fit, in the order of load_by(); not empty.
-        tokens:   of the prompt, and of an answer that another engine began.
-        min_prefill_cost: of the fastest engine, in seconds per token.
+        tokens:   number of tokens of the prompt, and of an answer that another engine began.
+        min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
         """
         best, rank, min_load, left = None, (math.inf, 0), 0.0, MAX_COMPARED
@@ -370,8 +370,8 @@ class EngineRouter:
         return chosen
 
     def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> int:
-        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded. Return how
-        many of its tokens the engine held before.
+        """Record that a request was sent to `engine`: its blocks and, if decisions are recorded, the decision. Return
+        how many of its tokens the engine held before.
         """
         cached = 0
         if self.by_prefix or self.decisions is not None:
@@ -393,12 +393,12 @@ class EngineRouter:
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """`engine` reports that it holds these blocks, such as blocks of an answer."""
+        """Record that `engine` reports these blocks as stored, such as blocks of an answer."""
         if self.by_prefix and not self._by_first_block:
             self.learn(engine, hashes)
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
-        """The engine reports that it no longer holds these blocks."""
+        """Record that the engine reports these blocks as evicted."""
         self._blocks.evict(engine, hashes)
 
     def forget(self, engine: Engine) -> None:

@@ -235,7 +235,7 @@ class Transfers:
         self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 
     def engine_lost(self, engine: Engine) -> None:
-        """The exports of an engine are gone. An import in progress reports its end."""
+        """Forget the exports of a lost engine. An import in progress reports its end."""
         for entry in [entry for entry in self._exported.values() if entry.export and entry.export.engine is engine]:
             assert entry.export is not None
             del self._exported[entry.export.id]
@@ -280,7 +280,7 @@ class Transfers:
         return len(export.digests) // DIGEST_BYTES * engine.block_size_tokens
 
     def imported(self, entry: Entry, engine: Engine, message: Imported) -> None:
-        """An import has ended. The prefill engine need not keep the blocks any longer."""
+        """Handle the end of an import: the prefill engine need not keep the blocks any longer."""
         self.drop(entry)
         entry.splits = False
         counters = self._context.counters

@@ -368,7 +368,7 @@ class Verbs:
         return self.current is not operation
 
     def acknowledged(self, engine: Engine, ack: ControlAck) -> bool:
-        """An engine answers. Return False if no operation waits for this answer."""
+        """Record the answer of an engine. Return False if no operation waits for it."""
         operation = self.current
         if operation is None or operation.operation_id != ack.operation_id:
             return False
@@ -389,7 +389,7 @@ class Verbs:
         return True
 
     def engine_lost(self, engine: Engine, reason: str) -> None:
-        """An engine left the registry: the operation no longer waits for it."""
+        """Stop waiting for an engine that has left the registry."""
         operation = self.current
         if operation is not None and operation.waiting.get(engine.name) is engine:
             del operation.waiting[engine.name]

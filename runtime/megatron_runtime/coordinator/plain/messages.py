@@ -198,7 +198,7 @@ class EngineOutput(NamedTuple):
     def continue_epochs(self, epochs: TokenEpochs, *, prompt_length: int, num_given: int) -> None:
         """Prepend the epochs of the tokens in the dispatch to the epochs that the engine reports, if it reports any.
 
-        epochs: by the number of a token; empty: unknown.
+        epochs: epochs by token index; empty: unknown.
         """
         match self.values.get("policy_epoch"):
             case [*spans] if epochs and spans and all(map(_is_span, spans)):

@@ -93,7 +93,7 @@ class PlainPeers:
                 self.translators.pop(peer, None)
 
     def gone(self, peer: PeerId, *, by_peer: bool) -> bool:
-        """A connection has ended. Return False if it does not belong to a plain peer."""
+        """Handle the end of a connection. Return False if it does not belong to a plain peer."""
         translator = self.translators.get(peer)
         if isinstance(translator, ClientTranslator):
             translator.close()

@@ -66,8 +66,8 @@ class Piece:
 class _Cut(NamedTuple):
     """Where a stop text ended the text of an answer, in characters without markers.
 
-    end:        of the text.
-    stop_begin: of the stop text, whose markers count as text.
+    end:        end of the text.
+    stop_begin: start of the stop text, whose markers count as text.
     stop:       the stop text.
     """
 

@@ -62,7 +62,7 @@ class MixedContent:
         """Return the content as renderers expect it.
 
         supported:   modalities of the model.
-        numbers: of the media of the conversation.
+        numbers:   numbers for the media of the conversation.
         """
         if not self.media(supported):
             return self.text

@@ -197,10 +197,10 @@ class Generation:
     key:         the API key that the jobs count against.
     adapter:     the LoRA adapter that answers; empty: the base model.
     field_names: request fields by sampling parameter, for errors.
-    request_id:  of the HTTP request.
-    session:     of the HTTP request, for the coordinator; empty: none.
-    span:        of the HTTP request; None: it is not traced.
-    answer:      as of generation_of().
+    request_id:  id of the HTTP request.
+    session:     session of the HTTP request, for the coordinator; empty: none.
+    span:        span of the HTTP request; None: it is not traced.
+    answer:      see generation_of().
     """
 
     service: Service

@@ -132,7 +132,7 @@ class Job:
     end_ids: tokens that may end the answer and are not part of its text.
     visible: special tokens that the answer shows as text.
     counts_prompt: its prompt enters the usage: true for the first of the n choices of a prompt.
-    ignored_keywords: of the JSON schema of its format, which are not enforced.
+    ignored_keywords: keywords in the JSON schema of its format that are not enforced.
     """
 
     index: int
@@ -284,7 +284,7 @@ def enforceable(
     """Return a JSON schema without the keywords that the grammar does not enforce, and these keywords.
 
     param:  the request field that has it, for errors.
-    closes: as of normalised().
+    closes: see normalised().
     Raises ApiError 400 for such a keyword in a strict schema.
     """
     result, ignored = normalised(schema, is_strict=is_strict, closes=closes)

@@ -107,8 +107,7 @@ class Service:
 
     @property
     def adapter_names(self) -> list[str]:
-        """Names of the adapters that requests may give as their model. An adapter named like the base model is hidden.
-        """
+        """Names of the adapters that requests may give as their model. An adapter named like the base model is hidden."""
         base = self.settings.served_names
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 
@@ -315,7 +314,7 @@ class Service:
             self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
 
     def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Count tokens that no generation counts, such as those of a rejected body, against the limit of a key.
+        """Count tokens that no generation counts, such as a rejected body, against the limit of a key.
 
         One call counts no more than a minute has, so that a single mistake does not cost many minutes.
         """

@@ -66,7 +66,9 @@ class TextsRequest(ModelRequest):
         return self._completion
 
     def prepared(self) -> Self:
-        """Return the request with its input in its completion alone. Raises ApiError 400 for input without a text."""
+        """Return the request with its input moved to its completion request. Raises ApiError 400 for input without a
+        text.
+        """
         super().prepared()
         try:
             self._completion = CompletionRequest(

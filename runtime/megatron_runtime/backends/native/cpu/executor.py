@@ -151,7 +151,7 @@ def _output_of(
 ) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer and the experts of its tokens.
 
-    logits_NV: of the sampled rows; None: they are computed here.
+    logits_NV: logits of the sampled rows; None: they are computed here.
     """
     if logits_NV is None:
         sampled_N = rows.logit_rows_N[: len(rows.sampled_rows)]
@@ -206,7 +206,7 @@ def logit_rows(plan: StepPlan) -> PlannedRows:
 def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> AttentionBatch:
     """Return the cache positions of a plan's tokens, and the tokens that each attends to.
 
-    dtype:  of the attention masks, the same as the model's.
+    dtype:  type of the attention masks, equal to the model's.
     window: tokens that a layer with a sliding window attends to; None for a model without such layers.
     """
     cache_rows_T = torch.from_numpy(plan.slot_mapping)

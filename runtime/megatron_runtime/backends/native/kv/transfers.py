@@ -1,5 +1,4 @@
-"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned during the transfer. No torch.
-"""
+"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned during the transfer. No torch."""
 
 from __future__ import annotations
 
