@@ -116,7 +116,7 @@ def unfinished(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield the tables of a step: one for each group of rows whose figures have the same names, one for all other rows."""
+    """Yield the tables of a step: one per group of rows whose figures have the same names, one for all other rows."""
     alone: list[list[str]] = []
     for group in _groups([(row["name"], figures) for row in rows if (figures := _figures(row))]):
         if len(group) == 1:

@@ -129,8 +129,8 @@ class Report:
 def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
     """Return the figures of an engine and, of a peer, how many times better ours is.
 
-    The ratio is the median of the ratios of the turns. The memory rate of a virtual machine may change, so only turns in
-    which both engines had the same rate count, if there are enough of them.
+    The ratio is the median of the ratios of the turns. The memory rate of a virtual machine may change, so only turns
+    in which both engines had the same rate count, if there are enough of them.
     """
     values = engine.figures[cell.name]
     entry: dict[str, Any] = {

@@ -159,7 +159,7 @@ class ResourceCache:
                 return not kind or pod.owner == self._uid
 
     def _known_pods(self) -> dict[str, PodView]:
-        """Return the pods in the watch, plus the pods that this process created and that the watch does not show yet."""
+        """Return the pods in the watch, plus pods that this process created and the watch does not show yet."""
         shown = {seen.uid: seen for seen in self._index.pods.get(self._key, ())}
         self._created = {uid: seen for uid, seen in self._created.items() if uid not in shown}
         return {**self._created, **shown}

@@ -489,7 +489,7 @@ class Observer:
     async def objects(
         self, refs: Collection[ChildRef], *, namespace: str, seconds: float
     ) -> Mapping[ChildRef, frozenset[str] | None]:
-        """Return the keys of objects (see `World.objects`). Objects that were last read that long ago are read again."""
+        """Return the keys of objects (see `World.objects`). Objects last read that long ago are read again."""
         self._objects.keep(refs)
         reads = (self._objects.read(ref, partial(self._read_object, ref, namespace), seconds=seconds) for ref in refs)
         return dict(zip(refs, await asyncio.gather(*reads), strict=True))

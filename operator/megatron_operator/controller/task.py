@@ -225,7 +225,7 @@ class ResourceTask:
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
     async def _is_managed_elsewhere(self, resource: SeenResource) -> bool:
-        """Return whether another operator manages the resource, or may manage it. Then this operator changes nothing."""
+        """Return whether another operator manages, or may manage, the resource. Then this operator changes nothing."""
         manager = str(resource.status.get("manager") or "")
         other = await self._parts.claims.other(manager)
         if bool(other) is not bool(self._manager):

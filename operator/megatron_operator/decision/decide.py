@@ -81,7 +81,7 @@ def decide(world: World) -> Decision:
 
 
 def _object_seconds(scene: Scene) -> float:
-    """Return the interval at which the objects that pods need are read. It is shorter while an object may be missing."""
+    """Return the interval at which the objects that pods need are read. It is shorter if an object may be missing."""
     unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
     lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
     return MISSING_SECONDS if lacking else OBJECT_SECONDS

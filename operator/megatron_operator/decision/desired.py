@@ -37,8 +37,8 @@ class Desired:
     def woken(self) -> bool:
         """Whether a request woke the suspended resource, now or earlier, and it has not been idle since.
 
-        In the spec, only desiredState, zero replicas and wakeOnRequest end this earlier. Other changes do not, because an
-        autoscaler changes the spec too.
+        In the spec, only desiredState, zero replicas and wakeOnRequest end this earlier. Other changes do not, because
+        an autoscaler changes the spec too.
         """
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:

@@ -45,7 +45,7 @@ class EngineView:
 
     @property
     def serving_revision(self) -> str:
-        """Revision of the serving process; empty if no process serves, or if its revision differs from the StatefulSet."""
+        """Revision of the serving process; empty if none serves, or if its revision differs from the StatefulSet."""
         if not self.serving or self.statefulset is None or self.report is None:
             return ""
         if self.report.revision:

@@ -131,7 +131,7 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return each limit as the minimum over the serving engines. The last limits are kept while no engine reports any."""
+    """Return each limit as the minimum over the serving engines. They are kept while no engine reports any."""
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
     for field, name in LIMITS.items():

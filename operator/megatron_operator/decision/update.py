@@ -47,7 +47,7 @@ class Update:
 
     @cached_property
     def id(self) -> str:
-        """Id of the offered release. A request for an update contains it, so that it never applies to a later release."""
+        """Id of the offered release. A request for an update contains it, so it never applies to a later release."""
         return digest(self.offered.to_status())
 
     @cached_property

@@ -153,7 +153,7 @@ class Weights:
 
     @cached_property
     def _lost(self) -> Finding | None:
-        """The error if engines serve the weights of the model's source again, although a trainer had published weights."""
+        """The error if engines serve the weights of the model's source again, although a trainer published weights."""
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         names = ", ".join([report.name for report in reports if report.source == ""][:8])

@@ -100,7 +100,7 @@ _PARSERS: Mapping[str, tuple[str, ...]] = {
 
 
 def _parser_rule(field: str, names: tuple[str, ...]) -> SpecRule:
-    """Return the rule that native engines use our formats. A server for vLLM checks names against the installed vLLM."""
+    """Return the rule that native engines use our formats. vLLM servers check names against the installed vLLM."""
     path = f"server.{to_camel(field)}"
     return SpecRule(
         f"self.engine.backend == 'VLLM' || !has(self.{path}) || self.{path} in [{', '.join(map(repr, names))}]",

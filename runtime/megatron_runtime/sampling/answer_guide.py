@@ -61,7 +61,7 @@ class AnswerGuide:
         return self._begun is None and (grammar is None or grammar.is_ready)
 
     def is_fresh(self) -> bool:
-        """Return is_fresh() of the current grammar; False while it is being compiled, so that steps do not wait for it."""
+        """Return is_fresh() of the current grammar; False while it is compiled, so that steps do not wait for it."""
         grammar = self._current()
         return grammar is not None and grammar.is_fresh()
 

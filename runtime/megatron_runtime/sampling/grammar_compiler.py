@@ -60,7 +60,7 @@ class InvalidGrammarError(ValueError):
 
     @classmethod
     def of(cls, message: str) -> InvalidGrammarError:
-        """Return the error for a message of the compiler, without the compiler's option names and the quoted grammar."""
+        """Return the error for a message of the compiler, without the names of its options and the quoted grammar."""
         if (error := _ERROR.search(message)) is not None:
             return cls(error[1])
         if (keywords := _KEYWORDS.match(message)) is not None:

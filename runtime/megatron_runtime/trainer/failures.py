@@ -21,7 +21,7 @@ class Lost(StrEnum):
 
 
 class PublishPhase(StrEnum):
-    """Progress of the update at the lost engine, or, if another process is lost, at the engine with the least progress."""
+    """Progress of the update at the lost engine; if another process is lost, at the engine with the least progress."""
 
     CONNECTING = "connecting"
     RECEIVING = "receiving"

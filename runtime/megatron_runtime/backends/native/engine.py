@@ -179,7 +179,7 @@ class EngineCore:
         return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """End the requests that are complete when added: their answer has its maximum length or ends with a stop token."""
+        """End the requests that are complete when added: their answer has maximum length or ends with a stop token."""
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:

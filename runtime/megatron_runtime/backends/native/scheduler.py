@@ -240,7 +240,7 @@ class Scheduler:
         return shares
 
     def _grow(self) -> CoreRequest | None:
-        """Add the pages that the newest tokens need, preempting the last requests. Return the first request preempted."""
+        """Add the pages that the newest tokens need, preempting the last requests. Return the first of them."""
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None

@@ -103,7 +103,7 @@ class ForwardStep:
         return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
-        """Contribute this rank's part of all logits that the sampling rank reads. Called on ranks that do not sample."""
+        """Contribute this rank's part of all logits that the sampling rank reads. For ranks that do not sample."""
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
         self.wait()

@@ -133,7 +133,7 @@ class WeightStore:
         self._signature = self._kept = None
 
     def stage(self, source: str) -> None:
-        """Read and verify new weights of the same model. The current weights stay in use. Raises the errors of load()."""
+        """Read and verify new weights of the same model. Current weights stay in use. Raises the errors of load()."""
         self._staged = None
         resolved = self._resolve(source)
         linears, require_memory = self._linears(), self._require_memory

@@ -371,7 +371,7 @@ class Dispatcher:
         )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """Return a request to its place in the queue, because the connection of `engine` did not accept the dispatch."""
+        """Return a request to its place in the queue, because the connection of `engine` did not accept it."""
         entry = engine.take(dispatch_id)
         if entry is None:
             return

@@ -346,7 +346,7 @@ class ChoiceParser:
         self._has_begun = False
 
     def read(self, text: str, tokens: list[int], *, is_last: bool) -> list[list[Any]]:
-        """Return the events of a piece. The whole answer in one piece is parsed as a whole."""
+        """Return the events of a piece. If the first piece is also the last, it is parsed as a complete answer."""
         is_first, self._has_begun = not self._has_begun, True
         if is_first and is_last:
             self._parser.set_prompt_token_ids(self._prompt)

@@ -107,7 +107,7 @@ class Service:
 
     @property
     def adapter_names(self) -> list[str]:
-        """Names of the adapters that requests may give as their model. An adapter named like the base model is hidden."""
+        """Adapter names that requests may give as their model. An adapter named like the base model is hidden."""
         base = self.settings.served_names
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 

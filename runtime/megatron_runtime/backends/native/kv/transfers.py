@@ -1,4 +1,4 @@
-"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned during the transfer. No torch."""
+"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned meanwhile. No torch."""
 
 from __future__ import annotations
 
