@@ -3,8 +3,10 @@
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
 Each checkout runs `megatron serve` in its virtual environment .venv, with an echo engine: tests/support/echo_serve.py,
-or `--backend echo` in a checkout that lacks this file. Then one server is loaded while the other is idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
-connection. Ratios differ between two starts by more than the goals, so both start several times.
+or `--backend echo` in a checkout that lacks this file. Then one server is loaded while the other is idle. Each round
+sends the same streamed requests to both, in alternating order. Each request has its own connection. Ratios differ
+between two starts by more than the goals, so both start several times.
+
 First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron bench
 coordinator` of both runs in turn. Figures are compared within a round.
 

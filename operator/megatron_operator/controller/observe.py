@@ -444,8 +444,8 @@ class Observer:
 
     async def _lost_nodes(self, limit: int) -> Mapping[str, datetime | None]:
         """Return the lost nodes of engines' pods whose deletion has been overdue for `limit` seconds (see
-        `World.lost_nodes`). A node counts as lost only if that was just read. One that is ready, or that the operator
-        may not read, is read again after some seconds."""
+        `World.lost_nodes`). A node counts as lost only if it was read in this pass. A node that is ready, or that
+        the operator may not read, is read again after some seconds."""
         before = datetime.now(UTC) - timedelta(seconds=limit)
         pods = (pod for pod in self._cache.pods() if pod.component == ENGINE and pod.node)
         names = {pod.node for pod in pods if pod.ends_at is not None and pod.ends_at <= before}

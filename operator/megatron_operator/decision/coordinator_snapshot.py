@@ -12,7 +12,7 @@ from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One engine in the coordinator's list, which has no engines with a dead connection."""
+    """One engine in the coordinator's list. Engines with a dead connection are not in the list."""
 
     name: str
     """`NAME-engine-I`, from the engine's command line."""

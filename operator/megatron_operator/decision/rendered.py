@@ -281,7 +281,7 @@ def former_scheme(world: World) -> str:
 
 
 def former_downloads(world: World) -> bool:
-    """Return whether a recorded revision of the engines downloads its model. Records are deleted with the last engine."""
+    """Return whether a recorded revision of the engines downloads its model. Records are deleted with the engines."""
     found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
     return any(revision_render.downloads(data) for data in found if data is not None)
 

@@ -76,7 +76,7 @@ class MixedContent:
 
 
 def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str | MixedContent:
-    """Return the content of a message with these parts. Texts alone are joined."""
+    """Return the content of a message with these parts. If all parts are text, they are joined to one text."""
     texts = [part for part in parts if isinstance(part, str)]
     return separator.join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 

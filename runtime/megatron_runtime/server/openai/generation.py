@@ -91,7 +91,7 @@ def generation_of(
 ) -> Generation:
     """Return the jobs of a request, which are not started yet.
 
-    answer: format whose parsers, in another process, read each choice; None: no such parsers.
+    answer: format whose parsers run in another process; None if no parser does.
 
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
     open or the prompts exceed the limit of the API key.
