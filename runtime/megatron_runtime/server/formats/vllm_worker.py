@@ -50,9 +50,13 @@ _HARMONY = "gpt_oss"
 class Formats:
     """The renderer and the parsers of one model.
 
-    setup: `directory` of the model; `tools` and `reasoning`: the settings of the server; `tool_format` and
-           `reasoning_format`: our names of the formats of its template, or None; `is_open`: its prompts end within
-           the reasoning; `written`: what it writes of the call `call`, in each form.
+    setup: a map with these entries:
+        directory: directory of the model.
+        tools, reasoning: parser settings of the server.
+        tool_format, reasoning_format: our names for the formats of its chat template, or None.
+        is_open: prompts end within the reasoning.
+        call, written: a sample call, and the texts that the chat template renders for it.
+
     Raises UnknownParserError, and what vLLM raises for a model that it cannot read.
     """
 
