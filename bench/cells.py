@@ -133,7 +133,7 @@ class Cell:
 
 
 def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int) -> Result:
-    """Run one layout: as many requests as engines and prefixes twice, then `requests` that are measured."""
+    """Run one layout: warm-up requests first, then `requests` measured requests."""
     limits.MAX_ENGINES = max(limits.MAX_ENGINES, engines)
     process, rng = psutil.Process(), np.random.default_rng(seed)
     groups = 1 if layout == SHARED else max(1, engines // ENGINES_PER_PREFIX)

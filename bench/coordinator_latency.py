@@ -42,7 +42,7 @@ open_unbatched = partial(UnbatchedDealer, max_message_bytes=limits.MAX_ENGINE_ME
 
 
 async def measure(*, rate: int, **load: int) -> list[Figure]:
-    """Measure requests at a fixed rate. load: of Bench.start()."""
+    """Measure requests at a fixed rate. load: see Bench.start()."""
     bench = Bench.start(open_socket=open_unbatched, **load)
     sent: dict[bytes, float] = {}
     received: dict[bytes, float] = {}

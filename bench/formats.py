@@ -32,7 +32,7 @@ KEEPS = {"float32": ("float32",), "float16": ("float16", "float32"), "bfloat16":
 
 
 def load(model: str, names: list[str]) -> dict[tuple[str, str], CppDecoder]:
-    """Return a decoder for each format and instruction set; those of a format share its weights."""
+    """Return a decoder for each format and instruction set. Decoders of the same format share weights."""
     checkpoint, decoders = open_checkpoint(resolve(model)), {}
     for format in FORMATS:
         linears = PackedLinears(format)  # type: ignore[arg-type]

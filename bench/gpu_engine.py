@@ -86,7 +86,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """ratios: our median divided by that of each peer."""
+    """Results of one cell. ratios: our median divided by the median of each peer."""
 
     cell: str
     ours: Rate
@@ -265,7 +265,11 @@ def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
 
 
 def row_of(cell: str, turns: dict[str, list[float]], maximum: float) -> Row:
-    """turns: tokens per second of each turn, by engine. maximum: the bound of the cell, in tokens per second."""
+    """Return the results of one cell.
+
+    turns:   tokens per second of each turn, by engine.
+    maximum: theoretical bound of the cell, in tokens per second.
+    """
     rates = {name: Rate.of(found) for name, found in turns.items()}
     ours = rates.pop(OURS)
     return Row(

@@ -5,7 +5,7 @@
 The bound is the larger of bytes over bandwidth and operations over rate. Both rates are measured on the device first,
 with a large copy and a large matrix product. A kernel is timed in a CUDA graph, as in a captured decode step, over sets
 of inputs that together do not fit the L2 cache. Its reference, which may synchronise with the device, is timed call by
-call. Every result is compared with that of the reference before it is timed.
+call. Every result is compared with the result of the reference before it is timed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """make: returns the inputs of a call. run: calls an implementation with them and returns the tensors to compare."""
+    """One operation with one set of shapes.
+
+    make: returns the inputs of a call.
+    run:  calls an implementation with the inputs, and returns the tensors to compare.
+    """
 
     operation: str
     name: str
@@ -85,7 +89,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """error: norm of the difference divided by the norm of the reference, or the share of integers that differ."""
+    """The time and the error of one case.
+
+    error: norm of the difference divided by the norm of the reference, or the share of integers that differ.
+    """
 
     operation: str
     case: str
@@ -339,19 +346,23 @@ def time_eager(case: Case, function: Any, device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Rates of the device. bytes_per_second: of a copy, read and written. flops_per_second: of a matrix product."""
+    """Measured rates of the device.
+
+    bytes_per_second: bytes read plus bytes written by a copy.
+    flops_per_second: operations of a matrix product.
+    """
 
     bytes_per_second: float
     flops_per_second: float
 
     def bound(self, case: Case) -> tuple[str, float]:
-        """Return the rate that limits an operation, and the least microseconds that the operation takes."""
+        """Return the rate that limits an operation, and the lower bound of its time in microseconds."""
         memory, compute = case.bytes_moved / self.bytes_per_second, case.flops / self.flops_per_second
         return ("memory", memory * 1e6) if memory >= compute else ("compute", compute * 1e6)
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, elements: int = 2**28, side: int = 8192) -> Ceilings:
-    """Measure the rates of a device. elements: of a copy in float32. side: of the matrices of a product."""
+    """Measure the rates of a device. elements: size of a copy in float32. side: size of the square matrices."""
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     copy_ms = statistics.median(milliseconds(lambda: target.copy_(source), device) for _ in range(10))

@@ -83,7 +83,7 @@ def engine(rows: int, longest: int) -> EngineCore:
 
 
 def _first_token(logits_NV: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take the time of a launch, in place of the sampling kernel."""
+    """Take as long as a launch, in place of the sampling kernel."""
     return torch.zeros(len(logits_NV), dtype=torch.int32), torch.zeros(len(logits_NV))
 
 

@@ -1,12 +1,13 @@
-"""This coordinator and that of Megatron-Core, each with clients and engines that do almost nothing, interleaved.
+"""Compares this coordinator with Megatron-Core's, in interleaved rounds, with clients and engines that do almost
+nothing.
 
     python bench/megatron_coordinator.py --json megatron_coordinator.json
     python bench/megatron_coordinator.py --client frames --engines 32 --open 1024 --prompt-tokens 512
 
 A cell is a client, a number of engines, a length of the prompts, a routing by prefix or by load, and a number of open
 requests. The client sends a request for each answer. The clients are raw frames, which are neither packed nor unpacked,
-Megatron-Core's InferenceClient, and that of this project. One process has all engines. An engine answers at once, all
-requests that it has read in one message, with a request of Megatron-Core.
+Megatron-Core's InferenceClient, and the InferenceClient of this project. One process has all engines. An engine answers
+all requests that it has read at once, in one message, with a request of Megatron-Core.
 
 The client, the coordinator and the engines are processes. Each round runs both coordinators, in alternating order,
 while the processes of the other one are stopped. On a busy machine compare the CPU time of a request: the
@@ -251,7 +252,7 @@ def process(target: Any, *arguments: Any) -> Iterator[multiprocessing.process.Ba
 
 
 class Side:
-    """The processes of one coordinator. Only between resume() and pause() they run."""
+    """The processes of one coordinator. They run only between resume() and pause()."""
 
     def __init__(self, side: str, stack: contextlib.ExitStack, cell: Cell) -> None:
         address, theirs = _FORK.Pipe(duplex=False)
@@ -297,7 +298,7 @@ class Side:
 
 
 def measure(cell: Cell, *, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure both coordinators in one cell. The ratios are ours / Megatron's, of the rates and of the CPU times."""
+    """Measure both coordinators in one cell. The ratios of rates and of CPU times are ours / Megatron's."""
     with contextlib.ExitStack() as stack:
         sides = {side: Side(side, stack, cell) for side in SIDES}
         runs = [

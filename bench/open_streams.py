@@ -41,8 +41,8 @@ class Result:
     """The figures of one number of streams. All times are CPU time of all threads of the coordinator.
 
     mib: resident memory when all streams are open and idle.
-    requests_per_second, us_per_request: of the short requests.
-    tokens_per_second, us_per_token: of the tokens of streams.
+    requests_per_second, us_per_request: rate and CPU time of the short requests.
+    tokens_per_second, us_per_token: rate and CPU time of the tokens of streams.
     """
 
     streams: int

@@ -4,7 +4,7 @@
 
 One thread. Products with fewer than --cached-from rows read each weight from memory: the matrices together exceed the
 cache. The others multiply 512 outputs again and again and show the arithmetic. A cell is the best of many runs in CPU
-time of the thread, so other processes disturb it little. Bytes are those of the packed weight.
+time of the thread, so other processes disturb it little. Bytes are the size of the packed weight.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Cell:
 
 
 def best_seconds(run: Callable[[], object], seconds: float) -> float:
-    """Return the least CPU time of this thread for a call, of as many calls as `seconds` allow."""
+    """Return the minimum CPU time of this thread per call, over the calls made in `seconds`."""
     end, best = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
         begun = time.thread_time()

@@ -83,7 +83,7 @@ def checkout(path: Path, model: str, threads: int) -> Any:
 
 
 def compare(calls: dict[str, Callable[..., list[float]]], call: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the figures of one call: medians, and the ratio of each round."""
+    """Return the results of one call: medians, and the ratio of each round."""
     measured: dict[str, list[list[float]]] = {THIS: [], OTHER: []}
     for number in range(rounds):
         for name in sorted(calls, reverse=number % 2 == 1):

@@ -42,7 +42,7 @@ MAX_TOKENS, MIN_TOKENS = 4000, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests of a round. scale: of the numbers of tokens of the trace. vocabulary: token ids are below it."""
+    """The requests of a round. scale: factor for the token counts of the trace. vocabulary: token ids are below it."""
 
     trace: Sequence[TraceRequest]
     scale: float

@@ -42,8 +42,8 @@ class Cell:
     """A step of `batch` sequences of `context` tokens.
 
     bound_ms:  time to read the weights and the cache once.
-    rss_mib:   of the process, with the largest cache so far.
-    bound_mib: of the process before the load, the weights and the cache.
+    rss_mib:   resident memory of the process, with the largest cache so far.
+    bound_mib: sum of the process before the load, the weights and the cache.
     """
 
     batch: int

@@ -2,10 +2,11 @@
 
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
-`megatron serve` of both starts, with the virtual environment .venv of its checkout, and an echo engine: by
-tests/support/echo_serve.py, or by `--backend echo` in a checkout that lacks it. Then one is loaded while the other is
-idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
-connection. Ratios differ between two starts by more than the goals, so both start several times.
+Each checkout runs `megatron serve` in its virtual environment .venv, with an echo engine: tests/support/echo_serve.py,
+or `--backend echo` in a checkout that lacks this file. Then one server is loaded while the other is idle. Each round
+sends the same streamed requests to both, in alternating order. Each request has its own connection. Ratios differ
+between two starts by more than the goals, so both start several times.
+
 First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron bench
 coordinator` of both runs in turn. Figures are compared within a round.
 
@@ -265,7 +266,7 @@ class Rounds:
 
 
 def say(what: str, row: Row, figures: Sequence[str]) -> None:
-    """Print figures of a row, with those whose ratio misses the goal marked."""
+    """Print the figures of a row. Figures whose ratio misses the goal are marked."""
     parts = []
     for figure in figures:
         found, ratio = row[figure], row[figure]["ratio"]

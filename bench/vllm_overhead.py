@@ -55,7 +55,7 @@ _HELP = {"show_default": True}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Engine arguments of both servers. arguments: further ones, by the names of vLLM's AsyncEngineArgs."""
+    """Engine arguments of both servers. arguments: further arguments, by their names in vLLM's AsyncEngineArgs."""
 
     dtype: str
     max_sequence_length: int = 1024
@@ -171,7 +171,7 @@ def idle_cpu_percent(server: Server) -> float:
 
 
 def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
-    """Compare tokens per second. ours, vllm: of the same rounds."""
+    """Compare tokens per second. ours, vllm: values of the same rounds."""
     ratios = [own / other for own, other in zip(ours, vllm, strict=True)]
     return {
         OURS: round(median(ours), 1),

@@ -173,7 +173,7 @@ class LocalCluster:
         cgroups.freeze(node.cgroup, frozen=True)
 
     def thaw_node(self, index: int) -> None:
-        """Let a frozen node continue; nothing happens to one that runs. Raises ClusterError as `freeze_node`."""
+        """Let a frozen node continue. A running node is left alone. Raises ClusterError like `freeze_node`."""
         node = self._further_node(index)
         cgroups.freeze(node.cgroup, frozen=False)
         processes.send(processes.owned_pids(self.layout.of_node(index).state), signal.SIGCONT)
@@ -244,7 +244,7 @@ class LocalCluster:
             )
 
     def _settle(self) -> Settings:
-        """The settings of the existing cluster, adapted to changes of the machine, or those of a new one."""
+        """The settings of the existing cluster, adapted to changes of the machine, or the settings of a new cluster."""
         settings = config.load(self.layout)
         if settings is not None:
             clashes = config.contradictions(settings, self._options, control_plane_only=self.control_plane_only)
@@ -292,7 +292,7 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the cluster for one launcher. The kernel releases the lock of a killed one."""
+        """Lock the cluster for one launcher. The kernel releases the lock if the launcher is killed."""
         lock = self.layout.state.parent / f".{self.name}.lock"
         with locked(lock, self._steps, reason=f"another launcher of cluster {self.name!r}"):
             yield

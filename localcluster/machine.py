@@ -68,7 +68,7 @@ def facts() -> Machine:
 
 
 def recorded() -> Footprint | None:
-    """Return the record of this machine's node, of any cluster."""
+    """Return the record of this machine's node, whichever cluster it belongs to."""
     try:
         return Footprint(**json.loads(RECORD.read_text()))
     except FileNotFoundError:

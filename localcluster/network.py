@@ -66,7 +66,7 @@ def namespace_path(namespace: str) -> Path:
 
 
 def remove_namespaces(namespaces: Collection[str]) -> None:
-    """Remove those network namespaces that exist, with their interfaces and rules."""
+    """Remove the network namespaces that exist, with their interfaces and rules."""
     for namespace in namespaces:
         if namespace_path(namespace).exists():
             run(["ip", "netns", "delete", namespace])
@@ -111,7 +111,7 @@ def remove_bridge(bridge: str) -> bool:
 
 
 def chains(saved: str) -> dict[str, list[str]]:
-    """The chains that Kubernetes and CNI name, by table, in the text of `iptables-save`."""
+    """Return the chains of Kubernetes and CNI in the output of `iptables-save`, by table."""
     found: dict[str, list[str]] = {}
     table = ""
     for line in saved.splitlines():

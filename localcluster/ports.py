@@ -29,7 +29,7 @@ def _can_listen(port: int) -> bool:
 
 
 def allocate(options: Options) -> dict[str, int]:
-    """Return a free port for each name: the requested or preferred one, or one that no outgoing connection takes."""
+    """Return a free port for each name: the requested or preferred port, or a port outside the ephemeral range."""
     if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
     ports: dict[str, int] = {}
@@ -42,7 +42,7 @@ def allocate(options: Options) -> dict[str, int]:
 
 
 def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Network]]:
-    """The IPv4 networks this machine routes to, except the default and those of `ignore_device`."""
+    """The IPv4 networks this machine routes to, except the default route and networks of `ignore_device`."""
     routes = json.loads(run(["ip", "-json", "-4", "route", "show"]).stdout or "[]")
     return [
         (route.get("dev", "?"), ipaddress.IPv4Network(route["dst"], strict=False))

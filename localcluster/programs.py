@@ -84,7 +84,7 @@ def is_network_trouble(output: str) -> bool:
 
 
 def ensure(names: Iterable[str], steps: Steps) -> Path:
-    """Builds what is missing among `names` and returns the folder that holds them all."""
+    """Build the missing programs of `names`, and return the folder that holds all of them."""
     names = list(names)
     folder = cache_root() / "bin" / cache_key(go_version())
     if all((folder / name).exists() for name in names):

@@ -47,7 +47,7 @@ class Steps:
     Args:
         quiet: print nothing, for tests that start many clusters.
         console: where to print; standard error by default, so that output stays usable in a pipe.
-        interval: least seconds between two lines about the activity of a step where no live display is possible.
+        interval: minimum seconds between two lines about the activity of a step if no live display is possible.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Steps:
 
     @contextmanager
     def step(self, title: str, *, expect: str = "") -> Iterator[Step]:
-        """Times a step and prints its line. `expect` warns of a long one where no live display can."""
+        """Times a step and prints its line. `expect` announces a long step if there is no live display."""
         live = self._enter()
         task = live.add_task(escape(title), total=None) if live else None
         if live is None and expect:

@@ -66,7 +66,7 @@ def kubeconfig(settings: Settings, layout: Layout, *, identity: str, server: str
 
 
 def audit_policy() -> str:
-    """Return an audit policy: log the metadata of requests of service accounts, except those of Kubernetes."""
+    """Return an audit policy: log the metadata of requests of service accounts, except Kubernetes' own accounts."""
     return yaml.safe_dump(
         {
             "apiVersion": "audit.k8s.io/v1",

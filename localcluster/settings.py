@@ -84,7 +84,7 @@ class Node:
 
     @property
     def suffix(self) -> str:
-        """Distinguishes the names of this node's components and certificates from those of node 1."""
+        """Suffix that distinguishes names of components and certificates of this node from the names of node 1."""
         return "" if self.index == 1 else f"-{self.index}"
 
 

@@ -25,7 +25,7 @@ def run(
     check: bool = True,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; with `check`, a failure raises with the last lines of what it said."""
+    """Runs a program to its end; with `check`, a failure raises an error with the last lines of its output."""
     argv = [str(part) for part in command]
     result = subprocess.run(
         argv,

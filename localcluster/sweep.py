@@ -139,7 +139,7 @@ def _remove_state(layout: Layout, *, purge: bool) -> None:
 
 
 def _clear(folder: Path, *, keep: Collection[Path]) -> None:
-    """Remove the contents of a folder except `keep`, and the folder if it is empty then."""
+    """Remove the contents of a folder except `keep`. Then remove the folder if it is empty."""
     for path in folder.iterdir():
         if path not in keep:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

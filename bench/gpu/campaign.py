@@ -80,7 +80,9 @@ def run_in_process(step: str, box: float, campaign: Campaign, arguments: list[st
 
 
 def drive(campaign: Campaign, steps: list[str], boxes: dict[str, float], arguments: list[str]) -> None:
-    """Run `steps` one after another until campaign.box seconds have passed. arguments: of each step's process."""
+    """Run `steps` in order until campaign.box seconds have passed. arguments: command-line arguments of each step's
+    process.
+    """
     begun = time.monotonic()
     campaign.emit("begin", seconds=campaign.box, steps=steps, dry=campaign.dry)
     for step in steps:

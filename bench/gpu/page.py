@@ -116,7 +116,7 @@ def unfinished(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield the tables of a step: one for rows whose figures have the same names, one for all that are alone."""
+    """Yield the tables of a step: one per group of rows whose figures have the same names, one for all other rows."""
     alone: list[list[str]] = []
     for group in _groups([(row["name"], figures) for row in rows if (figures := _figures(row))]):
         if len(group) == 1:
@@ -143,7 +143,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def _groups(cells: Sequence[tuple[str, dict[str, str]]]) -> list[list[tuple[str, dict[str, str]]]]:
-    """Return the cells in groups: each measures one thing by the batch, or follows a cell with the same figures."""
+    """Return the cells in groups: one measurement at several batches, or consecutive cells with the same figures."""
     kinds = {_kind(name): index for index, (name, _) in reversed(list(enumerate(cells)))}
     groups: list[list[tuple[str, dict[str, str]]]] = []
     for name, figures in sorted(cells, key=lambda cell: kinds[_kind(cell[0])]):
@@ -161,7 +161,7 @@ def _kind(name: str) -> str:
 
 
 def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
-    """Return a table with a column per batch, of cells with one figure."""
+    """Return a table of cells with one figure each: one column per batch."""
     matches = {name: _BATCH.fullmatch(name) for name, _ in group}
     batches = list(dict.fromkeys(match[2] for match in matches.values() if match is not None))
     lines: dict[str, dict[str, str]] = {}
@@ -174,7 +174,7 @@ def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
 
 
 def _figures(row: Row) -> dict[str, str]:
-    """Return the figures of a row as text. The members of an object are figures of their own."""
+    """Return the figures of a row as text. Each member of an object becomes a separate figure."""
     figures: dict[str, str] = {}
     for key, value in row.items():
         name = re.sub(r"^c\d+_", "", key).replace("_", " ")  # of `megatron bench serve`, by clients

@@ -27,18 +27,18 @@ class Sizes:
     max_sequence_length:  tokens of a sequence, prompt and answer.
     kv_cache_mib:         memory of the KV cache of the engines in one process.
     batches:              rows of the measured decode steps and matrix products, rising.
-    prompt_tokens, new_tokens: of a request of the decode cells.
+    prompt_tokens, new_tokens: tokens of a request in the decode cells.
     prefill_tokens:       tokens of the long prompt.
     short_prompts:        tokens of the prompts whose time to the first token is measured.
     turns:                repetitions of a cell.
     steps:                measured steps of a cell.
-    contexts, split_tokens: of decode attention: cached tokens per sequence, and minimum number of tokens per program.
+    contexts, split_tokens: for decode attention, cached tokens per sequence, and minimum number of tokens per program.
     stagings:             how often weights are staged during captures.
     copy_elements, product_side: sizes of the copy and the matrix product that measure the device's rates.
     server_kv_cache_mib:  memory of the KV cache of an engine behind the server.
     threads:              CPU threads of an engine behind the server.
     streams, stream_tokens: open streams of the server's cells, and tokens of each answer.
-    clients, requests_per_client, answer_tokens: of `megatron bench serve`.
+    clients, requests_per_client, answer_tokens: load of `megatron bench serve`.
     """
 
     max_rows: int = 64
@@ -117,7 +117,7 @@ DRY_SIZES = Sizes(
 class Campaign:
     """A step of a campaign, or its driver.
 
-    folder: of the results and logs.
+    folder: folder of the results and logs.
     step:   its name in the results.
     dry:    runs on the CPU, with the shapes of small models.
     model:  reference of the server's model.
@@ -136,7 +136,7 @@ class Campaign:
         return "cpu" if self.dry else "cuda"
 
     def emit(self, name: str, **figures: Any) -> None:
-        """Add a line to the results. It is on disk when this returns, because the machine may be taken away."""
+        """Add a line to the results and flush it to disk, because the machine may be lost at any time."""
         line = append_line(
             self.folder / RESULTS, {"step": self.step, "name": name, "time": round(time.time(), 1), **figures}
         )

@@ -69,7 +69,7 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], log: P
 class Fleet:
     """A coordinator, a server and engines on this machine.
 
-    dtype:   of the engines.
+    dtype:   number format of the engines.
     backend: options that choose and configure it.
     """
 
@@ -137,7 +137,7 @@ class Streams:
     """Greedy streams over HTTP.
 
     texts:  answers so far.
-    times:  of all events, in seconds.
+    times:  times of all events, in seconds.
     failed: errors.
     """
 
@@ -213,14 +213,14 @@ def server(campaign: Campaign) -> None:
 
 
 def vllm(campaign: Campaign) -> None:
-    """Do the same with engines of vLLM, without CUDA graphs, in float32."""
+    """Run the step `server` with vLLM engines, without CUDA graphs, in float32."""
     if (campaign := _for_vllm(campaign)) is not None:
         backend = ("--backend", "vllm", "--vllm-arguments", '{"enforce_eager": true}')
         asyncio.run(_server(Fleet(campaign=campaign, dtype="float32", backend=backend)))
 
 
 def vllm_serve(campaign: Campaign) -> None:
-    """Run `megatron bench serve` on `megatron serve` with an engine of vLLM as its defaults make it, in bfloat16."""
+    """Run `megatron bench serve` on `megatron serve` with a vLLM engine with default settings, in bfloat16."""
     if (campaign := _for_vllm(campaign)) is not None:
         _bench_serve(Fleet(campaign=campaign, dtype="bfloat16", backend=("--backend", "vllm")))
 

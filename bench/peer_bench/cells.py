@@ -161,7 +161,7 @@ def measure(
 
 
 def wait_until_idle() -> None:
-    """Wait for work that goes on after a start or a request, such as threads of a peer that spin for a second."""
+    """Wait for work that continues after a start or a request, such as threads of a peer that spin for a second."""
     end, cpus = time.perf_counter() + _IDLE_LIMIT, psutil.cpu_count() or 1
     while psutil.cpu_percent(_IDLE_INTERVAL) / 100 * cpus > _IDLE_CPU and time.perf_counter() < end:
         pass
@@ -181,7 +181,7 @@ def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> N
 
 
 def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:
-    """Measure the peak memory of one short answer in a new process, without that of the interpreter and torch."""
+    """Measure the peak memory of one short answer in a new process, minus the memory of the interpreter and torch."""
     for engine in group:
         engine.run_guarded(lambda engine=engine: _measure_memory(engine, cpus))  # type: ignore[misc]
 

@@ -23,7 +23,9 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One engine. cpus: of all its threads. ready: seconds and memory of its start (see peer_workers/worker.py)."""
+    """One engine process. cpus: CPUs of all its threads. ready: seconds and memory of its start
+    (peer_workers/worker.py).
+    """
 
     def __init__(self, command: Sequence[str], *, cpus: set[int]) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process

@@ -1,4 +1,4 @@
-"""What was measured, as a JSON document and a plot beside it."""
+"""The results, as a JSON document and a plot next to it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Report:
         return spent[self._times._fields.index("steal")] / max(sum(spent), 1e-9)
 
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
-        """Yield a row for each cell: our figure, that of the best peer, and the ratio; above 1 ours is better."""
+        """Yield a row for each cell: our figure, the best peer's figure, and their ratio. Above 1, ours is better."""
         ours = next(engine for engine in part.engines if engine.name == OURS)
         for cell in CELLS:
             if cell.name not in ours.figures:
@@ -129,8 +129,8 @@ class Report:
 def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
     """Return the figures of an engine and, of a peer, how many times better ours is.
 
-    The ratio is the median of those of the turns. A host may give a virtual machine memory of different rates, so only
-    turns in which both engines met the same rate count, if there are enough.
+    The ratio is the median of the ratios of the turns. The memory rate of a virtual machine may change, so only turns
+    in which both engines had the same rate count, if there are enough of them.
     """
     values = engine.figures[cell.name]
     entry: dict[str, Any] = {

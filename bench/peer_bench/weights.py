@@ -1,4 +1,4 @@
-"""The same weights in the file formats of the engines."""
+"""Writes the same weights in the file formats of all engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _FILE_TYPES = {
 class BenchModel:
     """A model of the comparison. The output layer shares its parameters with the embedding.
 
-    layer_parameters: of all layers. head_parameters: of the output layer. layer_type: of 4-bit matrices.
+    layer_parameters: parameters of all layers. head_parameters: parameters of the output layer.
+    layer_type: type of 4-bit matrices.
     """
 
     layer_parameters: int

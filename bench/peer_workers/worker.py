@@ -21,7 +21,7 @@ def serve(load: Callable[[], tuple[Generate, int]], *, libraries: Sequence[str],
 
     load:      returns a function that generates, and the size of the vocabulary.
     platform:  a library that is imported first and whose time and memory are not attributed to the engine.
-    libraries: of the engine, imported before the load begins.
+    libraries: libraries of the engine, imported before the load begins.
     """
     # Libraries print to standard output, so answers are written to a copy of its descriptor.
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -20,7 +20,7 @@ from megatron_kernels.swiglu import swiglu
 
 
 def bytes_moved(tokens: int, experts: int, *, hidden: int, width: int, element_size: int) -> int:
-    """experts: number of experts that at least one token has chosen."""
+    """Return the bytes that a call reads and writes. experts: number of experts that at least one token has chosen."""
     return (experts * 3 * hidden * width + 2 * tokens * hidden) * element_size
 
 

@@ -52,8 +52,8 @@ def _expert_product(
     DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Rows of x are tokens, rows of out places. TO_PAIRS: rows of x are places, rows of out pairs, multiplied by their
-    weights."""
+    """Multiply tiles of x by the matrices of their experts. By default, the rows of x are tokens, and the rows of out
+    places. TO_PAIRS: the rows of x are places, and the rows of out pairs, which are multiplied by their weights."""
     start = tl.program_id(0) * PLACES
     if start >= tl.load(starts + num_experts):
         return
@@ -94,11 +94,7 @@ def moe_experts(
     first: int = 0,
     alignment: int,
 ) -> torch.Tensor:
-    """As the reference.
-
-    Raises:
-        ValueError: matrices that are not contiguous, or an alignment that is not the tile size of a product.
-    """
+    """Compute the same as `moe_experts.moe_experts`."""
     if not (gate_up_XGD.is_contiguous() and down_XDF.is_contiguous()):
         raise ValueError("the experts' matrices must be contiguous: stack them")
     if alignment < 16 or alignment & (alignment - 1):

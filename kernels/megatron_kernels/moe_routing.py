@@ -16,11 +16,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """weights_TJ, experts_TJ: by descending probability; among equals, the lower expert comes first.
+    """The experts of each token, and the (token, expert) pairs grouped by expert.
+
+    weights_TJ, experts_TJ: in descending order of probability; the lower expert number wins a tie.
     counts_N:   pairs of each expert.
     starts_M:   M = N + 1: the start of each expert's part of `order_R`, and the end of the last part.
-    order_R:    numbers t * J + j of the pairs, expert by expert, in the order of tokens; -1 pads each part to the
-                alignment, and fills the rest after starts_M[-1].
+    order_R:    pair numbers t * J + j, sorted by expert, then by token. Padded with -1: each part up to the
+                alignment, and all elements after starts_M[-1].
     places_TJ:  index of each pair in `order_R`.
     """
 

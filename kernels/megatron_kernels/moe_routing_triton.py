@@ -212,11 +212,7 @@ def _place(
 
 
 def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, alignment: int = 1) -> Routing:
-    """As the reference.
-
-    Raises:
-        ValueError: `top_k` exceeds the number of experts.
-    """
+    """Compute the same as `moe_routing.moe_routing`."""
     tokens, num_experts = logits_TN.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k}: must be from 1 to the {num_experts} experts")

@@ -152,7 +152,7 @@ def paged_decode(
     window: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
-    """As the reference. tuning: None uses the tuning of the shape."""
+    """Compute the same as `paged_decode.paged_decode`. tuning: None uses the default tuning for the shape."""
     check_attention(q_BHC, cache_PXE, num_kv_heads)
     batch, num_heads, head_dim = q_BHC.shape
     if tuning is None:

@@ -159,7 +159,7 @@ def paged_prefill(
     window: int | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
-    """As the reference. tuning: None uses the tuning of the shape."""
+    """Compute the same as `paged_prefill.paged_prefill`. tuning: None uses the default tuning for the shape."""
     check_attention(q_THC, cache_PXE, num_kv_heads)
     tokens, num_heads, head_dim = q_THC.shape
     batch, group = len(lengths_B), num_heads // num_kv_heads

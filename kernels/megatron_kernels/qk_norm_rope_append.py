@@ -34,11 +34,11 @@ def qk_norm_rope_append(
 ) -> None:
     """Overwrite the queries of `qkv_TQ`, and write keys and values to the cache. The keys of `qkv_TQ` do not change.
 
-    cos_TF, sin_TF: of the tokens' angles; rows may be strided, so that they can be views of a wider table.
+    cos_TF, sin_TF: cosine and sine of the tokens' angles; rows may be strided, so they can be views of a wider table.
     slots_T:        cache row of each token, page * X + offset; padding has a negative one and is not written.
     q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2 they are [H C] and
                         [K C], of RMSNorm over all heads.
-    mean_squares_T2:    float32, contiguous: of each token's queries and of its keys, over all heads of the model.
+    mean_squares_T2:    float32, contiguous: mean squares of each token's queries and keys, over all heads of the model.
     """
     heads_TNC = qkv_TQ.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q_THC, k_TKC, v_TKC = heads_TNC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)

@@ -110,11 +110,7 @@ def qk_norm_rope_append(
     mean_squares_T2: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
-    """As the reference.
-
-    Raises:
-        ValueError: one norm without the other, or sizes that do not fit.
-    """
+    """Compute the same as `qk_norm_rope_append.qk_norm_rope_append`."""
     num_all = num_heads + 2 * num_kv_heads
     half = cos_TF.shape[1]
     if qkv_TQ.shape[1] != num_all * 2 * half:

@@ -86,7 +86,12 @@ PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """kind: GGML type number. shape: (N, K). blocks_NB: uint8, a view of the file if possible."""
+    """A matrix in a quantized format of GGUF.
+
+    kind:      GGML type number.
+    shape:     (N, K).
+    blocks_NB: uint8, a view of the file if possible.
+    """
 
     kind: int
     shape: tuple[int, int]

@@ -310,7 +310,7 @@ def sample(
     positions_N: torch.Tensor,
     processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference. processed_NV must be contiguous."""
+    """Compute the same as `sampling.sample`. processed_NV must be contiguous."""
     rows, vocabulary = logits_NV.shape
     tokens_N = torch.empty(rows, dtype=torch.int32, device=logits_NV.device)
     log_probs_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)

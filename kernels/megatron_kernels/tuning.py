@@ -20,7 +20,11 @@ compares other values."""
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """block: elements of a program. num_warps: warps of a program."""
+    """Launch parameters of an element-wise kernel.
+
+    block:     elements per program.
+    num_warps: warps per program.
+    """
 
     block: int
     num_warps: int
@@ -28,8 +32,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """block_tokens: cached tokens of one product. splits: programs per sequence. split_tokens: minimum number of tokens
-    per program, a multiple of block_tokens.
+    """Launch parameters of paged_decode.
+
+    block_tokens: cached tokens per matrix product.
+    splits:       programs per sequence.
+    split_tokens: minimum number of tokens per program, a multiple of block_tokens.
     """
 
     block_tokens: int
@@ -41,7 +48,11 @@ class DecodeTuning:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """block_queries: new tokens of a program. block_tokens: cached tokens of one product."""
+    """Launch parameters of paged_prefill.
+
+    block_queries: new tokens per program.
+    block_tokens:  cached tokens per matrix product.
+    """
 
     block_queries: int
     block_tokens: int
@@ -51,7 +62,11 @@ class PrefillTuning:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """columns: columns of a program's result. depth: values of a row in one product."""
+    """Launch parameters of moe_experts.
+
+    columns: result columns per program.
+    depth:   values of a row per matrix product.
+    """
 
     columns: int
     depth: int
@@ -132,7 +147,7 @@ def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def expert_tile(places: int) -> ExpertTile:
-    """Return the tile of the experts' products, given its number of places."""
+    """Return the tile of the experts' matrix products, given its number of rows."""
     if places <= MIN_DOT_ROWS:
         return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
     return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)

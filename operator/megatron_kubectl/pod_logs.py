@@ -104,7 +104,7 @@ def read_log(
 def merged(
     client: ResourceClient, pods: Sequence[Mapping[str, Any]], *, tail: int | None, previous: bool, errors: list[str]
 ) -> Iterator[Line]:
-    """Yield the lines that the logs have now, by time. A log that cannot be read is added to `errors`."""
+    """Yield the present lines of all logs, in order of time. A log that cannot be read is added to `errors`."""
 
     def lines(pod: Mapping[str, Any]) -> Iterator[Line]:
         try:
@@ -142,7 +142,9 @@ class LogFollower:
             self._lines.put(error)
 
     def _watch(self) -> None:
-        """Follow each container once, from its start; those that run already from their last lines."""
+        """Follow each container once. Containers that run already are followed from their last lines, others from their
+        start.
+        """
         path = POD.path(self._client.namespace)
         selector = f"{LABEL_INSTANCE}={self._selection.resource}"
         tail = self._tail

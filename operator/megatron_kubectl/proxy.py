@@ -221,7 +221,9 @@ class KubectlProxy:
 
 
 def rejection(code: int, text: bytes, *, about: str) -> ClusterError:
-    """Return the error of an answer: the API server's Status, or the text of the proxy, which has no answer."""
+    """Return the error of an answer: the API server's Status, or the error text of the proxy if the API server did not
+    answer.
+    """
     try:
         status = json.loads(text)
         message = str(status["message"])

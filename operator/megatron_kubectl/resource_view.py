@@ -32,7 +32,7 @@ def is_settled(resource: Mapping[str, Any]) -> bool:
 
 
 def summary(resource: Mapping[str, Any]) -> Object:
-    """Return what the list of resources shows of one resource."""
+    """Return the fields of one resource for the list of resources."""
     metadata, spec, status = resource["metadata"], resource.get("spec") or {}, resource.get("status") or {}
     known = conditions(resource)
     degraded = known.get("Degraded", {})
@@ -51,7 +51,7 @@ def summary(resource: Mapping[str, Any]) -> Object:
 
 
 def label(item: Mapping[str, Any], name: str) -> str:
-    """Return a label of an object; empty if it has none."""
+    """Return a label of an object; empty if the label is not set."""
     return str((item["metadata"].get("labels") or {}).get(name, ""))
 
 

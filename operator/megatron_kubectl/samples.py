@@ -66,7 +66,7 @@ class PodMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """One engine at one time. None: its page does not have the metric, or there is no earlier page for a rate.
+    """One engine at one time. None: its metrics page lacks the metric, or a rate has no earlier page to compare with.
 
     queued_tokens:   prompt tokens that are not computed and not in the prefix cache; only of native engines.
     prefix_hit_rate: share of the looked-up prompt tokens found in the prefix cache since the engine started.
@@ -85,7 +85,7 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A resource at one time. Latencies are quantiles in seconds over the interval; None without requests.
+    """Metrics of a resource at one time. Latencies are quantiles in seconds over the interval; None without requests.
 
     at: Unix time. queued: requests that wait in the coordinator.
     """
@@ -222,7 +222,7 @@ def sample_pods(
     pods: Mapping[str, tuple[str, str]],
     pages: Mapping[str, PodMetrics],
 ) -> tuple[Sample, dict[str, PodMetrics]]:
-    """Return the sample of one interval, and the pages that are `before` of the next one.
+    """Return the sample of one interval, and the pages to pass as `before` for the next interval.
 
     Args:
         pods:  component and name of each pod, from metrics_key().

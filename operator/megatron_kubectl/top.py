@@ -109,7 +109,7 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
 def imbalance(sample: Object) -> list[str]:
     """Return a line about engines whose queues of prompt tokens differ widely; none without a cause to act.
 
-    sample: of Sampler.take().
+    sample: result of Sampler.take().
     """
     queues = sorted(
         (engine["queuedTokens"], engine["name"]) for engine in sample["engines"] if engine["queuedTokens"] is not None

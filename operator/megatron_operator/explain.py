@@ -49,7 +49,7 @@ def explanation(resource: Mapping[str, Any], operators: str | None = None) -> li
 
 
 def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], operators: str | None = None) -> list[str]:
-    """Return the chain from the resource down to the pod, scheduler or rank that it waits for, one step per line.
+    """Return the chain of causes from the resource down to the pod, scheduler or rank that it waits for, one per line.
 
     Engines in the same state for the same reason share one entry. operators: as in explanation().
     """

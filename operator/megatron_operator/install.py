@@ -112,7 +112,7 @@ def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Man
 
 
 def _cluster_name(namespace: str) -> str:
-    """Return the name of the operator's objects of the cluster, which an operator in another namespace does not use."""
+    """Return the name of the operator's cluster-scoped objects. An operator in another namespace uses another name."""
     return f"{NAME}:{namespace}:{LABELS['app.kubernetes.io/instance']}"
 
 

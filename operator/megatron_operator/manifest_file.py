@@ -40,11 +40,11 @@ class ResourceFile:
         return RenderContext(self.name, self.namespace or DEFAULT_NAMESPACE, self.uid or NO_UID, self.spec, settings)
 
     def present_context(self, settings: Settings) -> RenderContext:
-        """Return the context of the children as they are: of the recorded release."""
+        """Return the context that renders the children as they are now, with the recorded release."""
         return self.context(settings if self.release is None else self.release.settings(settings))
 
     def applied_to(self, present: ResourceFile) -> ResourceFile:
-        """Return this resource as it is after its file is applied to a present one.
+        """Return the resource as it would be after its file is applied to an existing resource.
 
         Raises:
             ResourceFileError: it is another resource.

@@ -60,7 +60,7 @@ def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
 def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now: datetime) -> str | None:
     """Return the problem with the operators of a namespace: none runs, or several do. None if exactly one runs.
 
-    leases: of all operators in the cluster; None if the user may not list them.
+    leases: Leases of all operators in the cluster; None if the user may not list them.
     now: current time of the API server.
     """
     if leases is None:

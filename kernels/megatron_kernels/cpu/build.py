@@ -56,7 +56,7 @@ class BuildError(OSError):
 
 
 def library() -> Path:
-    """Return the path of the library, which is built now if it is not present. Raises BuildError."""
+    """Return the path of the library. Build it if it does not exist. Raises BuildError."""
     name = f"libmegatron_cpu-{_digest()}.so"
     packaged, cached = _HERE / name, _cache_folder() / name
     if packaged.is_file():

@@ -27,7 +27,7 @@ SILU, GELU_TANH = range(2)
 
 
 class InstructionSetError(ValueError):
-    """ISA_VARIABLE names an instruction set that this CPU lacks. The message names the value and the allowed ones."""
+    """ISA_VARIABLE names an instruction set that this CPU lacks. The message names the value and the allowed values."""
 
 
 class Matrix(ctypes.Structure):
@@ -164,7 +164,7 @@ def _load() -> ctypes.CDLL:
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Return the instruction sets of the library that this CPU has, the best one first; "portable" is the last one."""
+    """Return the instruction sets of the library that this CPU supports, best first. "portable" is last."""
     loaded, names, number = _load(), [], 0
     while (name := loaded.megatron_instruction_set(number)) is not None:
         if loaded.megatron_runs(name):
@@ -179,7 +179,7 @@ def instruction_set() -> str:
 
 
 def select_instruction_set(available: tuple[str, ...], environment: Mapping[str, str]) -> str:
-    """Return the best available instruction set, or the one that ISA_VARIABLE names. Raises InstructionSetError."""
+    """Return the instruction set that ISA_VARIABLE names, or the best available. Raises InstructionSetError."""
     name = environment.get(ISA_VARIABLE) or available[0]
     if name not in available:
         raise InstructionSetError(

@@ -163,7 +163,7 @@ def pack(
 
 
 def join(parts: Sequence[PackedMatrix], memory: WeightMemory | None = None) -> PackedMatrix:
-    """Return one contiguous matrix of the rows of `parts`, which have one format: a view if they are adjacent in one
+    """Return one contiguous matrix with the rows of `parts`, which share a format: a view if they are adjacent in one
     storage, else a copy.
     """
     first = parts[0]

@@ -98,9 +98,12 @@ class RejectedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """port: where it listens. namespace: shown first; empty means all. context: of the kubeconfig, as shown.
+    """Settings of the dashboard.
 
-    verb_seconds: time in which a verb is sent to the API server and answered, else it is not executed.
+    port:         port on which the dashboard listens.
+    namespace:    namespace that is shown first; empty means all.
+    context:      name of the kubeconfig context, for display.
+    verb_seconds: timeout of a verb, until the API server has answered.
     """
 
     port: int
@@ -197,7 +200,7 @@ class Dashboard:
         await self._observers.close()
 
     async def list_resources(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield the resources of a namespace, or of all: first all of them, then each change."""
+        """Yield the resources of a namespace, or of all namespaces: first the complete list, then each change."""
         namespace = _dns_name(request, "namespace") if request.get("namespace") else None
         async for change in watch(self._api, RESOURCE.path(namespace), {}):
             if change.error is not None:

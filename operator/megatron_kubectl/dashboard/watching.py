@@ -41,7 +41,7 @@ MAX_PAGE_BYTES = 4 << 20
 
 
 def detail(resource: Mapping[str, Any]) -> Object:
-    """Return what the page of one resource shows of it. specText: its spec in YAML, for the editor."""
+    """Return the data of one resource for its page. specText: the spec as YAML, for the editor."""
     spec = dict(resource.get("spec") or {})
     return {
         **summary(resource),

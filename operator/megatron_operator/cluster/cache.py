@@ -138,7 +138,7 @@ class ResourceCache:
         }
 
     def pods(self) -> tuple[PodView, ...]:
-        """Return the pods of the resource's children, and those without a controller, which may adopt them."""
+        """Return the pods of the resource's children, and pods without a controller, which the children may adopt."""
         pods = [
             replace(seen, deleting=True) if seen.uid in self._deleted else seen
             for seen in self._known_pods().values()
@@ -147,7 +147,7 @@ class ResourceCache:
         return tuple(sorted(pods, key=lambda pod: pod.name))
 
     def _is_ours(self, pod: PodView) -> bool:
-        """Return whether the controller of a pod, if it has one, is the resource or one of its workloads."""
+        """Return whether a pod has no controller, or is controlled by the resource or one of its workloads."""
         kind, name = pod.controller
         component = {f"{self._key[1]}-{component}": component for component in (COORDINATOR, STANDBY, SERVER)}
         match kind:
@@ -159,7 +159,7 @@ class ResourceCache:
                 return not kind or pod.owner == self._uid
 
     def _known_pods(self) -> dict[str, PodView]:
-        """Return the pods that the watch shows, and those that this process created and that it does not show yet."""
+        """Return the pods in the watch, plus pods that this process created and the watch does not show yet."""
         shown = {seen.uid: seen for seen in self._index.pods.get(self._key, ())}
         self._created = {uid: seen for uid, seen in self._created.items() if uid not in shown}
         return {**self._created, **shown}
@@ -175,7 +175,7 @@ class ResourceCache:
         return self._clock() - min(since) if since else 0.0
 
     def lagging(self) -> list[ChildRef]:
-        """Return children that the watch has not shown some time after their write, and that must be read again."""
+        """Return the children that must be read again: their writes are old and still not visible in the watch."""
         self._merged()
         limit = self._clock() - WATCH_LAG_SECONDS
         return [ref for ref, written in self._written.items() if written.at < limit]
@@ -202,7 +202,9 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """Record the answer to an apply: it is current, and verified while the operator owns the same fields."""
+        """Record the answer to an apply. It is the current version, and stays verified while the operator owns the same
+        fields.
+        """
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
         again = last is not None and (last.uid, last.manifest) == (child.uid, manifest)

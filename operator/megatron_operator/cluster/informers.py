@@ -126,7 +126,7 @@ class Informers:
                 group.create_task(self._follow(POD, namespace, POD_SELECTOR, self._pods, _project_pod))
 
     async def listed(self) -> None:
-        """Wait until every kind is listed, or known to be not watchable."""
+        """Wait until every kind has been listed, or is known not to be watchable."""
         await asyncio.gather(*(event.wait() for event in self._settled.values()))
 
     def denied(self, namespace: str) -> dict[str, str]:

@@ -79,7 +79,7 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
 
 
 def new_resource_keys(admin: KeyPair, *, has_trainer: bool = False) -> dict[str, str]:
-    """Return the entries of a new `NAME-keys`: three pairs, that of a trainer, and the public half of the admin key."""
+    """Return the entries of a new `NAME-keys`: three key pairs, the key pair of a trainer, and the public admin key."""
     files = generate_key_files(roles=("server", "engine", "client", *((TRAINER,) if has_trainer else ())))
     return {**files, "admin.pub": admin.public.decode()}
 
@@ -94,7 +94,7 @@ def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, sinc
 
 
 def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Object | None:
-    """Return the merge patch, with preconditions, that replaces keys that cannot be read by new ones; None if they can
+    """Return the merge patch, with preconditions, that replaces unreadable keys by new keys; None if they can
     be read."""
     try:
         keys_view(secret, admin)
@@ -107,7 +107,7 @@ def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generati
 
 
 def adoption_patch(secret: Object, ctx: RenderContext) -> Object:
-    """Return the merge patch, with preconditions, that makes a resource the owner of a Secret without one."""
+    """Return the merge patch, with preconditions, that makes a resource the owner of a Secret without an owner."""
     return {"metadata": {**_preconditions(secret), "ownerReferences": [owner_reference(ctx)]}}
 
 

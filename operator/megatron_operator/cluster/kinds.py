@@ -99,5 +99,5 @@ _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
 def kind_of(api_version: str, kind: str) -> ObjectKind:
-    """Return the entry of a kind of the table."""
+    """Return the ObjectKind of an API version and kind. Raises KeyError for an unknown pair."""
     return _BY_NAME[api_version, kind]

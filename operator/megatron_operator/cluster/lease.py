@@ -35,7 +35,7 @@ MAX_TERM = 1 << 32
 
 
 class LeadershipLostError(RuntimeError):
-    """This process is no longer the leader and must exit; another one may write already."""
+    """This process is no longer the leader and must exit. Another leader may be writing already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class LeaseSettings:
 
     @property
     def renew_deadline(self) -> float:
-        """Validity of a renewal for its holder, in seconds: `duration` less more than the request timeout."""
+        """Validity of a renewal for its holder, in seconds: `duration` minus more than the request timeout."""
         return self.duration * 2 / 3
 
     @property
@@ -112,7 +112,7 @@ class Elector:
             )
 
     def write_seconds(self) -> float:
-        """Check leadership. Return the timeout of a write, in seconds: until another process may lead.
+        """Check leadership. Return the timeout of a write: the seconds until another process may lead.
 
         Raises:
             LeadershipLostError: the last renewal has expired.

@@ -76,7 +76,7 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 class _BoundedLines:
-    """A stream that is read line by line, as a watch is, or whole."""
+    """A stream that is read line by line, like a watch, or as a whole."""
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self._stream = stream

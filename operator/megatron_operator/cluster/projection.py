@@ -1,4 +1,4 @@
-"""Projection of watched objects: the fields that decisions read, and those that identify a version."""
+"""Projection of watched objects: the fields that decisions read, and the fields that identify a version."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def find_resource(name: str, *, namespace: str | None, context: str | None
 async def explain_resource(name: str, *, namespace: str | None, context: str | None) -> list[str]:
     """Return what a resource waits for, as `explain.causes`.
 
-    namespace: None means that of the context.
+    namespace: None means the namespace of the context.
 
     Raises:
         LookupError: there is no such resource.

@@ -46,7 +46,7 @@ class WatchAges:
 
     @property
     def silent_seconds(self) -> float:
-        """How long the oldest watch is overdue, in seconds; 0 if none is. Denied ones are none."""
+        """How long the oldest watch is overdue, in seconds; 0 if no watch is overdue. Denied watches do not count."""
         oldest = min((at for path, at in self._started.items() if path not in self._rejected), default=None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest - self._due)
 
@@ -58,7 +58,7 @@ class WatchAges:
         return {watched(path): error for path, (since, error) in rejected if since <= before}
 
     def asked(self, path: str) -> None:
-        """Record the request of a watch. One that was never accepted counts from its first request."""
+        """Record the request of a watch. The age of a watch that was never accepted counts from its first request."""
         self._started.setdefault(path, self._clock())
 
     def accepted(self, path: str) -> None:
@@ -103,7 +103,7 @@ class WatchAges:
 
 
 class DeniedError(aiohttp.ClientConnectionError):
-    """The server does not allow to list or watch a collection."""
+    """The server does not allow this operator to list or watch a collection."""
 
 
 def watched(path: str) -> Watched:

@@ -23,8 +23,12 @@ _GONE = 410
 
 @dataclass(frozen=True, slots=True)
 class CollectionChange:
-    """Change of a collection. `set` has all its objects; `put` and `delete` one; `open`, that the server has accepted a
-    watch, and `error` none."""
+    """Change of a collection.
+
+    kind:    "set": all objects; "put", "delete": one object; "open": the server has accepted a watch; "error": the
+             request failed.
+    objects: the objects; empty for "open" and "error".
+    """
 
     kind: Literal["set", "put", "delete", "open", "error"]
     objects: list[Any]

@@ -41,8 +41,9 @@ class NotOwnedError(KubeApiError):
 class Writer:
     """The operator's writes.
 
-    guard: called before every request. Returns its timeout in seconds, None for that of the API client, so that it does
-        not take effect when another process leads. Raises if this process is not the leader.
+    guard: called before every request. Returns the timeout of the request in seconds, so that the request does not take
+        effect when another process leads; None means the default of the API client. Raises if this process is not
+        the leader.
     count: called with the verb and kind of every request that reached the server.
     """
 
@@ -169,7 +170,7 @@ def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
 
 
 def _onto_nothing(manifest: Manifest) -> Manifest:
-    """Return the manifest for an object that must not exist: any existing one has another version and is a conflict."""
+    """Return the manifest for an object that must not exist yet. If it exists, the server returns a conflict."""
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}
 
 

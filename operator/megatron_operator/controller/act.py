@@ -142,7 +142,7 @@ class Actor:
         return True
 
     async def _apply_all(self, actions: Sequence[ApplyChild], resource: SeenResource) -> bool:
-        """Apply the children that pods refer to concurrently, then those that create pods."""
+        """Apply concurrently the children that pods refer to, then the children that create pods."""
         for workloads in (False, True):
             wave = [action for action in actions if (action.ref.kind in WORKLOADS) is workloads]
             applies = (self._accepted(self._apply(action, resource), action.ref, action.hash) for action in wave)

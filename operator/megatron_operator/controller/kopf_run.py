@@ -94,7 +94,7 @@ class WatchesEndedError(Exception):
 
 
 class KopfRun:
-    """show: see build_registry()."""
+    """Runs kopf with the watches of the operator. show: see build_registry()."""
 
     def __init__(
         self,

@@ -81,8 +81,9 @@ class Metrics:
     ) -> None:
         """Register the metrics that are read at each scrape.
 
-        readings: of the resources. denied: API resource and namespace of each watch that the server rejects. standby:
-        the Lease that this process waits for, and its holder; None if it leads.
+        readings: readings of the resources.
+        denied:   API resource and namespace of each watch that the server rejects.
+        standby:  the Lease that this process waits for, and its holder; None if it leads.
         """
         self.registry.register(_Resources(readings))
         self.registry.register(_Process(denied, standby))
@@ -97,7 +98,7 @@ class VerbClock:
         self._began: float | None = None
 
     def look(self, lifecycle: Mapping[str, Any]) -> None:
-        """Record the lifecycle of a decision before it is persisted."""
+        """Record the lifecycle state of a decision before the decision is persisted."""
         operation, phase = lifecycle.get("operationId"), lifecycle.get("phase")
         if not operation or not phase or (operation, phase) == self._seen:
             return

@@ -106,7 +106,7 @@ class ObserverSettings:
 
 
 class Cached(Generic[K, T]):
-    """The last value of one topic that is read, by key. empty: the value of a key that was not read yet."""
+    """The last values read for one topic, by key. empty: the value of a key that was not read yet."""
 
     def __init__(self, empty: T) -> None:
         self._empty = empty
@@ -394,7 +394,7 @@ class Observer:
         return {name: note for name in incomplete[:1] if (note := self._creations.get(name))}
 
     async def _failed_creation(self, name: str, resource: SeenResource) -> str:
-        """Return the last Event that says why a StatefulSet cannot create a pod; empty without one."""
+        """Return the last Event that explains why a StatefulSet cannot create a pod; empty without such an Event."""
         selector = f"reason=FailedCreate,regarding.kind=StatefulSet,regarding.name={name}"
         latest = max(await self._events(resource, selector), key=_seen_at, default=None)
         return "" if latest is None else str(latest.get("note") or "")
@@ -427,8 +427,9 @@ class Observer:
         )
 
     async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str]:
-        """Return reason and message of the last Event that says why a pod's containers are not created. Without one,
-        the last that was found."""
+        """Return reason and message of the last Event that explains why a pod's containers are not created. Without
+        one, the last that was found.
+        """
         fields = f"type=Warning,regarding.kind=Pod,regarding.name={pod.name}"
         events = [
             event
@@ -443,8 +444,8 @@ class Observer:
 
     async def _lost_nodes(self, limit: int) -> Mapping[str, datetime | None]:
         """Return the lost nodes of engines' pods whose deletion has been overdue for `limit` seconds (see
-        `World.lost_nodes`). A node counts as lost only if that was just read. One that is ready, or that the operator
-        may not read, is read again after some seconds."""
+        `World.lost_nodes`). A node counts as lost only if it was read in this pass. A node that is ready, or that
+        the operator may not read, is read again after some seconds."""
         before = datetime.now(UTC) - timedelta(seconds=limit)
         pods = (pod for pod in self._cache.pods() if pod.component == ENGINE and pod.node)
         names = {pod.node for pod in pods if pod.ends_at is not None and pod.ends_at <= before}
@@ -488,7 +489,7 @@ class Observer:
     async def objects(
         self, refs: Collection[ChildRef], *, namespace: str, seconds: float
     ) -> Mapping[ChildRef, frozenset[str] | None]:
-        """Return the keys of objects (see `World.objects`), which are read if they were read that long ago."""
+        """Return the keys of objects (see `World.objects`). Objects last read that long ago are read again."""
         self._objects.keep(refs)
         reads = (self._objects.read(ref, partial(self._read_object, ref, namespace), seconds=seconds) for ref in refs)
         return dict(zip(refs, await asyncio.gather(*reads), strict=True))
@@ -517,8 +518,8 @@ class Observer:
         await asyncio.gather(*reads)
 
     async def _read_optional_child(self, kind: ObjectKind, resource: SeenResource) -> None:
-        """Read one of them. One that the resource does not own, or that the operator may not read, counts as absent:
-        then its apply has the error."""
+        """Read one optional child. A child that the resource does not own, or that the operator may not read, counts as
+        absent. Its apply then reports the error."""
         ref = ChildRef(kind.kind, resource.name, kind.api_version)
         try:
             obj = await self._api.get(kind, resource.namespace, ref.name)

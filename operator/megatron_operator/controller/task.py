@@ -60,7 +60,7 @@ class UpdateLimit:
         self._waiting: dict[str, Callable[[], None]] = {}
 
     def may_begin(self, uid: str) -> bool:
-        """Return whether a place is free for this resource, or taken by it."""
+        """Return whether a place is free for this resource, or is held by it."""
         shown = {
             other: _phase(seen.status)
             for other, versions in self._resources().items()
@@ -119,7 +119,7 @@ class Parts:
 
 
 class ResourceTask:
-    """See the module. `wake` may be called from any code on the event loop, any number of times."""
+    """The task of one resource. `wake` may be called from any code on the event loop, any number of times."""
 
     def __init__(self, *, uid: str, key: Key, woken: asyncio.Event, parts: Parts) -> None:
         self.uid = uid
@@ -225,7 +225,7 @@ class ResourceTask:
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
     async def _is_managed_elsewhere(self, resource: SeenResource) -> bool:
-        """Return whether another operator manages the resource, or may do so. Then this one changes nothing."""
+        """Return whether another operator manages, or may manage, the resource. Then this operator changes nothing."""
         manager = str(resource.status.get("manager") or "")
         other = await self._parts.claims.other(manager)
         if bool(other) is not bool(self._manager):
@@ -359,7 +359,10 @@ def _canonical(status: object) -> str:
 
 
 class TaskSupervisor:
-    """make_task: creates a task; its argument is the event that wakes the task."""
+    """Starts and stops one task per resource.
+
+    make_task: creates a task; its argument is the event that wakes the task.
+    """
 
     def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:
         self._make_task = make_task
@@ -373,7 +376,7 @@ class TaskSupervisor:
 
     @property
     def oldest_pass_seconds(self) -> float:
-        """Age of the longest running pass in seconds; 0 without one."""
+        """Age of the longest running pass in seconds; 0 if no pass is running."""
         now = time.monotonic()
         return max((now - task.busy_since for task, _ in self._tasks.values() if task.busy_since), default=0.0)
 
@@ -384,7 +387,7 @@ class TaskSupervisor:
 
     @property
     def isolated(self) -> bool:
-        """Whether this process, and not its coordinators, is the likely cause of their silence."""
+        """Whether this process is the likely cause of the silence of its coordinators."""
         coordinators = [task.coordinator for task, _ in self._tasks.values()]
         silent = [nodes for is_silent, nodes in coordinators if is_silent]
         answering = sum(is_silent is False for is_silent, _ in coordinators)

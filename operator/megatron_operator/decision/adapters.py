@@ -109,8 +109,10 @@ class AdapterView:
 
     @cached_property
     def due(self) -> str | None:
-        """Digest of the list that SET_ADAPTERS should set now: that of the spec, or without the adapters that cannot be
-        loaded. None: the engines have it, or it failed a moment ago."""
+        """Digest of the list that SET_ADAPTERS should set now; None if the engines have it, or if it has just failed.
+
+        It is the list of the spec, or the list without the adapters that cannot be loaded.
+        """
         coordinator, failed = self.world.coordinator, self._failure
         if coordinator.adapters is None or not any(engine.serving for engine in coordinator.engines):
             return None

@@ -73,7 +73,7 @@ class Blockers:
         return Reason.COORDINATOR_STARTING, "the coordinator's pod to become ready"
 
     def server(self) -> Finding | None:
-        """Return why no OpenAI server is ready; None if one is."""
+        """Return why no OpenAI server is ready; None if a server is ready."""
         pods = self.world.component_pods(SERVER)
         if any(pod.ready and not pod.deleting for pod in pods):
             return None

@@ -12,7 +12,7 @@ from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One engine in the coordinator's list, which has no engines with a dead connection."""
+    """One engine in the coordinator's list. Engines with a dead connection are not in the list."""
 
     name: str
     """`NAME-engine-I`, from the engine's command line."""
@@ -147,7 +147,7 @@ class CoordinatorSnapshot:
 
     @property
     def steady(self) -> CoordinatorState | None:
-        """Its state if it is settled and every serving engine has the same, else None."""
+        """The coordinator's state if it is settled and every serving engine has the same state, else None."""
         if not self.reachable or self.state not in STEADY_ENGINE_STATES:
             return None
         agreeing = STEADY_ENGINE_STATES[self.state]

@@ -1,4 +1,4 @@
-"""World to Decision: upkeep, the first policy that applies, its status, Events of the changes. What may be quoted."""
+"""Turns a World into a Decision: upkeep, the first policy that applies, the status, and Events for changes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def decide(world: World) -> Decision:
 
 
 def _object_seconds(scene: Scene) -> float:
-    """Return the interval at which the objects that pods need are read: shorter while one may be missing."""
+    """Return the interval at which the objects that pods need are read. It is shorter if an object may be missing."""
     unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
     lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
     return MISSING_SECONDS if lacking else OBJECT_SECONDS
@@ -121,7 +121,7 @@ def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _is_held(action: Action, world: World) -> bool:
-    """Return whether an action must wait: its child is unknown, or it is the next apply in a fight."""
+    """Return whether an action must wait: its child is unknown, or another program contests the apply."""
     if isinstance(action, ApplyChild | DeleteChild) and action.ref.kind in world.unwatched:
         return True
     if not isinstance(action, ApplyChild) or action.ref not in world.contests:
@@ -130,7 +130,7 @@ def _is_held(action: Action, world: World) -> bool:
 
 
 def _change(action: Action, world: World) -> str:
-    """Return which child an action of the upkeep changes; empty if it only confirms what the child has."""
+    """Return the child that an upkeep action changes; empty if the child already has the desired state."""
     if not isinstance(action, ApplyChild | DeleteChild) or _is_held(action, world):
         return ""
     view = world.children.get(action.ref)
@@ -142,7 +142,7 @@ def _change(action: Action, world: World) -> str:
 
 
 def _heals(action: Action, world: World) -> bool:
-    """Return whether an action creates what is missing. Nothing that it does depends on a status that is written
+    """Return whether an action creates a missing object. Such an action does not require that the status is written
     first."""
     return isinstance(action, CreateKeys) or (isinstance(action, ApplyChild) and action.ref not in world.children)
 
@@ -200,7 +200,7 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
 
 
 def _unobserved(world: World) -> Decision:
-    """Return the decision without the objects of a kind that decisions read: report it, change nothing."""
+    """Return the decision if a kind of objects that decisions need cannot be read: report it, change nothing."""
     unknown = (
         ConditionType.READY,
         ConditionType.COORDINATOR_READY,
@@ -229,8 +229,8 @@ def _unchanged(
     before: Mapping[str, Any],
     now: datetime,
 ) -> Decision:
-    """Return the decision to change nothing but the status: these conditions have this finding. before: the stored
-    status."""
+    """Return the decision to change only the status, in which these conditions report this finding. before: the
+    stored status."""
     reason, message = finding[0], printable(finding[1])
     conditions = {entry["type"]: entry for entry in before.get("conditions") or ()}
     rewritten = {

@@ -37,7 +37,8 @@ class Desired:
     def woken(self) -> bool:
         """Whether a request woke the suspended resource, now or earlier, and it has not been idle since.
 
-        Only desiredState, zero replicas and wakeOnRequest end this before: an autoscaler changes the spec, too.
+        In the spec, only desiredState, zero replicas and wakeOnRequest end this earlier. Other changes do not, because
+        an autoscaler changes the spec too.
         """
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
@@ -142,13 +143,15 @@ class Keys:
 
     @cached_property
     def first_generation(self) -> int:
-        """Generation of the keys of a new Secret: higher than any earlier one."""
+        """Generation of the keys of a new Secret: higher than all earlier generations."""
         lost = (self.world.resource.status.get("keys") or {}).get("generation", 0)
         return max(int(lost) + 1, self.world.resource.spec.keys.generation)
 
     @cached_property
     def wanted_generation(self) -> int | None:
-        """The desired generation by the spec or the age of the current one; never an earlier one. None without keys."""
+        """The desired generation of keys, from the spec or the age of the current keys. Never decreases. None without
+        keys.
+        """
         spec, keys = self.world.resource.spec.keys, self.world.keys
         if keys is None:
             return None

@@ -37,7 +37,7 @@ _MISSING_VOLUME_KEY = re.compile(
 class MissingObject:
     """An object that a pod refers to and that does not exist, or lacks a key.
 
-    kind: of the object, in lower case; `volume` if the kubelet names only the volume of the pod.
+    kind: kind of the object, in lower case; `volume` if the kubelet names only the volume of the pod.
     key: the missing key; empty if the object is missing.
     """
 
@@ -46,7 +46,7 @@ class MissingObject:
     key: str = ""
 
     def remedy(self, references: References, *, component: str) -> str:
-        """Return what the user can do, with the field of the spec. component: of the pod."""
+        """Return the remedy, including the field of the spec. component: component of the pod."""
         field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
@@ -91,7 +91,7 @@ _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 
 
 def references(spec: Mapping[str, Any]) -> References:
-    """Return the objects that the fields of a spec, as in the API, refer to, except in podTemplates."""
+    """Return the objects that a spec references outside podTemplates. spec: as stored in the API."""
     names: dict[tuple[str, str], str] = {}
     for kind, section, key, shown in _FIELDS:
         value: Any = spec
@@ -125,7 +125,7 @@ _TERMINATION_MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class _Termination:
-    """A termination message: one line of JSON of our own processes, or any text of others."""
+    """A termination message: one line of JSON from our own processes, or any text from other processes."""
 
     text: str
     reason: str = ""
@@ -133,7 +133,9 @@ class _Termination:
     remedy: str = ""
 
     def quoted(self, cause: Cause | None) -> str:
-        """Return the text; of a long one the part from what `cause` matches, else the end."""
+        """Return the text. A long text is cut: to the part that starts at the match of `cause`, or to its end without a
+        match.
+        """
         text = " ".join(self.text.split())
         spare = len(text) - _TERMINATION_MESSAGE
         if spare <= 0:
@@ -192,7 +194,7 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
 
 
 def _without_repetition(message: str) -> str:
-    """Drop sentences that repeat the end of an earlier one, as in `claim "a" not found. not found` of the scheduler."""
+    """Drop sentences that repeat the end of an earlier sentence, such as `claim "a" not found. not found`."""
     kept: list[str] = []
     for part in message.split(". "):
         sentence = part.rstrip(".; ")
@@ -202,7 +204,7 @@ def _without_repetition(message: str) -> str:
 
 
 def termination(pod: PodView) -> tuple[Reason, str]:
-    """Return why the container of a pod that terminated last did so."""
+    """Return why the last terminated container of a pod terminated."""
     if pod.exit_reason == "OOMKilled":
         remedy = f"raise the limit of container {pod.ended} in {pod_template(pod.component)}"
         if pod.component == ENGINE and pod.ended == ENGINE:
@@ -224,12 +226,12 @@ def termination(pod: PodView) -> tuple[Reason, str]:
 
 
 def is_rank_lost(pod: PodView) -> bool:
-    """Return whether its container ended because another rank of its engine was lost."""
+    """Return whether the container of a pod exited because another rank of the engine was lost."""
     return pod.exit_code is not None and _termination_message(pod).reason == "RankLost"
 
 
 def is_device_failure(pod: PodView) -> bool:
-    """Return whether its container ended because a GPU or its node is faulty."""
+    """Return whether the container of a pod exited because a GPU or its node is faulty."""
     failure = gpu_failure(_termination_message(pod).text) if pod.exit_code else None
     return failure is not None and failure.is_of_device
 
@@ -244,7 +246,7 @@ def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Re
 
 
 def creation_error(what: str, error: str, *, component: str) -> tuple[Reason, str]:
-    """Return why pods of a component cannot be created, from the words of the API server. `what` names the pods."""
+    """Return why pods of a component cannot be created, from the API server's message. `what` names the pods."""
     cause = find_cause(error, CREATION)
     remedy = f"; {cause.remedy.format(pod_template=pod_template(component))}" if cause else ""
     return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {error}{remedy}"

@@ -39,13 +39,13 @@ class EngineView:
 
     @property
     def whole(self) -> bool:
-        """All its pods have started, and none is being deleted."""
+        """Whether all pods of the engine have started, and none is being deleted."""
         started = all((pod.started or pod.ready) and not pod.deleting for pod in self.pods)
         return bool(self.pods) and started and not self.incomplete
 
     @property
     def serving_revision(self) -> str:
-        """Revision of the process that serves; empty if none does, or if it has another one than its StatefulSet."""
+        """Revision of the serving process; empty if none serves, or if its revision differs from the StatefulSet."""
         if not self.serving or self.statefulset is None or self.report is None:
             return ""
         if self.report.revision:
@@ -54,7 +54,7 @@ class EngineView:
 
     @property
     def superseded(self) -> bool:
-        """The coordinator still reports a process of an earlier revision than its StatefulSet."""
+        """Whether the coordinator still reports a process of an earlier revision than the StatefulSet."""
         reported = self.report.revision if self.report is not None else ""
         return not self.stale and self.statefulset is not None and reported not in ("", self.statefulset.revision)
 
@@ -70,24 +70,24 @@ class EngineView:
 
     @property
     def starting(self) -> bool:
-        """It has or gets pods, and neither serves nor are all its pods ready."""
+        """Whether the engine has or will get pods, does not serve, and not all its pods are ready."""
         found = self.statefulset
         return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas
 
     @property
     def empty(self) -> bool:
-        """It has no pods and should have none."""
+        """Whether the engine has no pods and should have none."""
         return self.scaled == 0 and not self.pods
 
     @property
     def stale(self) -> bool:
-        """Its StatefulSet has another revision than the spec, which a rollout replaces."""
+        """Whether the StatefulSet has another revision than the spec. A rollout will replace it."""
         found = self.statefulset
         differs = found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
         return differs and not self.held
 
     @property
     def stale_pods(self) -> tuple[PodView, ...]:
-        """Pods of another template than the current one of their StatefulSet; some may be terminating."""
+        """Pods created from a former template of their StatefulSet. Some may be terminating."""
         revision = self.statefulset.revision if self.statefulset else ""
         return tuple(pod for pod in self.pods if pod.revision not in ("", revision))

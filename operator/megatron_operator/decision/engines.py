@@ -44,7 +44,7 @@ REPORTED_STATES = frozenset(state.value for state in EngineState)
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines of a World. ctx: with the confirmed weights."""
+    """Engines of a World. ctx: context with the confirmed weights."""
 
     world: World
     ctx: RenderContext
@@ -87,14 +87,14 @@ class Engines:
 
     @cached_property
     def held_back(self) -> frozenset[str]:
-        """Names of the engines that get their pods later, because MAX_STARTING others start."""
+        """Names of the engines whose pods are created later, because MAX_STARTING other engines are starting."""
         free = max(0, MAX_STARTING - sum(engine.starting for engine in self.all))
         without_pods = [engine.name for engine in self.wanted if engine.scaled == 0 and self.pods_for(engine) > 0]
         return frozenset(without_pods[free:])
 
     @cached_property
     def empty(self) -> bool:
-        """Whether no engine has a pod or gets one without a further write."""
+        """Whether no engine has a pod, and none will get a pod without a further write."""
         return all(engine.empty for engine in self.all)
 
     @cached_property
@@ -115,7 +115,7 @@ class Engines:
 
     @cached_property
     def attempt(self) -> str:
-        """Digest of the inputs of the engines and the last restart command; another one begins new restart budgets."""
+        """Digest of the inputs of the engines and the last restart command. A new digest resets the restart budgets."""
         resource = self.world.resource
         manifest = self.rendered.engine_manifest(0)
         return digest(
@@ -129,13 +129,13 @@ class Engines:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until the next engine with an exhausted budget is started again; None if none is."""
+        """Seconds until the next engine with an exhausted budget is started again; None if no budget is exhausted."""
         times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
 
     @cached_property
     def avoided_in(self) -> float | None:
-        """Seconds until the next engine may use the node of a failed device again; None if none avoids one."""
+        """Seconds until the next engine may use the node of a failed device again; None if no engine avoids a node."""
         times = [engine.budget.avoided_until for engine in self.wanted]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
 
@@ -146,7 +146,7 @@ class Engines:
         return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
 
     def may_surge(self, index: int) -> bool:
-        """Return whether an index is one of a surge engine."""
+        """Return whether an index belongs to a surge engine."""
         spec = self.ctx.spec
         return spec.replicas <= index < spec.replicas + spec.rollout.max_surge
 

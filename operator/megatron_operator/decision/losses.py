@@ -67,13 +67,15 @@ class Losses:
 
     @property
     def lost_in(self) -> float | None:
-        """Seconds until the next engine that is not registered is lost; None if none is about to be."""
+        """Seconds until the next unregistered engine counts as lost; None if there is no such engine."""
         waits = [LOST_SECONDS - seconds for seconds in self.world.unregistered_seconds.values()]
         return min((left for left in waits if left > 0), default=None)
 
     @property
     def unknown_in(self) -> float | None:
-        """Seconds until engines no longer count as before the loss of the coordinator; None if none does."""
+        """Seconds until the state of engines from before the loss of the coordinator no longer counts; None if none
+        counts.
+        """
         if self.world.membership_known or not any(self.engines.serves(engine) for engine in self.engines.all):
             return None
         return UNKNOWN_SECONDS - self.world.coordinator.unknown_seconds
@@ -87,7 +89,7 @@ class Losses:
 
     @property
     def finding(self) -> Finding | None:
-        """That the coordinator is lost, until one knows the engines again; None if it may recover automatically."""
+        """The error of a lost coordinator, until a new one knows the engines; None if it may recover automatically."""
         if self.world.membership_known:
             return None
         if self.world.isolated:

@@ -69,7 +69,7 @@ class Operation:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether it was this signal, and its effect is complete."""
+        """Return whether the operation is this signal and its effect is complete."""
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
 
@@ -135,7 +135,7 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
 
 
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
-    """Return the lists that SET_ADAPTERS may set now, by their digests: that of the spec, and the one without the
+    """Return the lists that SET_ADAPTERS may set now, by digest: the list of the spec, and the list without the
     adapters that have an error. The coordinator keeps what it has under their names.
 
     entries: `status.adapters`.

@@ -1,7 +1,7 @@
 """Whether server-side apply would change a child, from the fields that the operator owns of it. Pure.
 
 A field that another program changes or removes leaves the entry of this operator in `managedFields`. So a child whose
-hash is current and whose owned fields have all those of the manifest is as it was applied.
+hash is current and whose owned fields include all fields of the manifest is unchanged.
 """
 
 from __future__ import annotations

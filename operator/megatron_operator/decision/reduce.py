@@ -129,7 +129,7 @@ def owner_uid(obj: Object) -> str:
 
 
 def _controller(obj: Object) -> tuple[str, str]:
-    """Return kind and name of the controller of a pod; empty without one. For a ReplicaSet, return its Deployment."""
+    """Return kind and name of the controller of a pod; for a ReplicaSet, its Deployment. Empty without a controller."""
     references = obj["metadata"].get("ownerReferences") or ()
     controller: Object = next((reference for reference in references if reference.get("controller")), {})
     kind, name = str(controller.get("kind", "")), str(controller.get("name", ""))
@@ -159,7 +159,7 @@ def _containers(status: Object) -> list[Object]:
 
 
 def _ready(status: Object) -> bool:
-    """Return whether a pod is ready, or only because of containers that the operator did not render is not."""
+    """Return whether a pod is ready, apart from containers that the operator did not render."""
     ready = _condition(status, "Ready")
     if ready is None or ready.get("status") == "True":
         return ready is not None
@@ -168,7 +168,7 @@ def _ready(status: Object) -> bool:
 
 
 def _phase(status: Object, component: str) -> str:
-    """Return the phase of a pod. The pod of a check has ended with our container, although a sidecar may run on."""
+    """Return the phase of a pod. A check pod ends with our container, even if a sidecar still runs."""
     phase = str(status.get("phase") or "Pending")
     ends = [(entry.get("state") or {}).get("terminated") for entry in status.get("containerStatuses") or ()]
     if component != CHECK or not ends or not all(ends) or phase == "Pending":
@@ -287,7 +287,7 @@ def reduce_pod(obj: Object) -> PodView:
 
 
 def lost_since(node: Object) -> datetime | None:
-    """Return since when a node is not ready, by its condition Ready; None if it is ready."""
+    """Return the time since which a node is not ready, from its condition Ready; None if it is ready."""
     ready = _condition(node.get("status") or {}, "Ready")
     if ready is None:
         return _time(node["metadata"].get("creationTimestamp"))

@@ -36,7 +36,11 @@ _NAMES = ("name", "secretName", "claimName")
 
 @dataclass(frozen=True, slots=True)
 class PodReference:
-    """key: an entry that the object must have; empty for any. optional: pods start without it."""
+    """An object that a pod refers to.
+
+    key:      key that the object must contain; empty if it needs none.
+    optional: pods start without the object.
+    """
 
     ref: ChildRef
     key: str = ""

@@ -30,8 +30,9 @@ REJECTION_RETRY_SECONDS = 15
 class Rendered:
     """Renders each manifest once.
 
-    ctx: with the current weights of the engines. model_hash: of the model of the spec. references: the objects that
-    the fields of the spec name.
+    ctx:        context with the current weights of the engines.
+    model_hash: hash of the model of the spec.
+    references: the objects that the fields of the spec name.
     """
 
     world: World
@@ -41,7 +42,9 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The shared children that can be rendered, and by name the errors of the others, which are not changed."""
+        """The shared children that can be rendered, and the errors of the others by name. The others are left
+        unchanged.
+        """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
         for name, build in builds.items():
@@ -73,7 +76,7 @@ class Rendered:
         return any(differs(offer) for offer in _offers(self.world))
 
     def missing(self, manifest: Manifest) -> Finding | None:
-        """Return the first object, or key of one, that the pods of a manifest need and that does not exist."""
+        """Return the first missing object, or missing key of an object, that the pods of a manifest need."""
         component, name = manifest["metadata"]["labels"][LABEL_COMPONENT], manifest["metadata"]["name"]
         index = int(name.rpartition("-")[2]) if component == ENGINE and engines_differ(self.ctx) else 0
         if (component, index) not in self._missing:
@@ -177,7 +180,7 @@ class Rendered:
         return engine_statefulset(stored, index, pods=count, avoided=self.avoided(index))
 
     def is_recorded(self, revision: str) -> bool:
-        """Return whether the inputs of a revision are recorded, and are rendered as before."""
+        """Return whether the inputs of a revision are recorded and still render to the same revision."""
         return self._stored_context(revision) is not None
 
     def _stored_context(self, revision: str) -> RenderContext | None:
@@ -247,8 +250,11 @@ class Rendered:
         return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
-        """Return whether it was not rejected, or may be applied again. A Deployment that exists is not changed to one
-        whose pods could not start; a new one may be created before the objects that it needs."""
+        """Return whether `manifest` may be applied: it was not rejected, or its retry is due.
+
+        An existing Deployment is not updated while an object that its pods need is missing. A new Deployment may be
+        created before these objects.
+        """
         ref = ChildRef.of(manifest)
         if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
             return False
@@ -275,7 +281,7 @@ def former_scheme(world: World) -> str:
 
 
 def former_downloads(world: World) -> bool:
-    """Return whether a recorded revision of the engines downloads its model. Records go with the last engine."""
+    """Return whether a recorded revision of the engines downloads its model. Records are deleted with the engines."""
     found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
     return any(revision_render.downloads(data) for data in found if data is not None)
 

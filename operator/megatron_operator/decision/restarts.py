@@ -100,7 +100,7 @@ def engine_budget(
     """Return the budget of engine `name`, from its entry in the status and its current pods.
 
     Args:
-        revision: of the spec; every pod counts while it is unknown ("").
+        revision: revision of the spec; every pod counts while it is unknown ("").
         attempt: identifies the budgets; the status of another attempt does not count.
         served: whether the engine serves, or did in the last pass.
     """
@@ -233,7 +233,9 @@ EVENT_REASONS = {COORDINATOR: "CoordinatorCrashed", ENGINE: "EngineCrashed", SER
 class Restarts:
     """The container restarts of one component.
 
-    count: of its current pods. since: start of the incident; None without one. base: restarts before the incident.
+    count: restarts of its current pods.
+    since: start of the incident; None without an incident.
+    base:  restarts before the incident.
     """
 
     component: str

@@ -1,4 +1,4 @@
-"""Revisions of the engines: the desired one, the former one, engines that a rollout adds, and the check of a new one.
+"""Engine revisions: the desired and the former revision, surge engines of a rollout, and the check of a new revision.
 
 A rollout waits for the result of the check, as its pod reports it (see `render.check`).
 """
@@ -36,7 +36,7 @@ class Rollout:
 
     @cached_property
     def revision(self) -> str:
-        """The desired revision, with no desired engine too; empty if its template cannot be rendered."""
+        """The desired revision, also if no engine is desired; empty if its template cannot be rendered."""
         manifest = self.rendered.engine_manifest(0)
         return engine_revision(manifest) if manifest is not None else ""
 
@@ -73,7 +73,7 @@ class Rollout:
 
     @cached_property
     def former(self) -> str:
-        """Revision of an engine that starts before the desired one may be used: the revision of the other engines;
+        """Revision of an engine that starts before the desired revision may be used: the revision of the other engines;
         without engines the last verified one. Empty if there is none."""
         if self.outdated:
             last = max(self.outdated, key=lambda engine: (engine.serving, engine.index)).statefulset
@@ -83,7 +83,7 @@ class Rollout:
 
     @cached_property
     def paused(self) -> bool:
-        """Whether engines keep another revision than the desired one, because the rollout is paused. Without engines,
+        """Whether engines keep an earlier revision because the rollout is paused. Without engines,
         it is the last one that served."""
         absent = not any(engine.statefulset for engine in self.engines.wanted)
         held = absent and self.former and self.verified[-1] != self.revision
@@ -91,11 +91,15 @@ class Rollout:
 
     @cached_property
     def keeps_former(self) -> bool:
-        """Whether engines keep another revision: the desired one must be checked first, or its rollout is paused."""
+        """Whether engines keep an earlier revision: the desired revision must be checked first, or its rollout is
+        paused.
+        """
         return self.check_due or self.paused
 
     def keeps_server(self, view: ChildView | None) -> bool:
-        """Return whether the servers' Deployment waits until no engine has or gets another model than the spec's."""
+        """Return whether the servers' Deployment must wait, because an engine has or will get a model other than the
+        spec's.
+        """
         if view is None or view.ref.kind != "Deployment" or view.model_hash in ("", self.rendered.model_hash):
             return False
         return bool(self.engines.old_model or self.keeps_former)
@@ -181,15 +185,16 @@ class RevisionCheck:
 
     @property
     def obsolete_pods(self) -> list[PodView]:
-        """Pods whose result is no longer needed: they check another revision, or one that is verified or that every
-        engine has."""
+        """Check pods that are no longer needed: they check another revision, or a revision that is verified or that all
+        engines have.
+        """
         rollout = self.rollout
         needed = rollout.check_due or (rollout.revision not in rollout.verified and bool(rollout.outdated))
         return [pod for pod in rollout.check_pods if not (needed and pod.revision == rollout.revision)]
 
     @cached_property
     def finding(self) -> Finding | None:
-        """Why the check that is due does not pass; None while it runs, or without one."""
+        """The error of the check that is due; None while the check runs, or if no check is due."""
         if not self.rollout.check_due:
             return None
         pod = self.pod

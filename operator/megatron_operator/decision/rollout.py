@@ -63,12 +63,12 @@ class EngineFacts:
 
     @property
     def unproven(self) -> bool:
-        """It has the desired revision, which it has not proven yet."""
+        """Whether the engine has the desired revision and has not proven it yet."""
         return self.current and (not self.serving or self.leftover or self.canary in (Canary.PENDING, Canary.FAILED))
 
     @property
     def done(self) -> bool:
-        """The rollout of this engine is complete, and it is available."""
+        """Whether the rollout of this engine is complete and the engine is available."""
         return self.current and self.available and not self.unproven
 
 
@@ -227,7 +227,7 @@ class Situation:
 
     @cached_property
     def wrong(self) -> EngineFacts | None:
-        """An engine of the desired revision that gives a wrong answer."""
+        """An engine of the desired revision whose canary answer is wrong."""
         return next((engine for engine in self.every if engine.current and engine.canary is Canary.FAILED), None)
 
     @cached_property
@@ -263,7 +263,7 @@ class Situation:
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Engines that a rollout waits for: those that do not serve, else those that are not available."""
+        """Engines that a rollout waits for: engines that do not serve; if all serve, engines that are not available."""
         absent = _names(engine for engine in self.every if not engine.serving)
         return absent or _names(engine for engine in self.every if not engine.available)
 
@@ -334,6 +334,6 @@ def rule_for(situation: Situation) -> RolloutRule:
 
 
 def next_step(engines: Sequence[EngineFacts], **options: Any) -> Step:
-    """Return the next single step. engines, options: of `Situation`."""
+    """Return the next single step. engines, options: fields of `Situation`."""
     situation = Situation(engines=engines, **options)
     return rule_for(situation).step(situation)

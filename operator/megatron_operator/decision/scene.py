@@ -25,7 +25,7 @@ from megatron_operator.render.context import RenderContext
 
 @dataclass(frozen=True)
 class Scene:
-    """The topics of a World, each computed when it is first read. None depends on one below it."""
+    """The topics of a World, each computed when it is first read. A topic depends only on topics above it."""
 
     world: World
 

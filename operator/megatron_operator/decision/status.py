@@ -118,7 +118,7 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 
 def _loading(scene: Scene) -> dict[str, Any] | None:
-    """Return how far the first engine that loads is; absent as soon as one serves."""
+    """Return the progress of the first engine that loads; absent as soon as an engine serves."""
     loading = scene.world.loading
     if loading is None or not scene.world.loads:
         return None
@@ -131,7 +131,7 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return the limits of the engines that serve, of each the lowest. They are kept while no engine reports any."""
+    """Return each limit as the minimum over the serving engines. They are kept while no engine reports any."""
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
     for field, name in LIMITS.items():
@@ -150,7 +150,7 @@ def _revision(scene: Scene) -> str:
 
 
 def _has_release(scene: Scene) -> bool:
-    """Return whether coordinator, servers and engines are of the release of the resource, and ready."""
+    """Return whether coordinator, servers and engines run the release of the resource and are ready."""
     engines = scene.engines
     due = [engine for engine in engines.wanted if engines.pods_for(engine) > 0 or engine.budget.exhausted is not None]
     rolled_out = not scene.rendered.shared[1] and not _unfinished(scene)
@@ -400,7 +400,7 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
-    """Return Ready. Its reason, which the list of resources shows, is an error if there is one."""
+    """Return the condition Ready. If there is an error, it is the reason, because the list of resources shows the reason."""
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):
         waits = scene.blockers.server()
@@ -445,7 +445,7 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
 
 
 def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, str, str] | None:
-    """Return reason, step and what it waits for; None if the operator does nothing and every child is as it wants it.
+    """Return the reason, the step and what the step waits for; None if nothing is to do and every child is up to date.
     Controllers roll out the children while everything serves."""
     if verdict.step:
         return verdict.reason, verdict.step, verdict.waiting_on
@@ -556,7 +556,7 @@ def unwatched(world: World) -> Finding:
 
 
 def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding | None:
-    """Return that the operator has waited for the same thing for too long; None while it has not."""
+    """Return the finding that the operator has waited too long for one condition; None if it has not."""
     world = scene.world
     if progress is None or world.downloads or world.waiting_seconds < WAIT_SECONDS:
         return None
@@ -567,7 +567,7 @@ def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding 
 
 
 def _contested(scene: Scene) -> Finding | None:
-    """Return that another program fights over a child; None if none does."""
+    """Return the finding that another program keeps changing a child; None if there is no such conflict."""
     for ref, contest in sorted(scene.world.contests.items(), key=lambda pair: str(pair[0])):
         opponent = f"field manager {contest.opponent}" if contest.opponent else "another program"
         return Reason.CHILD_CONTESTED, (

@@ -25,7 +25,7 @@ BEGUN = frozenset({UpdatePhase.RUNNING.value, UpdatePhase.DEFERRED.value})
 
 @dataclass(frozen=True)
 class Update:
-    """desired: the effective desired state."""
+    """The update of a resource to the operator's release. desired: the effective desired state."""
 
     world: World
     desired: DesiredState
@@ -47,7 +47,7 @@ class Update:
 
     @cached_property
     def id(self) -> str:
-        """Id of the offered release, which a request names: a request is never for a later release."""
+        """Id of the offered release. A request for an update contains it, so it never applies to a later release."""
         return digest(self.offered.to_status())
 
     @cached_property

@@ -170,10 +170,13 @@ def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
-    """Return the StatefulSet with template and number of pods of the desired revision, if the engine has it or has no
-    pods. Otherwise, and if the desired template is not allowed or cannot be merged, with those of its own revision.
-    Before the desired revision has passed its check, and while its rollout is paused, an engine that loses its pods
-    keeps its revision, and one that gets pods gets the revision of the others."""
+    """Return the StatefulSet of an engine.
+
+    Template and number of pods are those of the desired revision if the engine has this revision or has no pods.
+    Otherwise, or if the desired template is not allowed or cannot be merged, the engine keeps its own revision. Before
+    the desired revision has passed its check, and while its rollout is paused, an engine that loses its pods keeps its
+    revision, and an engine that gets pods gets the revision of the other engines.
+    """
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:
         return scene.rendered.own_manifest(engine, pods=pods)

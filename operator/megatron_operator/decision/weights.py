@@ -69,7 +69,7 @@ class ConfirmedWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a World. ctx: with the confirmed weights; operation: the resolved operation."""
+    """Weights of a World. ctx: context with the confirmed weights. operation: the resolved operation."""
 
     world: World
     ctx: RenderContext
@@ -78,8 +78,8 @@ class Weights:
     engines: Engines
 
     def of(self, engine: EngineView) -> str | None:
-        """Return the revision of the weights that a serving engine reports; empty if they are of another source. None
-        if that is unknown.
+        """Return the revision of the weights that a serving engine reports; empty if the weights have another source.
+        None if that is unknown.
 
         An engine that was not updated in place has the weights of its pod. So does one that restarts in its pod while
         no coordinator remembers the update.
@@ -103,8 +103,10 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Digests of the weights of engines of one revision, if they differ: they loaded different files. With a
-        trainer, whose updates reach the reports of the engines one after the other, of one epoch."""
+        """Digests of weights that differ between engines of one revision: they loaded different files.
+
+        With a trainer, only engines of the same epoch are compared: an update reaches their reports at different times.
+        """
         has_trainer = self.world.resource.spec.has_trainer
         digests: dict[tuple[str, int], set[str]] = {}
         for engine in self.engines.serving:
@@ -137,7 +139,7 @@ class Weights:
 
     @cached_property
     def published(self) -> Mapping[str, Any]:
-        """Source, epoch and digest of the weights of a trainer: those that all serving engines have, or the last ones
+        """Source, epoch and digest of published weights: the weights that all serving engines have, or the last weights
         that they had; empty if there were none for this model."""
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         found = {(report.source, report.epoch, report.digest) for report in reports}
@@ -151,7 +153,7 @@ class Weights:
 
     @cached_property
     def _lost(self) -> Finding | None:
-        """That engines serve the weights of the model's source again, after those of a trainer."""
+        """The error if engines serve the weights of the model's source again, although a trainer published weights."""
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         names = ", ".join([report.name for report in reports if report.source == ""][:8])
@@ -164,7 +166,7 @@ class Weights:
 
     @cached_property
     def finding(self) -> Finding | None:
-        """That engines serve other weights than requested, or different ones."""
+        """The error if engines serve other weights than requested, or weights that differ between engines."""
         if self.world.resource.spec.has_trainer and self._lost is not None:
             return self._lost
         if self.wrong:

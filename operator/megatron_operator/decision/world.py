@@ -287,7 +287,7 @@ class ApplyRejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A fight with another program over a child: each changes what the other writes."""
+    """A conflict with another program over a child: each overwrites the changes of the other."""
 
     uid: str
     hash: str
@@ -300,7 +300,7 @@ class Contest:
     """Seconds until the next apply."""
 
     def holds(self, manifest: Manifest, child: ChildView | None) -> bool:
-        """Return whether the apply of a manifest waits: it is the contested one, onto the same object."""
+        """Return whether the apply of `manifest` must wait, because the same apply to the same object was contested."""
         replicas = manifest["spec"]["replicas"] if manifest["kind"] == "StatefulSet" else 0
         same = (manifest_hash(manifest), replicas) == (self.hash, self.replicas)
         return self.retry_in > 0 and same and child is not None and child.uid == self.uid
@@ -365,7 +365,7 @@ class World:
 
     @property
     def loads(self) -> bool:
-        """Whether no engine serves and one may load its model and report how far it is."""
+        """Whether no engine serves yet, and an engine may be loading its model and reporting progress."""
         engines = [pod for pod in self.component_pods(ENGINE) if not pod.deleting]
         return any(pod.loading_at for pod in engines) and not any(pod.ready for pod in engines)
 

@@ -114,7 +114,7 @@ def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, cause: o
 
 
 class CanaryBook:
-    """The canaries of one link: those without an answer, and the last verdict on each engine."""
+    """The canaries of one link: the unanswered canaries, and the last verdict for each engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -122,7 +122,7 @@ class CanaryBook:
         self.reports: dict[str, CanaryReport] = {}
 
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
-        """Send a canary, unless one to that engine and revision is unanswered. Return False if it was not sent."""
+        """Send a canary, unless a canary to this engine and revision is unanswered. Return False if none was sent."""
         waiting = self._waiting.get(asked.engine)
         if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
             return True

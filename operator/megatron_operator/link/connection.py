@@ -92,7 +92,7 @@ class _InFlight:
 
 
 class CoordinatorLink:
-    """See the module. `on_change` is called on the event loop and must not block."""
+    """The link to one coordinator. `on_change` is called on the event loop and must not block."""
 
     def __init__(
         self,
@@ -134,13 +134,14 @@ class CoordinatorLink:
 
     @property
     def _address(self) -> str:
-        """The address that is tried or in use; empty without one."""
+        """The current address; empty if there is none."""
         return "" if self._link is None else self._link.address
 
     def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
-        """Connect to the coordinator at the first address, or at another one while that is silent or on standby.
+        """Connect to the coordinator at the first address, or at another address while the first is silent or on
+        standby.
 
-        Without addresses, disconnect. Does nothing if both arguments are those of the last call.
+        Without addresses, disconnect. Does nothing if both arguments are the same as in the last call.
         """
         if (addresses, keys) == (self._addresses, self._keys):
             return
@@ -178,7 +179,7 @@ class CoordinatorLink:
 
     @property
     def snapshot(self) -> CoordinatorSnapshot:
-        """The last report of the coordinator, or that it is unreachable."""
+        """The last report of the coordinator, or the snapshot of an unreachable coordinator."""
         if self._reply is None or not self._registered.is_set():
             lost = None if self._lost_at is None else self._clock() - self._lost_at
             return replace(self._unreachable(self._error), lost_seconds=lost)
@@ -271,7 +272,9 @@ class CoordinatorLink:
         return True
 
     def ask_canary(self, asked: AskCanary) -> bool:
-        """Send a canary, unless one to that engine and revision is unanswered. Return False without a connection."""
+        """Send a canary, unless a canary to this engine and revision is unanswered. Return False if not
+        connected.
+        """
         return self._registered.is_set() and self._canaries.ask(asked, self._send)
 
     # --- the connection -------------------------------------------------------------------------------------------

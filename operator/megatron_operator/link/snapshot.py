@@ -75,7 +75,7 @@ def snapshot_of(
 
 
 def printable(text: str, maximum: int) -> str:
-    """Shorten `text` to `most` characters and escape unprintable ones, such as control characters."""
+    """Shorten `text` to `maximum` characters and escape unprintable ones, such as control characters."""
     return escaped(text[:maximum])[:maximum]
 
 

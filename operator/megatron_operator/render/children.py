@@ -1,4 +1,4 @@
-"""The children of a resource, in the order of their application, and the Services among them."""
+"""Builds all children that the engines of a resource share, including the Services, in the order of application."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_operator.resource.names import (
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
-    """Return the shared children without pods that can always be rendered; without the keys."""
+    """Return the shared children that have no pods and can always be rendered, except the keys."""
     standby = [coordinator_service(ctx, STANDBY)] if ctx.has_standby else []
     return [
         service_account(ctx),
@@ -51,7 +51,7 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
-    """Return the children of a running resource with all engines; without the keys."""
+    """Return the children of a running resource, including all engines, except the keys."""
     children = [*plain_children(ctx), *(build() for build in other_children(ctx).values()), revision_child(ctx)]
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
@@ -59,7 +59,7 @@ def all_children(ctx: RenderContext) -> list[Manifest]:
 
 
 def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:
-    """Return the Service of a coordinator; of the standby for the component STANDBY."""
+    """Return the Service of the coordinator, or of its standby if `component` is STANDBY."""
     spec = {
         "selector": selector(ctx, component),
         "ports": [{"name": name, "port": port, "targetPort": port} for name, port in PORTS],

@@ -53,7 +53,7 @@ class Preview:
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Return each field whose value differs, depth first and in the manifest's order. Of a section that one of the two
+    """Return each field whose value differs, depth first and in the manifest's order. Of a section that one side
     lacks, its fields."""
     if isinstance(old, Mapping | None) and isinstance(new, Mapping | None) and (old or new):
         before, after = old or {}, new or {}
@@ -75,7 +75,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> Iterator[str]:
-    """Compare command lines flag by flag, without hashes, which are derived."""
+    """Compare command lines flag by flag. Flags with hashes are ignored, because the hashes are derived."""
     left, right = _parsed(old), _parsed(new)
     for flag in [*left, *(flag for flag in right if flag not in left)]:
         if flag not in _DERIVED_FLAGS and left.get(flag) != right.get(flag):
@@ -96,7 +96,7 @@ def _parsed(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _values(values: list[str] | None) -> str:
-    """Return all values of a flag; of one without a value, that it is set."""
+    """Return all values of a flag; "set" for a flag without a value."""
     if values is None:
         return _short(None)
     return ", ".join(map(_short, values)) or "set"
@@ -140,7 +140,7 @@ def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     """Return the effect of a change from `old` (None: nothing exists) to `new`, while the resource runs.
 
     Raises:
-        RenderError: of either.
+        RenderError: one of the two specs cannot be rendered.
     """
     fields = () if old is None else tuple(differences(_spec(old), _spec(new), "spec"))
     refreshed = (

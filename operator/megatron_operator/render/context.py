@@ -170,7 +170,7 @@ def pods_of(ctx: RenderContext, *components: str) -> dict[str, Any]:
 
 
 def coordinator_pods(ctx: RenderContext) -> dict[str, Any]:
-    """Return the label selector of the coordinator's pods, and of its standby's if it has one."""
+    """Return the label selector of the coordinator's pods, including the standby's pods."""
     return pods_of(ctx, COORDINATOR, STANDBY) if ctx.has_standby else {"matchLabels": selector(ctx, COORDINATOR)}
 
 

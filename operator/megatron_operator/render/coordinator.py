@@ -65,7 +65,7 @@ OPTIONS = (
 
 
 def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
-    """Return the arguments of a coordinator: of component COORDINATOR or STANDBY."""
+    """Return the command-line arguments of a coordinator. component: COORDINATOR or STANDBY."""
     return command_line("coordinator", OPTIONS, ctx, component)
 
 
@@ -78,10 +78,10 @@ def lost_node_tolerations(given: list[Any]) -> list[Any]:
 
 
 def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> Manifest:
-    """Return the Deployment of a coordinator; of the standby for the component STANDBY.
+    """Return the Deployment of the coordinator, or of its standby if `component` is STANDBY.
 
     Raises:
-        InvalidPodTemplate, NotAllowed: the podTemplate of the spec.
+        InvalidPodTemplate, NotAllowed: the podTemplate in the spec is invalid, or not allowed.
     """
     container = {
         "name": COORDINATOR,

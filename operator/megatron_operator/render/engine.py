@@ -4,8 +4,8 @@ The pods of an engine are replaced together and only by the operator (OnDelete).
 `replicas` is in the template, so no verb and no scaling ever restarts a pod.
 
 `engine.podTemplate` may contain `$(ENGINE_INDEX)` and `$(ENGINE_NAME)`, so that a scheduler can group the pods of one
-engine, and each engine can have its own claims. The revision is that of the template with the placeholders, because it
-is the same for all engines.
+engine, and each engine can have its own claims. The revision is the digest of the template before the
+placeholders are replaced, because it must be the same for all engines.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict
 
 
 def _without_nodes(affinity: Any, nodes: Sequence[str]) -> Any:
-    """Return the affinity of a pod, which then does not use these nodes."""
+    """Return the affinity of a pod, extended to exclude these nodes."""
     near = (affinity or {}).get("nodeAffinity") or {}
     required = near.get(_REQUIRED) or {}
     excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
@@ -194,8 +194,10 @@ def engine_revision(manifest: Manifest) -> str:
 
 @once
 def revision_of(ctx: RenderContext) -> str:
-    """Return the revision of all engines of a spec, from the template of the first. The weights, which are updated in
-    place, do not change it; later pods start with the new ones."""
+    """Return the revision of all engines of a spec: the digest of the pod template of engine 0, without the weights.
+
+    Weights are updated in place, so new weights do not change the revision. Pods that start later load the new weights.
+    """
     return digest(_template(without_weights(ctx), 0, overlay=ctx.spec.engine.pod_template))
 
 

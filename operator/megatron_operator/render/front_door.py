@@ -79,8 +79,9 @@ def ingress(ctx: RenderContext, wanted: IngressSpec) -> Manifest:
 
 
 def http_route(ctx: RenderContext, wanted: HttpRouteSpec) -> Manifest:
-    """Return the HTTPRoute to the Service, or to the InferencePool if the spec has one. With `modelHeader` it matches
-    the names of the model and of its adapters. Raises NotAllowed."""
+    """Return the HTTPRoute to the Service, or to the InferencePool if the spec defines one. With `modelHeader` it
+    matches the names of the model and of its adapters. Raises NotAllowed.
+    """
     require_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
     path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
     matches: list[dict[str, Any]] = [path]

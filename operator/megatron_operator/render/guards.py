@@ -115,23 +115,27 @@ def dns_egress() -> dict[str, Any]:
 
 
 def hub_egress() -> dict[str, Any]:
-    """Allow the port of HTTPS on any address: a hub redirects to content delivery networks, and object stores have many
+    """Allow the HTTPS port on any address: a hub redirects to content delivery networks, and object stores have many
     addresses."""
     return {"ports": _tcp(PORT_HUB)}
 
 
 def media_egress() -> dict[str, Any]:
-    """Allow the ports of HTTP and HTTPS on any address: policies have no names of hosts, and the server checks them."""
+    """Allow the HTTP and HTTPS ports on any address: policies cannot name hosts, and the server checks the hosts."""
     return {"ports": [*_tcp(PORT_PLAIN_HTTP), *_tcp(PORT_HUB)]}
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Return the policies of all components: allowed peers in both directions. The operator's
-    namespace, monitoring and the API server reach the health port; a node reaches it on its own pods in any case. A
-    coordinator opens connections to the other one of its pair only. A trainer reaches the admin port, and it and the
-    engines each other. Engines and servers resolve names, and download if
-    the model, also of an earlier revision of engines, or an adapter of the engines, is downloaded. `engine_policy` adds
-    the connections within an engine."""
+    """Return the policies of all components: allowed peers in both directions.
+
+    - The operator's namespace, monitoring and the API server may connect to the health port. A node can always connect
+      to the health port of its own pods.
+    - A coordinator may open connections only to the other coordinator of its pair.
+    - A trainer may connect to the admin port. A trainer and the engines may connect to each other.
+    - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
+      adapter is downloaded.
+
+    `engine_policy` adds the connections within an engine."""
     api_server = [{"ipBlock": {"cidr": cidr}} for cidr in ctx.settings.api_server_ranges]
     health: dict[str, Any] = {
         "from": [_operator(ctx), *ctx.settings.monitoring_peers, *api_server],
@@ -171,7 +175,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
 
 
 def engine_policy(ctx: RenderContext, index: int) -> Manifest:
-    """Return the policy that lets the pods of one engine connect to each other, on all ports.
+    """Return the NetworkPolicy that lets the pods of one engine connect to each other, on all ports.
 
     Ranks listen on arbitrary ports. torch's rendezvous store, the collectives and vLLM's channels, which unpickle,
     authenticate no peer, so no other pod may connect.

@@ -1,4 +1,4 @@
-"""Secret `NAME-keys`: the CURVE pairs of one resource, of two generations while they are rotated. Pure.
+"""Secret `NAME-keys`: the CURVE key pairs of one resource; during a rotation, of two generations. Pure.
 
 A file has one key per line. A port accepts every key of its `.pub` file; a process uses the first line of its own
 `.key`, and tries the lines of `server.pub` in order. So a rotation writes the Secret in stages, each of which is
@@ -43,7 +43,7 @@ Files = Mapping[str, str]
 
 
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
-    """Return a new Secret. data: of all KEY_NAMES, and of TRAINER_KEY_NAMES if there is a trainer."""
+    """Return a new Secret. data: entries for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer."""
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
         generation, KeyStage.SETTLED, server=generation, since=since
@@ -57,7 +57,7 @@ def encode(data: Files) -> dict[str, str]:
 
 
 def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: str) -> dict[str, str]:
-    """server: generation of the coordinator's own key."""
+    """Return the annotations of the keys Secret at `stage`. server: generation of the coordinator's own key."""
     return {
         ANNOTATION_GENERATION: str(generation),
         ANNOTATION_STAGE: stage.value,

@@ -139,7 +139,7 @@ def adapters_digest(adapters: Iterable[Adapter]) -> str:
 
 
 def weights_revision(ctx: RenderContext) -> str:
-    """Return the revision of the weights of `model_argument`; empty without one."""
+    """Return the revision of the weights of `model_argument`; empty without a revision."""
     return ctx.spec.weights_revision
 
 

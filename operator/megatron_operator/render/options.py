@@ -16,8 +16,8 @@ class Option:
     """One option of a command line.
 
     flag: its long name. One that begins with `--no-` is passed if its value is false, as `click` has it.
-    value: of a resource and the name of the process: a coordinator's component, an engine's name. None: it is not
-        passed. A bool has no text of its own: the flag alone. A list repeats the option.
+    value: returns the value, given a resource and the name of the process: a coordinator's component or an engine
+        name. None: the option is not passed. A bool has no text of its own: the flag alone. A list repeats the option.
     field: path of the field of the spec that has the value, by the names of the models; empty if it has another source.
     write: text of a value of the field, if the command line has another than the spec.
     """

@@ -198,7 +198,9 @@ KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.s
 
 
 def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
-    """Return the entries of the keys Secret by which a coordinator and engines know the trainer; none without one."""
+    """Return the entries of the keys Secret that identify the trainer to coordinator and engines; none without a
+    trainer.
+    """
     return ("trainer.pub",) if ctx.spec.has_trainer else ()
 
 
@@ -209,9 +211,9 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
 def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> dict[str, Any]:
     """Return an affinity that prefers nodes without pods of these labels.
 
-    own:   of the replicas of the component itself.
-    other: of a component that must not be lost with it. Its pods count more: a pod of the component itself may be
-           terminating on the node on which its successor is wanted.
+    own:   labels of the replicas of the component itself.
+    other: labels of a component that must not be lost with it. Its pods have a higher weight: a pod of the component
+           itself may be terminating on the node that its successor should use.
     """
     weighted = [
         {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}

@@ -297,7 +297,7 @@ def _own_field(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _listed(name: str, names: Iterable[str]) -> bool:
-    """Return whether a name is one of `names`, or has one as its prefix: those that end in `*` or `/`."""
+    """Return whether an entry of `names` matches a name: the same text, or a prefix if the entry ends in `*` or `/`."""
     return any(
         name == entry or (entry.endswith(("*", "/")) and name.startswith(entry.removesuffix("*"))) for entry in names
     )
@@ -453,7 +453,7 @@ def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterat
 
 
 def _is_own(path: object) -> bool:
-    """Return whether a mount path is one of the operator's, or below one, however it is written."""
+    """Return whether a normalized mount path equals or is below a mount path of the operator."""
     return isinstance(path, str) and _below(posixpath.normpath(f"/{path.lstrip('/')}"), OWN_MOUNTS)
 
 
@@ -532,7 +532,7 @@ def _priority_class(value: Any, path: str, request: Request) -> Iterator[Violati
 
 
 def _below(path: object, roots: Collection[str]) -> bool:
-    """Return whether a path is one of `roots` or below one, without `.` and `..` parts."""
+    """Return whether a path equals or is below a member of `roots`, and has no `.` or `..` parts."""
     if not isinstance(path, str) or posixpath.normpath(path) != (path.rstrip("/") or "/") or path.startswith("//"):
         return False
     clean = path.rstrip("/")

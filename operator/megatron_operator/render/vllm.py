@@ -90,7 +90,7 @@ def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
 
 
 def vllm_arguments(ctx: RenderContext) -> dict[str, Any]:
-    """Return `spec.engine.vllm.args` with the arguments of the fields that have one of their own."""
+    """Return `spec.engine.vllm.args`, plus the vLLM arguments that fields of the resource set."""
     engine = ctx.spec.engine
     arguments = engine.vllm.args if engine.vllm else {}
     return {**arguments, **{name: value for each in _of_fields(engine).values() for name, value in each.items()}}

@@ -88,7 +88,9 @@ class AcceleratorSpec(ApiModel):
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether the devices are GPUs of NVIDIA, or parts of them. Unknown, and so false, with claims."""
+        """Whether the devices are NVIDIA GPUs or partitions of them. False for resource claims, whose devices are
+        unknown.
+        """
         return self.resource is not None and self.resource.startswith(_DOMAIN)
 
     @property

@@ -110,7 +110,7 @@ class Switch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The profile and what it allows in addition; see `Switch`."""
+    """The profile, and the classes of fields that are allowed in addition; see `Switch`."""
 
     profile: str = RESTRICTED
     host_paths: tuple[str, ...] = ()
@@ -158,7 +158,9 @@ def repository_of(image: str) -> str:
 
 
 def in_repositories(image: str, repositories: tuple[str, ...]) -> bool:
-    """Return whether an image is of one of the repositories. An entry that ends in `/` matches all below it."""
+    """Return whether an image is in one of the repositories. An entry that ends in `/` matches all repositories below
+    it.
+    """
     repository = repository_of(image)
     for entry in repositories:
         if entry.endswith("/"):

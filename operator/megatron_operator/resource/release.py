@@ -18,7 +18,7 @@ from megatron_runtime.protocol import strict_json as json
 
 
 class Release(ApiModel):
-    """See the module; `status.release`. vllm_runtime_image: None if the resource has no vLLM engines."""
+    """The release of a resource, as in `status.release`. vllm_runtime_image: None without vLLM engines."""
 
     version: str = Field(description="Version of the operator that the release came with.")
     coordinator_image: str = Field(description="Image of the coordinator.")

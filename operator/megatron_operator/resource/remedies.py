@@ -23,7 +23,11 @@ class Symptom(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """symptom: the section of the guide. action: what the user does, as complete sentences."""
+    """The remedy for a reason of a condition.
+
+    symptom: section of the troubleshooting guide.
+    action:  what the user does, in complete sentences.
+    """
 
     symptom: Symptom
     action: str

@@ -100,7 +100,7 @@ _PARSERS: Mapping[str, tuple[str, ...]] = {
 
 
 def _parser_rule(field: str, names: tuple[str, ...]) -> SpecRule:
-    """Return the rule that native engines have our formats. vLLM's server checks against the installed vLLM."""
+    """Return the rule that native engines use our formats. vLLM servers check names against the installed vLLM."""
     path = f"server.{to_camel(field)}"
     return SpecRule(
         f"self.engine.backend == 'VLLM' || !has(self.{path}) || self.{path} in [{', '.join(map(repr, names))}]",
@@ -253,7 +253,7 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def weights_revision(self) -> str:
-        """Revision of the weights; empty without one."""
+        """Revision of the weights; empty if not set."""
         return (self.weights.revision if self.weights is not None else None) or ""
 
     @property
@@ -263,12 +263,12 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Effective model.maxSequenceLength; None if the engines, which are on GPUs, choose it."""
+        """Effective model.maxSequenceLength; None if the engines run on GPUs and choose it."""
         return self.model.max_sequence_length or (None if self.engine.gpus_per_pod else CPU_SEQUENCE_LENGTH)
 
     @property
     def kv_cache_memory(self) -> str | None:
-        """Effective engine.batching.kvCacheMemory; None if the engines, which are on GPUs, measure it."""
+        """Effective engine.batching.kvCacheMemory; None if the engines run on GPUs and measure it."""
         return self.engine.batching.kv_cache_memory or (None if self.engine.gpus_per_pod else CPU_CACHE_MEMORY)
 
     @property

@@ -20,7 +20,7 @@ def printable_data(value: Any, *, limit: int) -> Any:
 
 
 def stamp(moment: datetime) -> str:
-    """Return RFC 3339 with milliseconds, for durations."""
+    """Return a timestamp in RFC 3339 with milliseconds, precise enough to compute durations."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

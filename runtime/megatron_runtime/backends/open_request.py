@@ -29,7 +29,7 @@ class BackendRequest:
     stop_ids:    tokens of the vocabulary that end the answer.
     deadline:    infinite if there is none.
     admitted:    when it first had a slot; first_token: when it had its first token here.
-    policy_epoch, kv_cache_epoch: as of RequestSummary.
+    policy_epoch, kv_cache_epoch: see RequestSummary.
     """
 
     request: EngineRequest

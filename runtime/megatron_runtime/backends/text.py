@@ -45,7 +45,7 @@ LISTS_OF_BAD_WORDS = 32
 class ModelText:
     """Converts between text and tokens, and compiles grammars. Thread-safe.
 
-    tokenizer: of the model, or a function that loads it at first use.
+    tokenizer: tokenizer of the model, or a function that loads it at first use.
     padded_vocab_size: width of the model's logits, which may exceed the tokenizer's vocabulary; None if not known yet.
     """
 
@@ -137,7 +137,7 @@ class ModelText:
         return begun
 
     def is_grammar_known(self, params: SamplingParams) -> bool:
-        """Return whether begin_grammar() needs to compile nothing."""
+        """Return whether begin_grammar() can start without compiling a grammar."""
         return params.structured_output is None or (
             self._grammars is not None and self._grammars.is_known(params.structured_output)
         )

@@ -43,7 +43,7 @@ class UnusableWeightsError(ValueError):
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Return the checkpoint at `source`, to be closed after the last read.
+    """Return the checkpoint at `source`. The caller must close it after the last read.
 
     Raises UnsupportedModelError and the errors of the format; WeightsUnavailableError for weights of a trainer.
     """

@@ -107,7 +107,7 @@ def convert(
 
 
 class _OfType(Checkpoint):
-    """Wraps a checkpoint: its tensors are dense, and have the type `dtype` if one is given."""
+    """Wraps a checkpoint and returns its tensors dense, converted to `dtype` unless that is None."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint

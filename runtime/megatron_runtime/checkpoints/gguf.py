@@ -131,7 +131,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Return the metadata of the file at `path`, and the tensors of all files by their names in them."""
+    """Return the metadata of the file at `path`, and the tensors of all files, by their GGUF names."""
     metadata: dict[str, Any] = {}
     stored: dict[str, _Entry] = {}
     directory = ModelDirectory(path.parent)
@@ -156,7 +156,7 @@ def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dic
 
 
 def _with_factors(config: ModelConfig, fields: Fields, stored: Mapping[str, _Entry]) -> ModelConfig:
-    """Return `config` with the rope scaling whose factors are tensors of the file, if there is one."""
+    """Return `config` with the rope scaling factors that the file stores as tensors, if it has any."""
     where = fields.where
 
     def factors(name: str) -> list[float]:
@@ -224,7 +224,7 @@ def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
 def _entries(
     stored: Mapping[str, _Entry], family: Family, config: ModelConfig, path: Path
 ) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors by their names in transformers. In the file, the experts of a layer are one tensor."""
+    """Yield the tensors under their transformers names. The file stores all experts of a layer in one tensor."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []
     for own_name, entry in stored.items():

@@ -1,4 +1,4 @@
-"""Models in the memory of the program as checkpoints: of Megatron-Core or of transformers."""
+"""Models of Megatron-Core or transformers in the memory of the program, as checkpoints."""
 
 from __future__ import annotations
 

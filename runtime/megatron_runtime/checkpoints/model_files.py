@@ -84,7 +84,7 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Return the shape, or the first values on each axis, that a file states. Raises ValueError."""
+    """Return a shape, or an offset per axis, as read from a file. Raises ValueError unless it is a valid shape."""
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
         raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
     if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_EXTENT for value in values):
@@ -213,7 +213,7 @@ class ModelDirectory:
 
 
 def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end an answer. values: content of config.json, which often has only one of them."""
+    """Return the tokens that end an answer. values: content of config.json, which often lists only one such token."""
     file = directory.file("generation_config.json")
     generation = file.read_json() if file is not None else {}
     found = generation.get("eos_token_id", values.get("eos_token_id"))

@@ -37,12 +37,11 @@ class ScaledMatrix:
     """How one matrix is stored.
 
     shape:      (N, K).
-    values:     name of the stored numbers, [N, K], or int32 words of several numbers along K.
-    bits:       bits of a number in such words; None without words.
-    scale:      name of the scales: one, or one for each `rows` outputs and `columns` inputs.
-    zero_point: name of the numbers that represent zero, laid out like the scales; None if 0 represents zero. Words are
-                along N.
-    groups:     name of the group of each input, int32 [K]; None if each `columns` inputs are a group.
+    values:     name of the tensor of numbers, [N, K]; or of int32 words, each with several numbers along K.
+    bits:       bits per number in a word; None if the numbers are not packed.
+    scale:      name of the scales: one for the matrix, or one per block of `rows` outputs and `columns` inputs.
+    zero_point: name of the zero points, laid out like the scales, but packed along N; None if 0 represents zero.
+    groups:     name of the group of each input, int32 [K]; None if each run of `columns` inputs is a group.
     """
 
     shape: tuple[int, int]

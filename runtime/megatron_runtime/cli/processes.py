@@ -257,7 +257,7 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first, of the ranks that the agent found exited at the same time.
+    """Return the rank that failed first among the ranks that the agent found exited at the same time.
 
     A rank that was killed by a signal is the cause. A rank that exited with a status may have done so as a consequence.
     """
@@ -265,7 +265,7 @@ def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
 
 
 def _kill_survivors(ranks: int) -> None:
-    """Kill the ranks that outlive a failed one. The agent would wait longer for a stopped rank."""
+    """Kill the remaining ranks after one has failed. The agent would wait longer for a stopped rank."""
     ended_at: float | None = None
     seen = 0
     while True:

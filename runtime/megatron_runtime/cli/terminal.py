@@ -66,7 +66,7 @@ class Conversation:
         self._answer([*self.messages, {"role": "user", "content": text}])
 
     def command(self, name: str, argument: str) -> None:
-        """Run a command. Raises click.UsageError for a wrong one, and _LeaveError."""
+        """Run a command. Raises click.UsageError for an invalid command, and _LeaveError to end the conversation."""
         if name not in _COMMANDS:
             raise click.UsageError(f"unknown command '/{name}': /help lists the commands")
         _COMMANDS[name][2](self, argument)

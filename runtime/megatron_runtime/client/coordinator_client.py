@@ -221,7 +221,7 @@ class CoordinatorClient:
         return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
     def _at_home(self, action: Callable[[], object]) -> None:
-        """Run `action` on the connection's loop: now, or in its next iteration."""
+        """Run `action` on the connection's loop: now if this is that loop, otherwise in its next iteration."""
         loop = self._other_loop()
         if loop is None:
             action()
@@ -335,7 +335,7 @@ class CoordinatorClient:
         self._sent_media.update({item.digest for item in request.media.items})
 
     def _expire(self, request: PendingRequest) -> None:
-        """Fail a request after its deadline. The coordinator does so first, unless it is unreachable."""
+        """Fail a request after its deadline. The coordinator fails it earlier, unless it is unreachable."""
         self._link.send(Abort(request.uid).to_frames())
         message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
         self._reject(request, rejection(ErrorCode.DEADLINE, message))

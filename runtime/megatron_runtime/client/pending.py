@@ -61,7 +61,7 @@ class PendingRequest:
     """One request, from its submission to its final answer.
 
     generated: tokens from partials. They are sent to a restarted coordinator, and no later answer may contradict them.
-    epochs:    of the weights that sampled these tokens, by the index of a token.
+    epochs:    epochs of the weights that sampled these tokens, by token index.
     details:   details of these tokens. An engine that continues the request does not have them.
     submitted, deadline: times on the clock of time.perf_counter().
     future, stream: one of them receives the answer; it may belong to the event loop of another thread.

@@ -9,7 +9,8 @@ from megatron_runtime.protocol.messages import Charge, Frames, Quota, Reserve
 
 
 class QuotaCalls:
-    """Calls in progress on one connection. After a new registration each is sent again; its uid makes it count once.
+    """Calls in progress on one connection. All are sent again after a new registration; the uid prevents double
+    counting.
 
     is_connected: returns whether messages reach the coordinator.
     """
@@ -39,7 +40,7 @@ class QuotaCalls:
         self._send(charge.to_frames())
 
     def registered(self, *, is_forgotten: bool) -> None:
-        """is_forgotten: the coordinator may have lost messages."""
+        """Drop abandoned calls, and send the others again if `is_forgotten`: the coordinator may have lost messages."""
         for uid, (reserve, future) in list(self._open.items()):
             if future.done():
                 del self._open[uid]  # no caller waits for it, and the tokens return at the end of the minute

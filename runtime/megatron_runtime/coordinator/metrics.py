@@ -15,7 +15,10 @@ _PREFIX = "megatron_coordinator_"
 
 
 class CoordinatorMetrics(Collector):
-    """core: returns the current core. A standby replaces its core."""
+    """Metrics of one coordinator process.
+
+    core: returns the current core. A standby replaces its core.
+    """
 
     def __init__(self, core: Callable[[], CoordinatorCore]) -> None:
         self._core = core

@@ -79,8 +79,8 @@ class Election:
             self.term = max(self.term, other.term)
 
     def asked(self, now: float, term: int) -> Answer:
-        """A peer sent a message. term: term of the coordinator that it was registered with; 0 if it does not report
-        one.
+        """Handle a message of a peer. term: term of the coordinator that it was registered with; 0 if it does not
+        report one.
         """
         if self.active and term <= self.term:
             return Answer.SERVE
@@ -93,11 +93,11 @@ class Election:
         return Answer.SERVE
 
     def stalled(self, now: float) -> None:
-        """This process was stalled; the other coordinator may have taken over meanwhile."""
+        """Handle a stall of this process. The other coordinator may have taken over during the stall."""
         self._silent_since, self._other = now, None
 
     def leave(self, now: float) -> bool:
-        """This process is about to exit. Stand by until then, if the other coordinator is there to take over."""
+        """Prepare for the exit of this process: stand by, if the other coordinator is alive and can take over."""
         self._leaves = self._hears(now) is not None
         self.active = self.active and not self._leaves
         return self._leaves
@@ -108,7 +108,7 @@ class Election:
 
 
 class Pair:
-    """Decides for each message whether this coordinator may handle it, and exchanges states with the other one on the
+    """Decides for each message whether this coordinator may handle it, and exchanges states with its peer on the
     admin ports.
 
     gatekeeper: the keys; None without encryption. Each coordinator connects with its own pair of keys.
@@ -190,7 +190,7 @@ class Pair:
         self._send(peer, self._redirect)
 
     def hand_over(self) -> bool:
-        """This process is about to exit: let the other coordinator take over. Return False if it cannot be notified."""
+        """Let the other coordinator take over before this process exits. Return False if it cannot be notified."""
         was_active = self._election.active
         if not self._report():
             return False

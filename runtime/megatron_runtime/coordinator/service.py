@@ -351,7 +351,7 @@ class Coordinator:
         self._perform()
 
     def _pair_changed(self) -> None:
-        """This coordinator of a pair became active, went on standby, or has another term."""
+        """Handle a change of role or term of this coordinator of a pair."""
         pair, core = self._pair, self.core
         assert pair is not None
         was_active = core.context.active

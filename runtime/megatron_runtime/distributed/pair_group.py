@@ -66,7 +66,7 @@ def wait_for_receiver(store: dist.Store, *, closing: threading.Event) -> None:
 
 
 class PairGroup:
-    """A group of two processes, for one thread. The constructor waits for the other one.
+    """A group of two processes, for one thread. The constructor waits for the other process.
 
     store: the rendezvous store, with a prefix that only this pair uses.
     rank:  SENDER or RECEIVER; both may send and receive.
@@ -103,7 +103,7 @@ class PairGroup:
         self._exchange("send", tensor)
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Receive into a contiguous tensor on the CPU that has the size of the sent one."""
+        """Receive into a contiguous CPU tensor of the same size as the sent tensor."""
         self._exchange("recv", tensor)
 
     def _exchange(self, operation: str, tensor: torch.Tensor) -> None:

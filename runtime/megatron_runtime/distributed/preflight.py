@@ -34,7 +34,11 @@ SILENT_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightSettings:
-    """node: this pod among `nodes`. names: host name of each pod, by number."""
+    """Settings of the connection test between the pods of an engine.
+
+    node:  index of this pod.
+    names: host names of all pods, by index.
+    """
 
     node: int
     names: tuple[str, ...]

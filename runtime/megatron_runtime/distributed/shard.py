@@ -94,7 +94,7 @@ class Shard:
         return self.pipeline_rank == self.sizes.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
-        """Layers of this rank's stage. If the layers do not divide evenly, the first stages have one more."""
+        """Layers of this rank's stage. If they do not divide evenly, each of the first stages has one layer more."""
         if num_layers < self.sizes.pipeline:
             raise IndivisibleError(
                 f"pipeline_parallel_size={self.sizes.pipeline}: the model has {num_layers} layers: use at most that"

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterSet:
-    """Used on the event loop. The caller makes one change of the list at a time.
+    """The adapters of one engine. Used on the event loop. The caller makes one change of the list at a time.
 
     current: the list set last.
     errors:  adapter name -> why it is not loaded.
@@ -38,7 +38,8 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the missing adapters of `wanted`: all of them, or none. The list itself does not change.
+        """Load the missing adapters of `wanted`, or none if one fails. The list that requests may name does not change
+        yet.
 
         After a failure, `rejected` has the cause for each adapter that cannot be loaded.
         """

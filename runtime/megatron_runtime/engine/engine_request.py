@@ -35,7 +35,7 @@ class EngineRequest:
     prompt_tokens:    int32 [p].
     generated_tokens: int32 [g], generated earlier by this or another engine; the engine continues after them and never
                       samples them again.
-    generated_epochs: of the weights that sampled them, by the number of a token; empty: unknown.
+    generated_epochs: epochs of the weights that sampled them, by token index; empty: unknown.
     seed:             determines, with the index of a token, the random number that the token is sampled with.
     deadline_seconds: remaining time, waiting included; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
@@ -169,7 +169,7 @@ class RequestSummary:
 class RequestOutput:
     """Output of a step for one request. With a finish_reason it is the last output of that request.
 
-    epoch: of the weights that sampled the new tokens; None: unknown.
+    epoch: epoch of the weights that sampled the new tokens; None: unknown.
     new_log_probs, new_top_n_logprobs: log-probability of each new token, and the most likely (id, log-probability)
         pairs at its position.
     prompt_log_probs, prompt_top_n_logprobs: the same for each prompt token except the first; sent with the first new

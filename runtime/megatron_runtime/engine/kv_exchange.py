@@ -74,7 +74,7 @@ class KVExchange:
     # --- prefills -------------------------------------------------------------------------------------------------
 
     def begin(self, dispatch_id: int) -> None:
-        """The backend is about to get a request with `prefill_only`."""
+        """Register a request with `prefill_only` before it is passed to the backend."""
         self._prefills.add(dispatch_id)
 
     def fail(self, dispatch_id: int, error: Exception | str) -> None:
@@ -132,7 +132,7 @@ class KVExchange:
         self._release(dispatch_id)
 
     def forget(self, dispatch_id: int) -> None:
-        """The backend is about to end what it has under this id."""
+        """Forget an id whose prefill, export or import the backend is about to end."""
         self._prefills.discard(dispatch_id)
         self._server.revoke(dispatch_id)
         timer = self._kept.pop(dispatch_id, None)

@@ -46,7 +46,7 @@ _CHECK_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Grant:
-    """A ticket for one export. peer: the connection that has shown it; None: none has."""
+    """A ticket for one export. peer: the connection that has presented the ticket; None: not presented yet."""
 
     export: int
     key: bytes
@@ -222,7 +222,7 @@ class BlockServer:
 
 
 class BlockReceiver:
-    """Receives the blocks of imports from other engines. keys_dir: as of BlockServer."""
+    """Receives the blocks of imports from other engines. keys_dir: see BlockServer."""
 
     def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
         self._kv = kv

@@ -8,14 +8,14 @@ from typing import Protocol
 
 
 class TransferEndedError(RuntimeError):
-    """The export or import was released, or the cache was cleared, as by other weights."""
+    """The export or import was released, or the cache was cleared, for example by a weight update."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedBlocks:
     """What a backend keeps of a prompt. An EngineRequest with `prefill_only` has it in its last output.
 
-    digests: of the blocks, in the order of the prompt.
+    digests: digests of the blocks, in the order of the prompt.
     weights: names epoch and weights that computed them.
     """
 

@@ -202,7 +202,7 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
 @dataclass(slots=True)
 class OpenDispatch:
     """A dispatch in progress. `tokens` are all generated tokens, of which the first `sent` have been sent, and `epochs`
-    those of the weights that sampled them, by the number of a token.
+    the epochs of the weights that sampled them, by token index.
     """
 
     dispatch: Dispatch

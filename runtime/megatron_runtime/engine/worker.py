@@ -550,7 +550,7 @@ class EngineWorker:
         self.fail(cause, goodbye="a rank is silent" if is_silent else ENGINE_FAILED)
 
     def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
-        """Terminate the engine with this cause, unless it has an earlier one.
+        """Terminate the engine with this cause, unless an earlier cause is terminating it.
 
         goodbye: reason of the DISCONNECT. Only ENGINE_FAILED counts as a failure of the requests in flight.
         """

@@ -1,4 +1,4 @@
-"""The prompts of a call, as token ids, and their answers, from the reply maps of an engine or a client."""
+"""Converts the prompts of a call to token ids, and the reply maps of an engine or a client to answers."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class EventLoopManager:
             raise
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Schedule `coro` and block until its result is there. This also blocks the caller's own event loop.
+        """Schedule `coro` and block until it has completed. This also blocks the caller's own event loop.
 
         Raises RuntimeError on the background loop itself, where the call would deadlock.
         """

@@ -186,7 +186,7 @@ class ProgramLifecycle:
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     async def serve(self, front_end: Callable[[], FrontEnd]) -> None:
-        """Start the HTTP server that `front_end` returns. Raises RuntimeError if there is one already."""
+        """Start the HTTP server that `front_end` returns. Raises RuntimeError if a server is running already."""
         if self.front_end is not None:
             raise RuntimeError(f"HTTP is served already at {self.front_end.url}")
         self.front_end = front_end()

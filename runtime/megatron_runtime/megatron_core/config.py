@@ -53,7 +53,7 @@ class MambaInferenceStateConfig:
 
     @classmethod
     def from_model(cls, model: Any, conv_states_dtype: Any = None, ssm_states_dtype: Any = None) -> None:
-        """Return None, as for every model without Mamba layers. Raises InvalidConfigError for another one."""
+        """Return None for a model without Mamba layers. Raises InvalidConfigError for a model with Mamba layers."""
         decoder = getattr(getattr(model, "module", model), "decoder", None)
         if "M" in (getattr(decoder, "layer_type_list", None) or ()):
             cls()

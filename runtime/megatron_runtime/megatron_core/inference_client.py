@@ -376,7 +376,7 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
 
     def set_adapters(self, adapters: Iterable[Adapter], **options: Any) -> asyncio.Future[ControlAck]:
-        """Make `adapters` the complete list of the engines' LoRA adapters. Requests name one of them as `adapter`.
+        """Replace the list of the engines' LoRA adapters by `adapters`. Requests name an adapter as `adapter`.
 
         Acknowledged when every engine has loaded the new ones. Requests in flight finish with the adapter that they
         have; an adapter that is not in the list is unloaded after them. If an engine cannot load an adapter, nothing
@@ -403,7 +403,7 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.STOP_CUDA_PROFILER, **options)
 
     def _send_signal_to_engines(self, signal: Header, **options: Any) -> asyncio.Future[ControlAck]:
-        """Send a control message now. Raises ValueError if `signal` is not one."""
+        """Send a control message now. Raises ValueError for an unknown `signal`."""
         if signal not in CONTROLS:
             raise ValueError(f"signal {signal!r}: want one of {', '.join(sorted(header.name for header in CONTROLS))}")
         return self.native.control(Control(kind=Header(signal), **options))

@@ -78,7 +78,8 @@ def unwrap_serialized_tensors(serialized_request: dict[str, Any]) -> dict[str, A
 def compute_block_hashes_batched(
     prompt_tokens: torch.Tensor | list[int], block_size: int, *, form: HashForm = HashForm.POLYNOMIAL, salt: bytes = b""
 ) -> list[int]:
-    """Return one positive hash per complete block of `prompt_tokens`, shape [seq_len], covering all blocks up to it.
+    """Return one positive hash per complete block of `prompt_tokens`, shape [seq_len]. Each covers all blocks up to its
+    own.
 
     form: by default the polynomial, with hashes from 1 to HASH_PRIME. Engines and coordinators use SHA-256, for which
           colliding prompts cannot be constructed.

@@ -137,7 +137,7 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def window_everywhere(fields: Fields) -> Traits:
-    """Return the sliding window of a family in which all layers have one, or none has."""
+    """Return the sliding window of a family whose layers all have a window, or all have none."""
     return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
 

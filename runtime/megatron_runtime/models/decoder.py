@@ -153,7 +153,7 @@ class Decoder(ABC):
         return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
 
     def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return hidden states after the last norm, given those after the last layer, in the last pipeline stage."""
+        """Apply the final norm to the hidden states of the last layer. Called on the last pipeline stage only."""
         norm_D = self.weights.norm_D
         assert norm_D is not None, "this rank is of an earlier pipeline stage"
         return self._norm(x_ND, norm_D)

@@ -25,7 +25,10 @@ Part = tuple[slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """dtype: type of the values that read() returns; float32 for quantized tensors."""
+    """Shape and type of one tensor.
+
+    dtype: type of the values that read() returns; float32 for quantized tensors.
+    """
 
     shape: Shape
     dtype: torch.dtype

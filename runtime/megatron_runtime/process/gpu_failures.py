@@ -28,7 +28,10 @@ CONFIGURATION = "EngineConfigRefused"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFailure:
-    """is_of_device: the device or its node is faulty, so the engine must not start on it again."""
+    """A known failure of a GPU: the log text that identifies it, its cause and its remedy.
+
+    is_of_device: the device or its node is faulty, so the engine must not start on it again.
+    """
 
     cause: str
     pattern: re.Pattern[str]

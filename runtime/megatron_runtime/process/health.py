@@ -8,8 +8,9 @@ The server runs on the caller's event loop, so a blocked loop fails its liveness
 may use it, so the server answers probes under any number of connections:
 
 - If the request has arrived, the callback that accepts the connection answers it. Only connections that the kernel
-accepted earlier come first, and each iteration of the loop takes BATCH of them. - A connection without a complete
-request waits. A new connection beyond MAX_CONNECTIONS, or beyond MAX_PER_PEER of its address, replaces the oldest.
+  accepted earlier come first, and each iteration of the loop takes BATCH of them.
+- A connection without a complete request waits. A new connection beyond MAX_CONNECTIONS, or beyond MAX_PER_PEER of its
+  address, replaces the oldest.
 - Metrics are rendered on a thread, one at a time, for all requests that wait for them. A pause after each bounds their
   share of a CPU, because the thread and the loop share the interpreter.
 
@@ -135,7 +136,7 @@ class HealthServer:
             connection.read()
 
     def _pause_accepting(self) -> None:
-        """The process has run out of file descriptors: close the connections here, and accept again later."""
+        """Close the connections, and accept again later, because the process has run out of file descriptors."""
         for connection in list(self._open):
             connection.close()
 

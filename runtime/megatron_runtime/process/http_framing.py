@@ -76,7 +76,7 @@ class HttpProtocol(H11Protocol):
         self.conn = RequestParser()
 
     def handle_events(self) -> None:
-        """Handle what has been parsed."""
+        """Handle the events that h11 has parsed."""
         try:
             super().handle_events()
         except FramingError as error:
@@ -89,7 +89,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        """Write an answer instead of the application's, unless that one has begun."""
+        """Write a response in place of the application's, unless the application has begun its response."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             length = {"content-length": str(len(body)), "connection": "close"}
             fields = [(name.encode(), value.encode()) for name, value in {**headers, **length}.items()]

@@ -160,7 +160,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def tracer_from_environment(name: str) -> Tracer | None:
-    """Return the tracer of this process; None if the environment does not request one, or if it cannot be created.
+    """Return the tracer of this process; None if the environment does not enable tracing, or if that fails.
 
     name: as for Tracer. If the requested traces cannot be created, the process logs why and serves without them.
     """

@@ -207,13 +207,13 @@ def joined_list(elements: Sequence[bytes]) -> bytes:
 
 
 class PackedTokens(bytes):
-    """Token ids as a packed list, as a plain client sent them. It is only checked to be one value."""
+    """Token ids as a packed list, as a Megatron client sent them. Only checked to be one complete value."""
 
 
 def unpack_tokens(data: PackedTokens) -> bytes:
     """Return token ids, each from 0 to 2**31 - 1, as little-endian int32.
 
-    No Python code runs for each token, and nothing is created for a list in the list. Raises MalformedMessageError.
+    No Python code runs per token, and no objects are created for a nested list. Raises MalformedMessageError.
     """
     maximum = min(len(data), PLAIN.elements)
     lists = 0
@@ -252,7 +252,7 @@ def checked_tokens(tokens: list[Any]) -> bytes:
 
 
 def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
-    """Return the packed map `data` with `count` more entries, which are packed: key, value, key, value."""
+    """Return the packed map `data` extended by `count` entries, given packed: key, value, key, value."""
     kind = data[0]
     size = 1 if kind & 0xF0 == 0x80 else 3 if kind == 0xDE else 5
     number = kind & 0x0F if size == 1 else int.from_bytes(data[1:size], "big")
@@ -286,7 +286,7 @@ _CONTAINER_BYTES = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 
 
 def _max_containers(data: bytes | memoryview) -> int:
-    """Return the number of bytes of `data` that may begin a list or map: it has at most this many."""
+    """Return an upper bound of the lists and maps in `data`: the number of bytes that may begin one."""
     return len(data) - len(bytes(data).translate(None, _CONTAINER_BYTES))
 
 

@@ -32,7 +32,7 @@ def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
 
 
 def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, count: int, at: int) -> None:
-    """Append the epochs of `count` tokens of `spans`, from number `first` on, to `to`, where they begin at number `at`.
+    """Append the epochs of the tokens first … first + count - 1 of `spans` to `to`, where they begin at token `at`.
 
     A span of the epoch that `to` ends with is not repeated.
     """
@@ -51,8 +51,8 @@ def continued_epochs(
     The first token that is sampled by the forward pass of a position belongs to the next one. A prompt has the epoch of
     the first token.
 
-    spans:         of the `num_generated` tokens that another engine sampled, by their number; empty: unknown.
-    engine_spans:  of this engine, by position, for an answer that it began.
+    spans:         epochs of the `num_generated` tokens that another engine sampled, by index; empty: unknown.
+    engine_spans:  epochs of this engine, by position, for an answer that it began.
     prompt_length: in tokens.
     """
     positions = [(prompt_length + number - 1 if number else 0, epoch) for number, epoch in spans]

@@ -439,7 +439,7 @@ class Error(ControlMessage):
 
 
 class PairState(ControlMessage):
-    """Sent by each coordinator of a pair to the other one, as its heartbeat and at each change."""
+    """Sent between the two coordinators of a pair, as heartbeat and after each change."""
 
     header = Header.PAIR_STATE
     incarnation: U64
@@ -630,8 +630,8 @@ class Final(NamedTuple):
 class Exported(NamedTuple):
     """EXPORTED: engine to coordinator, PREFILL has ended. The engine keeps the blocks until RELEASE or its deadline.
 
-    digests: of the blocks that it keeps, 32 bytes each, in the order of the prompt; empty: it could not compute or keep
-             any.
+    digests: digests of the blocks that it keeps, 32 bytes each, in the order of the prompt; empty: it could not compute
+             or keep any.
     weights: the weights and the epoch that computed them. Engines import blocks of their own weights only.
     """
 
@@ -647,10 +647,10 @@ class Transfer(NamedTuple):
     """TRANSFER: coordinator to both engines, the second one imports blocks of the first.
 
     export_id:   dispatch id of the PREFILL.
-    dispatch_id: of the import.
+    dispatch_id: dispatch id of the import.
     ticket:      opens the blocks once, within `seconds`.
     key:         public key of the other engine, Z85; empty without keys.
-    address:     of the exporting engine's KV port; empty in the message to that engine.
+    address:     address of the exporting engine's KV port; empty in the message to that engine.
     """
 
     export_id: int

@@ -42,7 +42,7 @@ class RequestMeta(NamedTuple):
     """Opaque id of a session whose requests go to one engine while it holds their prefix. Empty: no session."""
 
     def items(self) -> tuple[Any, ...]:
-        """The elements to send. Optional ones are left out if they, and those after them, are empty."""
+        """The elements to send, without trailing optional elements that are empty."""
         count = len(self)
         while count > _REQUIRED and not self[count - 1]:
             count -= 1

@@ -28,8 +28,9 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """kind: what the argument can do.
+    """How one argument of vLLM is classified.
 
+    kind:   what the argument can do.
     values: for a harmless argument, the values that load no code; empty: all values.
     field:  path of the field that sets the argument.
     """

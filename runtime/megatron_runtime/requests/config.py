@@ -63,7 +63,7 @@ PrefixCachingCoordinatorPolicy = RoutingPolicy
 
 
 class AsyncScheduleMode(_Option):
-    """Whether the next step is planned while one runs."""
+    """Whether the next step is planned while the current step runs."""
 
     LEGACY = "legacy"
     """The next step is planned when the last one has ended."""

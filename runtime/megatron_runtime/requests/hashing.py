@@ -45,7 +45,8 @@ def block_hashes(
     form: HashForm = HashForm.SHA256,
     salt: bytes = b"",
 ) -> list[int]:
-    """Return one positive hash per complete block of `tokens`, shape [n], covering that block and all before it.
+    """Return one positive hash per complete block of `tokens`, shape [n]. Each hash covers its block and all earlier
+    blocks.
 
     salt: separates tenants; only for SHA-256.
 

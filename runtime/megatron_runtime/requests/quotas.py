@@ -95,7 +95,7 @@ class Quotas:
         return window
 
     def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
-        """Return the window of this minute; None if there is no usage in it and no debt from earlier windows."""
+        """Return the window of this minute; None if it has no usage and earlier windows left no debt."""
         window = self._windows.get((tenant, kind))
         if window is None or now < window.ends:
             return window

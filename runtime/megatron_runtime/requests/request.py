@@ -480,7 +480,7 @@ class DynamicInferenceRequestRecord:
 
     @staticmethod
     def _update_staleness_tensor(tensor: Any, total_tokens: int, increment: bool = True) -> Any:
-        """Return `tensor`, or an array, as a tensor padded with zeros to `total_tokens`, and incremented if asked."""
+        """Return `tensor`, or an array, as a tensor padded with zeros to `total_tokens`, and incremented on request."""
         torch = _torch()
         current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)

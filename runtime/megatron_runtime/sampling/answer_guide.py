@@ -19,10 +19,11 @@ BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[An
 
 
 class AnswerGuide:
-    """The AnswerState of an answer of several parts. For one thread.
+    """AnswerState for an answer with several parts. Not thread-safe.
 
     The grammar of calls is compiled only when an answer begins with a marker. The request waits for it; other requests
-    do not. If the grammar is not available or fails, any token is allowed, and the client gets what the model writes.
+    do not. If the grammar is not available or fails, any token is allowed, and the client receives the unconstrained
+    output of the model.
 
     parts:   parts of the answer so far.
     rest:    tokens of its structure.
@@ -60,7 +61,7 @@ class AnswerGuide:
         return self._begun is None and (grammar is None or grammar.is_ready)
 
     def is_fresh(self) -> bool:
-        """As in GrammarState. Steps do not wait for a grammar that is being compiled."""
+        """Return is_fresh() of the current grammar; False while it is compiled, so that steps do not wait for it."""
         grammar = self._current()
         return grammar is not None and grammar.is_fresh()
 

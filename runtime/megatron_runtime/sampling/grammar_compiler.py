@@ -60,7 +60,7 @@ class InvalidGrammarError(ValueError):
 
     @classmethod
     def of(cls, message: str) -> InvalidGrammarError:
-        """message: message of the compiler, which names its options and quotes the whole grammar."""
+        """Return the error for a message of the compiler, without the names of its options and the quoted grammar."""
         if (error := _ERROR.search(message)) is not None:
             return cls(error[1])
         if (keywords := _KEYWORDS.match(message)) is not None:

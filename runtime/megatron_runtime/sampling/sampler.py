@@ -59,7 +59,7 @@ class StepLogits(Protocol):
         """
 
     def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
-        """Yield (row of the plan, log-probabilities of the next of its prompt targets), in their order. They are
+        """Yield (row of the plan, log-probabilities of its next prompt targets), in the order of the targets. They are
         computed from the model's own logits, and are NaN if these are not finite.
         """
 
@@ -78,8 +78,11 @@ class StepLogits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """chosen_N: float32, log-probability of each row's token. top_ids_NK, top_NK: int32 and float32, the most likely
-    tokens, descending.
+    """Log-probabilities of the tokens of n rows.
+
+    chosen_N:   float32, of the token chosen for each row.
+    top_ids_NK: int32, the K most likely tokens of each row, in descending order.
+    top_NK:     float32, their log-probabilities.
     """
 
     chosen_N: Float32
@@ -162,7 +165,7 @@ def _joined(parts: list[LogProbs]) -> LogProbs:
 def sample_rows(
     logits_NV: Float32, rows: Int64, batch: SamplingBatch, *, reports_raw: bool
 ) -> tuple[Int32, dict[int, LogProbs]]:
-    """Implement StepLogits.sample() on the host. logits_NV: of `rows`; they are overwritten."""
+    """Implement StepLogits.sample() on the host. logits_NV: logits of `rows`, which are overwritten."""
     wanted = np.flatnonzero(batch.num_log_probs[rows] != NO_LOG_PROBS).tolist()
     # sample() changes logits in place.
     reported = {index: logits_NV[index].copy() for index in wanted}
@@ -338,7 +341,7 @@ def philox4x32(counters: UInt64, keys: UInt64) -> UInt64:
 
 
 def uniform(seeds: UInt64, positions: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return one number of (0, 1), both ends excluded, for every (seed, position).
+    """Return a uniform number in the open interval (0, 1) for every (seed, position).
 
     seeds:     uint64 [n].
     positions: integers >= 0, [n].

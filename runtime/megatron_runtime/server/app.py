@@ -97,7 +97,7 @@ def create_app(
     """Return the application. Probes and shutdown use its `state.service`.
 
     backend: the client of the coordinator.
-    chat_format: of the model; None: ours for the settings.
+    chat_format: format of the model; None: our format for the settings.
     tracer:  None: requests are not traced.
     Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that cannot be used, OSError
     for one that cannot be read.

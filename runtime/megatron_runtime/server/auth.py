@@ -62,10 +62,10 @@ class ApiKey:
     """The tenant of a request, and what its key allows.
 
     tenant: opaque id of the key; it does not reveal the key. Empty: the server is open to all.
-    name:   label of the key in metrics and logs; a key without a name has the beginning of its tenant id.
+    name:   label of the key in metrics and logs; for a key without a name, the beginning of the tenant id.
     requests_per_minute, tokens_per_minute: limits over all servers of a coordinator; None: no limit.
     models: names of the models that it may use; None: all.
-    metrics: whether it may read /metrics, which describe the requests of all keys.
+    metrics: whether the key may read /metrics, which cover the requests of all keys.
     """
 
     tenant: str = ""
@@ -279,7 +279,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _version(*files: Path) -> list[tuple[int, ...] | None]:
-    """Return a value that differs when one of the files has been replaced or changed."""
+    """Return a value that changes when a file is replaced or modified."""
     found: list[tuple[int, ...] | None] = []
     for file in files:
         try:

@@ -147,7 +147,7 @@ class RequestObserver:
             self._on_generated(tokens)
 
     def tokens(self, count: int, *, at: float) -> None:
-        """Record the times of `count` tokens of a stream that arrived together at time `at`, of perf_counter."""
+        """Record `count` tokens of a stream that arrived together. at: their time, on the clock of perf_counter()."""
         if self._last is None:
             self._gauge.dec()
             self._gauge = self._metrics.running

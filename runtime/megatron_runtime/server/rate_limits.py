@@ -115,7 +115,7 @@ class RateLimits:
                 left.full_at = now + 60  # these tokens begin a window
 
     async def refresh(self, key: ApiKey) -> None:
-        """Request the remaining amounts, for the headers of an answer that counts nothing."""
+        """Request the remaining amounts, for the headers of an answer that is not counted."""
         if key.is_limited and self._counter.connected:
             try:
                 async with asyncio.timeout(_REFRESH_SECONDS):
@@ -205,6 +205,8 @@ class Reservation:
             self.settle()
 
     def settle(self) -> None:
-        """Charge tokens that were generated and not counted yet, or return reserved ones. Call it at the end."""
+        """Charge generated tokens beyond the reservation, or release unused reserved tokens. Call it when the request
+        ends.
+        """
         unused, self._unused = self._unused, 0
         self._counts.charge(self._key, -unused, window=self._window)

@@ -54,7 +54,7 @@ def contained(action: str) -> Iterator[None]:
 def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:
     """Load a tokenizer.json without its padding and truncation. Raises the errors of the library.
 
-    content: of a file that passed the trial; see tokenizer_trial.py.
+    content: content of a file that passed the trial; see tokenizer_trial.py.
     """
     backend = tokenizers.Tokenizer.from_buffer(content)
     backend.no_padding()
@@ -73,7 +73,9 @@ BYTE_OF_CHARACTER = _alphabet()
 
 
 def piece_to_bytes(piece: str) -> bytes:
-    """Return the bytes of an entry of a byte-level vocabulary; an entry outside the alphabet means its own UTF-8."""
+    """Return the bytes of an entry of a byte-level vocabulary; an entry outside the alphabet stands for its own UTF-8
+    bytes.
+    """
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in piece)
     except KeyError:
@@ -96,7 +98,7 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound of a vocabulary; a loose one if no tighter bound can be proved."""
+        """Return the bound of a vocabulary. The bound is loose if no tighter one can be proved."""
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
         added = list(backend.get_added_tokens_decoder().values())
         longest = max((len(piece.encode()) for piece in (*vocabulary, *(token.content for token in added))), default=1)

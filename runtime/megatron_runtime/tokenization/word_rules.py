@@ -39,7 +39,9 @@ def _words(number: str, letters: str = _LETTERS, marks: str = _MARKS) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """patterns:    applied one after the other; what a pattern does not match is a word as well.
+    """How text is divided into words before byte-pair merges.
+
+    patterns:    regular expressions, applied in order. Text between two matches is a word too.
     keeps_words: a word that is in the vocabulary is one token, whatever the merges say.
     adds_bos:    texts begin with BOS unless the file says otherwise.
     """

@@ -21,7 +21,7 @@ class Lost(StrEnum):
 
 
 class PublishPhase(StrEnum):
-    """Progress of the update: of the lost engine, otherwise of the engine with the least progress."""
+    """Progress of the update at the lost engine; if another process is lost, at the engine with the least progress."""
 
     CONNECTING = "connecting"
     RECEIVING = "receiving"
@@ -31,10 +31,11 @@ class PublishPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOutcome:
-    """
-    epoch:   the weights that all engines serve afterwards, those that restart included.
-    publish: effect on the call in progress.
-    retry:   who repeats the update or a part of it.
+    """The outcome of an update during which a process was lost.
+
+    epoch:   whether all engines then serve the old or the new weights, including engines that restart.
+    publish: effect on the publish() call in progress.
+    retry:   the process that retries the update, or a part of it.
     """
 
     epoch: Literal["old", "new"]

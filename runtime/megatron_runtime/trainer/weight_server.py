@@ -71,12 +71,12 @@ class WeightServer:
     The program may use torch.distributed: this class uses none of its groups. Between two calls of publish(), host
     memory has one copy of the weights; during a call, two.
 
-    model:       as of PublishedWeights. publish() reads the values that it has then.
+    model:       see PublishedWeights. publish() reads its values at the time of the call.
     coordinator: "HOST:PORT" of its admin port.
     keys:        directory of trainer.key, trainer.pub, server.pub and engine.pub. None: no encryption; only for a
                  coordinator with one port.
     host:        address of this machine that the engines connect to; None: the one that reaches the coordinator.
-    port:        of the engines' connections; 0: a free one. The rendezvous store and gloo listen on free ports.
+    port:        port for the engines' connections; 0: a free port. The rendezvous store and gloo listen on free ports.
 
     The constructor raises KeyFileError, OSError if it cannot listen, and CoordinatorUnreachableError.
     """
@@ -110,7 +110,7 @@ class WeightServer:
         self.close()
 
     def close(self) -> None:
-        """Disconnect, when the engines that are receiving weights have them; one that is silent ends the wait after
+        """Disconnect once all receiving engines have the weights. Wait for a silent engine no longer than
         EXCHANGE_SECONDS. Engines keep the weights that they have. An engine that restarts later waits for a trainer.
         """
 
@@ -127,7 +127,7 @@ class WeightServer:
         self._held.clear()
 
     def publish(self, epoch: int, *, timeout_seconds: float = 600.0) -> str:
-        """Replace the weights of every engine by the model's present ones, or of none, and return their source.
+        """Replace the weights of every engine by the model's current weights, or of no engine, and return their source.
 
         Returns when each engine has received and verified them and the coordinator has committed. An engine that is
         lost meanwhile gets them when it restarts, before it serves.
@@ -232,7 +232,7 @@ class WeightServer:
         return handshake
 
     def _opened(self, peer: PeerId, frames: Frames) -> None:
-        """A rank of an engine asks for a session: send it the manifest, and the tensors on a thread of their own."""
+        """Open a session for a rank of an engine: send it the manifest, then the tensors on a separate thread."""
         connection = self._connections.get(peer)
         if connection is None:
             return
@@ -259,7 +259,7 @@ class WeightServer:
         connection.send([answer.to_bytes()])
 
     def _send(self, weights: PublishedWeights, token: str) -> None:
-        """Send one rank the blocks that it asks for, until it has all, ends, or is silent for too long."""
+        """Send the requested blocks to one rank, until it has all, disconnects or times out."""
         wanted, store = torch.empty(2, dtype=torch.int64), dist.PrefixStore(token, self._store)
         try:
             wait_for_receiver(store, closing=self._closing)

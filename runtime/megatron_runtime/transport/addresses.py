@@ -24,7 +24,7 @@ class CoordinatorAddresses:
         self.current = self._all[(self._all.index(self.current) + 1) % len(self._all)]
 
     def learn(self, other: str | None) -> None:
-        """The current coordinator names the host of the other one. None: there is no other one."""
+        """Record the host of the other coordinator, which the current one reports. None: there is none."""
         if not self._learns:
             return
         others: tuple[str, ...] = ()

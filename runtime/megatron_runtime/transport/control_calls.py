@@ -70,7 +70,7 @@ class ControlCalls:
         return future
 
     def resend(self) -> None:
-        """Send everything without an answer again, after a new registration."""
+        """Send all unanswered calls again, after a new registration."""
         for control, _ in list(self._operations.values()):
             self._send(control.to_frames())
         self._status = deque(future for future in self._status if not future.done())

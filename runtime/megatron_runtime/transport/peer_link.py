@@ -283,7 +283,7 @@ class PeerLink:
         self._lose(reason)
 
     def _redirected(self, reason: str) -> None:
-        """This coordinator is on standby. Try the other one soon."""
+        """Handle the reply of a standby coordinator: try the other coordinator soon."""
         assert self._loop is not None
         self._hang_up(reason)
         self.addresses.move_on()

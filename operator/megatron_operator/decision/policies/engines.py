@@ -25,9 +25,12 @@ def delete_pods(engine: EngineView, reason: str) -> DeletePods:
 def undrain(
     world: World, engines: Engines, observed: Observed, rollout: Rollout, check: RevisionCheck
 ) -> Verdict | None:
-    """An engine was drained for a change that was reverted or paused, or changed to one whose check failed. It gets
-    requests again only after a new registration. The coordinator reports a process for some time after its pod ended:
-    that of a new pod is not drained."""
+    """Return an engine to service that was drained for a change which was then reverted or paused, or replaced by a
+    change whose check failed.
+
+    A drained engine gets requests again only after a new registration. The coordinator reports a process for some time
+    after its pod ended; the process of a new pod is not drained.
+    """
     if not observed.running or rollout.all_draining or world.coordinator.drained_all:
         return None
     for engine in engines.wanted:
@@ -51,7 +54,7 @@ def undrain(
 def scale_down(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout
 ) -> Verdict | None:
-    """Remove engines beyond spec.replicas that no rollout needs: those that do not serve at once, the others one after
+    """Remove engines beyond spec.replicas that no rollout needs: non-serving engines at once, serving engines one after
     another, highest index first, after their requests have finished."""
     surplus = [engine for engine in engines.all if engine.surplus and not engine.empty]
     surplus = [engine for engine in surplus if engine not in rollout.extras]

@@ -25,14 +25,14 @@ QUIET = {
 
 
 def deleting(world: World) -> Verdict | None:
-    """The resource is being deleted; the garbage collector deletes its children."""
+    """Do nothing while the resource is being deleted. The garbage collector deletes its children."""
     if not world.resource.deleting:
         return None
     return Verdict(Reason.DELETING, "the resource is being deleted", upkeep=False)
 
 
 def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """An object with another owner has the name of a child. Nothing is done until one of the two is renamed."""
+    """Do nothing while an object with another owner has the name of a child. The user must rename either of them."""
     ours = {
         ctx.keys_name,
         ctx.coordinator_name,
@@ -74,7 +74,7 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
 
 
 def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict | None:
-    """The coordinator reports a fence that no leader can have sent, and would reject every signal."""
+    """Stop if the coordinator reports a fence that no leader can have sent: it would reject every signal."""
     seen, own = world.rejected_fence, world.fence
     if seen is None or desired.stopped:
         return None

@@ -47,7 +47,7 @@ def rotate_keys_meanwhile(
     observed: Observed,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """A rollout cannot continue before its check passes or the spec changes: the keys do not wait for it."""
+    """Rotate the keys while a rollout waits: it cannot continue before its check passes or the spec changes."""
     wrong = (engine for engine in engines.all if engine.canary is Canary.FAILED and engines.is_drained(engine))
     if check.finding is None and not any(wrong):
         return None

@@ -40,7 +40,7 @@ SIGNAL_REASON: dict[SignalKind, Reason] = {
 
 
 def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Verdict | None:
-    """An operation is in progress: send it, send it again, or wait for its result."""
+    """Continue the operation in progress: send it, send it again, or wait for its result."""
     operation = desired.operation
     if operation is None or not operation.open or desired.stopped:
         return None
@@ -65,7 +65,7 @@ def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Ve
 def verb_path(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout, blockers: Blockers
 ) -> Verdict | None:
-    """The desired state is not reached: take the next step of its path."""
+    """Take the next step towards the desired state, if it is not reached."""
     if observed.state is ResourceState.STOPPED or desired.stopped:
         return None
     step = f"reaching {desired.state.value}"

@@ -53,7 +53,7 @@ def replace_model(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Source, dtype or length changed: drain and replace all engines and servers together, because one model never
+    """Drain and replace all engines and servers together if source, dtype or length changed, because one model never
     continues the tokens of another."""
     old = [engine for engine in engines.old_model if not engine.surplus and _appliable(rendered, engine)]
     server = rendered.server
@@ -258,7 +258,7 @@ def _unchecked(
 ) -> Verdict | None:
     """Check the desired revision before an engine that serves is drained for it. None: no check is due.
 
-    reason, step: of the rollout; an error of the check has its own reason.
+    reason, step: reason and step of the rollout; an error of the check has its own reason.
     """
     if not rollout.check_due:
         return None

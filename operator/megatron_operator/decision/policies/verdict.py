@@ -12,7 +12,7 @@ from megatron_operator.resource.conditions import Reason
 
 
 class Recorded(Enum):
-    """The operation that a verdict records if it neither starts nor completes one."""
+    """The operation that a verdict records if it neither starts nor completes an operation."""
 
     UNCHANGED = "unchanged"
 

@@ -74,9 +74,10 @@ def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
 def set_adapters(
     world: World, desired: Desired, engines: Engines, observed: Observed, adapters: AdapterView
 ) -> Verdict | None:
-    """The engines have another list than the spec, or one of them has not loaded an adapter: set the list. After a
-    failure the list is set without the adapters that cannot be loaded, the other policies go on, and the whole list is
-    set again later. While suspended or stopped a change waits."""
+    """Set the list of adapters if the engines have another list than the spec, or if an engine lacks an adapter. After
+    a failure the list is set without the adapters that cannot be loaded, the other policies go on, and the whole
+    list is set again later. While suspended or stopped a change waits.
+    """
     if REFRESHABLE.get(desired.state) is not observed.state or engines.old_model or adapters.due is None:
         return None
     return start(world, desired, SignalKind.SET_ADAPTERS, adapters=adapters.due)

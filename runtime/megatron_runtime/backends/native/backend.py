@@ -63,7 +63,11 @@ class Ranks:
         return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """on_failure: called on any thread when a rank is lost. on_leave: called when a rank has received SIGTERM."""
+        """Set the callbacks for lost ranks.
+
+        on_failure: called on any thread when a rank is lost.
+        on_leave:   called when a rank has received SIGTERM.
+        """
 
     def end(self, failure: BaseException | None) -> None:
         """Stop the other ranks: in order, or with the cause of this engine's failure. Idempotent."""

@@ -179,7 +179,7 @@ class EngineCore:
         return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """End the requests that were added with their last token: the longest answer allowed, or a stop token."""
+        """End the requests that are complete when added: their answer has maximum length or ends with a stop token."""
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
@@ -326,7 +326,7 @@ class EngineCore:
     def _end(
         self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
-        """Close `request` and return its last output. newest: the last token of prompt and answer."""
+        """Close `request` and return its last output. newest: its last token."""
         routing = self._routing_of(request)
         self._scheduler.remove(request)
         output = request.end(request.output(tokens), reason, now=self._clock())
@@ -340,7 +340,7 @@ class EngineCore:
 
     @property
     def weights(self) -> str:
-        """Name of epoch and weights. Blocks are exchanged between engines for which it is equal."""
+        """Name of epoch and weights. Only engines with equal names exchange blocks."""
         return f"{self.epoch} {self.executor.digest}"
 
     # --- weights and memory -------------------------------------------------------------------------------------

@@ -127,13 +127,13 @@ class Executor(Protocol):
         """Return the keys and values of some pages. Only of an executor with a `kv_layout`."""
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
-        """Set the keys and values of some pages to what read_pages() returned."""
+        """Restore the keys and values of pages that read_pages() returned."""
 
     def use_source(self, source: str) -> None:
         """Make load() read these weights from now on. Only while no weights are loaded."""
 
     def stage_weights(self, source: str) -> None:
-        """Read and verify other weights, and keep those in use. May run on another thread during a step.
+        """Read and verify new weights while the current ones stay in use. May run on another thread during a step.
 
         Raises ValueError for weights of another model, with the field and both values.
         """

@@ -58,7 +58,7 @@ def unset_cache_bytes(device: torch.device, *, weights: int) -> int:
 
 
 class KVPool:
-    """The KV cache of one rank: its memory can be released, and reallocated with the contents of some pages.
+    """The KV cache of one rank. Its memory can be released and reallocated; selected pages keep their contents.
 
     cache_LPXE: layers, pages, tokens of a page, keys and values of one token; None while the memory is released.
     """
@@ -114,7 +114,7 @@ class KVPool:
 
     @torch.inference_mode()
     def write(self, pages: npt.NDArray[np.int32], data: bytes) -> None:
-        """Set the contents of some pages to those that read() returned."""
+        """Restore page contents that read() returned."""
         cache_LPXE = self._allocated()
         layers, _, tokens, width = self._shape_LPXE
         values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(layers, len(pages), tokens, width)

@@ -216,7 +216,7 @@ class Scheduler:
         return self._context.tokens_left(_slots(requests))
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
-        """Return the prompt tokens of a step that go by rank, and those that go by size."""
+        """Return how many prompt tokens of a step are assigned by rank, and how many by prompt size."""
         budget = self._config.step_tokens - num_decodes
         if not self._config.enable_chunked_prefill:
             return budget, 0  # a prompt is computed in one step, so none is cut for another
@@ -226,7 +226,7 @@ class Scheduler:
 
     def _shares(self, requests: list[CoreRequest], left: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the number of tokens that each of `requests` computes in a step: one for a decode. Prompts share the
-        rest. requests: by rank."""
+        rest. requests: ordered by rank."""
         shares = np.minimum(left, 1)
         prompts = np.flatnonzero(left > 1)
         by_rank, by_size = self._budgets(len(left) - len(prompts))
@@ -240,7 +240,7 @@ class Scheduler:
         return shares
 
     def _grow(self) -> CoreRequest | None:
-        """Add the pages that the newest tokens need, preempting the last requests. Return the first one preempted."""
+        """Add the pages that the newest tokens need, preempting the last requests. Return the first of them."""
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None
@@ -308,8 +308,8 @@ class Scheduler:
         return lower[len(lower) - count :]
 
     def _tokens_for(self, request: CoreRequest, count: int, *, without: Sequence[CoreRequest]) -> int:
-        """Return how many tokens of the step `request`, which has to compute `count`, gets if it is admitted and the
-        requests `without` are preempted.
+        """Return how many of its remaining `count` tokens `request` would compute in the step, if it were admitted and
+        the requests `without` were preempted.
         """
         staying = [other for other in self.running if other not in without] if without else self.running
         place = bisect_left(staying, request.rank, key=_rank)
@@ -351,7 +351,7 @@ class Scheduler:
 
 
 def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
-    """Return whether `running` is of lower priority, or further beyond its tenant's share than `waiting` is."""
+    """Return whether `running` has a lower priority than `waiting`, or exceeds its tenant's share by more."""
     if running.priority != waiting.priority:
         return running.priority > waiting.priority
     return running.rank[1] > waiting.rank[1] and running.tenant != waiting.tenant

@@ -15,7 +15,7 @@ _MAX_CONDITION = 1e6
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: `step`, and `prompt` per prompt token, and `held` per token in the KV cache that it reads."""
+    """Seconds of a step: `step`, plus `prompt` per prompt token, plus `held` per KV cache token that the step reads."""
 
     step: float
     prompt: float
@@ -36,7 +36,7 @@ class StepRates:
         self._held: float | None = None
 
     def observe(self, *, prompt_tokens: int, held_tokens: int, seconds: float) -> None:
-        """Count a step. held_tokens: tokens that its requests have in the KV cache."""
+        """Record a step. held_tokens: tokens that its requests have in the KV cache."""
         row = np.array((1.0, prompt_tokens, held_tokens, seconds))
         self._products *= 0.5 ** (1 / HALF_LIFE_STEPS)
         self._products += row[:3, None] * row

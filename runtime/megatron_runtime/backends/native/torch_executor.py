@@ -103,7 +103,7 @@ class ForwardStep:
         return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
-        """On a rank that does not sample, contribute its part of all logits that the sampling rank reads."""
+        """Contribute this rank's part of all logits that the sampling rank reads. For ranks that do not sample."""
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
         self.wait()
@@ -414,7 +414,7 @@ def empty_routing(config: ModelConfig, tokens: int, device: torch.device) -> tor
 
 
 def rows_not_finite(x_TD: torch.Tensor, plan: StepPlan, order: Int64) -> Int64:
-    """Return StepLogits.rows_not_finite(). x_TD: after the last layer; order: its rows of `plan`, in their order."""
+    """Return StepLogits.rows_not_finite(). x_TD: hidden states after the last layer. order: rows of `plan` in x_TD."""
     counts = plan.query_lengths[order]
     if counts.max() == 1:
         return np.empty(0, np.int64)

@@ -128,7 +128,7 @@ class WeightStore:
         self._signature = self._kept = None
 
     def stage(self, source: str) -> None:
-        """Read and verify other weights of the same model, and keep those in use. Raises the errors of load()."""
+        """Read and verify new weights of the same model. Current weights stay in use. Raises the errors of load()."""
         self._staged = None
         resolved = self._resolve(source)
         linears, require_memory = self._linears(), self._require_memory
@@ -208,7 +208,7 @@ class WeightStore:
 
 
 def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:
-    """Return whether the matrices stay in the page cache, from which they are read again when memory is short."""
+    """Return whether the matrices are mapped from the page cache, so that the kernel may evict and re-read them."""
     return checkpoint.panels_of is not None and PANEL_FORMATS[checkpoint.panels_of] in linears.panel_formats
 
 

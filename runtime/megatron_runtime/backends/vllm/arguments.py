@@ -221,7 +221,7 @@ def _dataclass_in(alternatives: Iterable[Any]) -> type | None:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, and each value of a Literal as one."""
+    """Yield the members of a union. Each value of a Literal counts as a member."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         for each in get_args(hint):
@@ -249,7 +249,7 @@ _JSON_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
 
 
 def _accepts(declared: Any, value: object) -> bool:
-    """Return whether a JSON value can become the declared type. vLLM checks what this leaves open."""
+    """Return whether a JSON value can be converted to the declared type. vLLM performs the remaining checks."""
     origin = get_origin(declared) or declared
     if origin is Literal:
         return bool(get_args(declared)[0] == value and type(get_args(declared)[0]) is type(value))
@@ -286,7 +286,7 @@ def logits_processor_of(config: VllmConfig) -> type | None:
 
 
 def _cpu_shares(ranks: int) -> str:
-    """Return the CPUs of each rank in vLLM's notation: equal shares of those that this process may use.
+    """Return the CPUs of each rank in vLLM's notation. The ranks share this process's CPUs equally.
 
     Without this, vLLM divides CPUs by NUMA node only.
     """

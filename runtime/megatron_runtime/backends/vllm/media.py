@@ -54,8 +54,10 @@ class MediaReader:
     ) -> dict[str, Any]:
         """Return the input for `tokens`: the expanded prompt and tokens of its answer.
 
-        template: the prompt with one placeholder for each item. Raises ValueError for media that the model does not
-        take, or that it expands to tokens other than the prompt's.
+        template: the prompt with one placeholder for each item.
+
+        Raises ValueError for media that the model does not support, or if it expands the template to other tokens than
+        those in `tokens`.
         """
         tracker = self._tracker(self._renderer.model_config)
         parser = tracker.create_parser()

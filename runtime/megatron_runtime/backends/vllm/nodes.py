@@ -37,7 +37,7 @@ def _port(node: NodeIdentity) -> int:
 
 
 class Followers:
-    """The other pods, seen by the first one.
+    """The other pods of the engine, as the first pod sees them.
 
     on_lost:  called when a pod is lost.
     on_leave: called when a pod is about to stop: the engine drains.
@@ -77,7 +77,7 @@ class Followers:
         self._tell(END)
 
     async def close(self) -> None:
-        """Release the other pods, which then wait for this one to come back."""
+        """Disconnect the other pods. They then wait for this pod to restart."""
         if self._beats is not None:
             self._beats.cancel()
         if self._server is not None:

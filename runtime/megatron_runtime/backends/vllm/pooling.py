@@ -62,7 +62,7 @@ class PoolingSubmission:
 
 
 def task_of(config: VllmConfig) -> str:
-    """Return the task of a pooling model. Raises ValueError for one that this release does not offer."""
+    """Return the task of a pooling model. Raises ValueError for a task that this release does not offer."""
     model = config.model_config
     of_tokens = any("ForTokenClassification" in architecture for architecture in model.architectures)
     by_files = "token_classify" if of_tokens else TASKS[model.score_type]

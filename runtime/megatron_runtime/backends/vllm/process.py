@@ -3,9 +3,12 @@
 A separate process releases all memory when it exits. Its crash does not take down the engine's process, which reports
 the cause. They exchange messages over a pair of sockets (channel.py):
 
-    to the process:   [number, method, arguments]         service.py has the methods from the process: [number, result,
-    error]             the reply; number 0: vLLM has started, or could not start ["outputs", ...], ["cache", ...],
-    ["metrics", ...] ["progress", stage, done, total]  before the reply to load, also before number 0
+    to the process
+        [number, method, arguments]                       the methods are in service.py
+    from the process
+        [number, result, error]                           the reply; number 0: vLLM has started, or could not start
+        ["outputs", ...], ["cache", ...], ["metrics", ...]
+        ["progress", stage, done, total]                  before the reply to load, also before number 0
 """
 
 from __future__ import annotations

@@ -558,7 +558,7 @@ def _described(error: Exception) -> list[str]:
 
 
 def _end_with_engine(end: socket.socket) -> None:
-    """Kill all processes of this group when the engine has exited for any reason: they do not notice it themselves."""
+    """Kill all processes of this group when the engine has exited: they do not detect its exit themselves."""
     poll = select.poll()
     poll.register(end, select.POLLRDHUP)
     poll.poll()

@@ -146,7 +146,9 @@ def retried(
 
 
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
-    """Return the files that a model needs, or that match the patterns; never one with the name of our own files."""
+    """Return the files that a model needs, or that match the patterns. Files with names that we use ourselves are
+    excluded.
+    """
     files = [file for file in files if not file.path.startswith(_OWN_PREFIX)]
     if include:
         return [file for file in files if _matches(file, include)]
@@ -229,7 +231,7 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader finds the earlier content or this one."""
+    """Write a file atomically: a reader sees either the old or the new content."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)
     os.replace(fresh, path)

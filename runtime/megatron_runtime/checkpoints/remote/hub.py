@@ -152,10 +152,10 @@ class HubApi:
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Return the path of a file in `cache`; fetch it if it is not there. Its content is not verified.
+        """Return the path of a file in `cache`; fetch the file if it is not cached. Its content is not verified.
 
         received: called with the number of bytes so far; an exception cancels the transfer.
-        again:    fetch it even if it is there.
+        again:    fetch the file even if it is cached.
 
         Raises HubError, HubUnavailableError, OSError.
         """
@@ -217,7 +217,7 @@ class HubApi:
             raise self._translated(error) from None
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return a one-line error for an error of the library, which may have wrapped the error of a request."""
+        """Return a one-line error for an error of huggingface_hub, which may wrap an HTTP error."""
         text = escaped(_QUERY.sub("", str(error)))
         what = f"for {self._reference} ({type(error).__name__}: {text})"
         cause = error.__cause__

@@ -1,4 +1,4 @@
-"""Fetch what describes a model without its weights: small files, and the headers of the weight files."""
+"""Fetch the description of a model without its weights: small files, and the headers of the weight files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _FIRST_GGUF_BYTES = 16 << 20
 
 @contextmanager
 def metadata_directory(model: str) -> Iterator[Path]:
-    """Yield a directory that describes `model`, a reference to download, in the same way as its files would.
+    """Yield a directory from which the configuration of a remote `model` can be read without its weights.
 
-    Weight files have their full size and their header; the rest is a hole. The directory is the cached one if it is
-    complete; otherwise it is temporary and exists until the context ends.
+    Small files are complete. Weight files contain only their header: they are sparse files of the full size. If the
+    cache has the complete model, its directory is used; otherwise the directory is temporary and is removed at exit.
 
     Raises HubError, HubUnavailableError, ModelFileError, OSError.
     """

@@ -288,7 +288,7 @@ class ObjectStoreApi:
         return [self._safe(name) for name in names]
 
     def _head(self, name: str, *, optional: bool = False) -> Any:
-        """Return the metadata of an object; None if an optional one does not exist."""
+        """Return the metadata of an object; None if the object is optional and does not exist."""
         try:
             with self._errors(name):
                 return {**obstore.head(self._store, name), "path": name}

@@ -85,7 +85,7 @@ _FREQUENCY_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LiveChunk:
-    """The part of a stored tensor that a parameter of this rank is: its box, one range per axis, and its values.
+    """A parameter of this rank as a part of a stored tensor: its box, one range per axis, and its values.
 
     values: tensor with the extents of the box, on any device.
     """

@@ -72,7 +72,7 @@ class SavedTensor:
 
     @property
     def span(self) -> int:
-        """Number of values in the storage from the first to the last one of the tensor."""
+        """Number of values in the storage from the tensor's first value to its last."""
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
     def bytes_in(self, file: MappedFile) -> torch.Tensor:
@@ -287,7 +287,7 @@ def _tensor(
 
 
 def _places(found: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
-    """Return the place of each chunk. A repeated chunk has its last place."""
+    """Return the place of each chunk. If a chunk is repeated, its last place counts."""
     if not isinstance(found.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}

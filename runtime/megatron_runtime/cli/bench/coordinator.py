@@ -158,7 +158,7 @@ class Bench:
 
 
 async def run(**load: Any) -> list[Figure]:
-    """Measure all parts, one after the other, on one coordinator. load: as for Bench.start()."""
+    """Measure all parts in order, on one coordinator. load: see Bench.start()."""
     bench = Bench.start(**load)
     try:
         await asyncio.sleep(1)  # until the new process is idle

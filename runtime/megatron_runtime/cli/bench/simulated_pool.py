@@ -86,7 +86,7 @@ class _Model:
     """An Executor without a model.
 
     now:           the end of the last step.
-    prompt_tokens: of the last step.
+    prompt_tokens: number of prompt tokens of the last step.
     """
 
     vocab_size = 1 << 16

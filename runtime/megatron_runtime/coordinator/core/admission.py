@@ -43,7 +43,7 @@ class AdmissionControl:
     fail: Callable[[Entry, Rejection], None]
 
     def decide(self, entry: Entry) -> Verdict:
-        """Return the verdict of the first check that has one; NOW if none has."""
+        """Return the first verdict that a check gives; NOW if no check gives one."""
         for check in CHECKS:
             verdict = check.look(self, entry)
             if verdict is not None:

@@ -192,7 +192,7 @@ class EngineRegistry:
         self.min_prefill_cost = min((engine.prefill_cost for engine in self._by_name.values()), default=0.0)
 
     def announced(self, engine: Engine) -> None:
-        """Call after a registered engine has announced its sizes and its task."""
+        """Update the sizes and tasks of the pool. Call it after a registered engine has announced them."""
         self.load_changed(engine)
         self.has_pooling = self.has_pooling or bool(engine.task)
         self.has_roles = self.has_roles or bool(engine.role)
@@ -276,7 +276,7 @@ class Context:
 
     @property
     def active(self) -> bool:
-        """Whether this coordinator serves, and is not the standby of another one."""
+        """Whether this coordinator is active, not on standby."""
         return self.term != 0
 
     def send(self, peer: PeerId, message: Outgoing) -> None:

@@ -116,7 +116,9 @@ class CoordinatorCore:
         self.membership.start()
 
     def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
-        """A message arrived, or a translator created one. No message that a peer can send raises an exception here."""
+        """Handle a message that arrived or that a translator created. No message that a peer can send raises an
+        exception here.
+        """
         self.context.now = now
         try:
             message = decode(sent) if isinstance(sent, list) else sent
@@ -142,24 +144,26 @@ class CoordinatorCore:
             self._settle()
 
     def may_be_silent(self, now: float, peer: PeerId) -> bool:
-        """Whether the peer is an engine that has announced a busy period, such as loading, that is not over yet."""
+        """Whether the peer is an engine in a busy period that it has announced, such as loading."""
         engine = self.engines.at(peer)
         return engine is not None and now <= engine.busy_until + self.context.settings.timing.dead
 
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
-        """A connection ended. by_peer: the other side closed it, as the operating system does when a process exits."""
+        """Handle the end of a connection. by_peer: the other side closed it, as the operating system does when a
+        process exits.
+        """
         self.context.now = now
         self.membership.connection_lost(peer, by_peer=by_peer)
         self._settle()
 
     def has_room(self, now: float, peer: PeerId) -> None:
-        """The connection of the peer accepts messages. Raised after it was full, or on request."""
+        """Handle a connection that accepts messages again, after it was full, or on request."""
         self.context.now = now
         self.membership.has_room(peer)
         self._settle()
 
     def not_sent(self, rejected: Sequence[tuple[PeerId, Outgoing, bool]]) -> None:
-        """Connections did not accept part of the effects of the last event.
+        """Handle effects of the last event that connections did not accept.
 
         rejected: peer, message, and whether the connection has ended, in the order of the effects. For connections that
                   have not ended, the shell calls has_room() when they accept messages again.
@@ -181,7 +185,7 @@ class CoordinatorCore:
             self._settle()
 
     def keys_changed(self, now: float) -> None:
-        """The set of keys that `access` accepts has changed."""
+        """Handle a change of the keys that `access` accepts."""
         self.context.now = now
         self.membership.keys_changed()
         self._settle()

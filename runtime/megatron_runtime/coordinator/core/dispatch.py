@@ -142,7 +142,9 @@ class Dispatcher:
             self._wait(entry)
 
     def _complete_media(self, client: Client, uid: bytes, media: Media) -> Media | None:
-        """Return the media of a request with all data; None if data is missing or too large, which is answered here."""
+        """Return the media of a request with all data. If data is missing or too large, reject the request and return
+        None.
+        """
         completed = self.journal.media.completed(client.route, media)
         if completed is None:
             message = "the coordinator lacks data of its images, audio or video: submit it again with all data"
@@ -197,7 +199,7 @@ class Dispatcher:
             self._balance()
 
     def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Queue a request (arguments as of WaitingQueue.add), or hold it back as a suspect.
+        """Queue a request, or hold it back as a suspect. For the arguments, see WaitingQueue.add().
 
         If an engine had it, the caller must have removed it from that engine's table.
         """
@@ -233,7 +235,7 @@ class Dispatcher:
         return None if engine is None else (engine, _DECODING)
 
     def _cheapest(self, entry: Entry, accepts: Callable[[Engine], bool] | None = None) -> Engine | None:
-        """Return the engine that the routing policy chooses among those that have room and may answer the request.
+        """Return the engine with free capacity that may answer the request and that the routing policy prefers.
 
         accepts: tells which of these engines may be chosen; None: all.
         """
@@ -284,7 +286,7 @@ class Dispatcher:
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
-        """Reject a request that no serving engine may answer. Return False if it may wait for one."""
+        """Reject a request that no serving engine may answer. Return False if the request may wait for an engine."""
         rejection = rejections.adapter_changed(entry, self._verbs.adapters)
         return self._reject(entry, rejection or rejections.unanswerable(entry, self._engines.serving()))
 
@@ -294,8 +296,8 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
-        """Give a request to an engine, to decode it or for a stage before. Transfers.begin() then sends the message of
-        an import, which has no prompt.
+        """Send a request to an engine, to decode it or for an earlier stage. Transfers.begin() then sends the message
+        of an import, which has no prompt.
         """
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
@@ -341,7 +343,7 @@ class Dispatcher:
             self.deadlines.set(entry, entry.deadline)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
-        """Whether the engine reads the prompt as it is."""
+        """Whether the engine can read the prompt without conversion."""
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
@@ -369,7 +371,7 @@ class Dispatcher:
         )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """The connection of `engine` did not accept a dispatch: return the request to its place in the queue."""
+        """Return a request to its place in the queue, because the connection of `engine` did not accept it."""
         entry = engine.take(dispatch_id)
         if entry is None:
             return
@@ -385,7 +387,7 @@ class Dispatcher:
     # --- stages of split requests ------------------------------------------------------------------------------
 
     def exported(self, engine: Engine, message: Exported) -> None:
-        """A prefill engine has computed the blocks of a prompt, or could not."""
+        """Handle the end of a prefill: the engine has computed the blocks of a prompt, or could not."""
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is None or entry.stage is not _PREFILLING:
             self._counters.stale += 1
@@ -407,7 +409,7 @@ class Dispatcher:
             self._dispatch(entry, *chosen)
 
     def imported(self, engine: Engine, message: Imported) -> None:
-        """An engine has the blocks of a request, which is dispatched to it now; or it could not import them."""
+        """Dispatch a request to the engine that has imported its blocks, or handle the failed import."""
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is None or entry.stage is not _IMPORTING:
             self._counters.stale += 1
@@ -469,7 +471,7 @@ class Dispatcher:
 
     @staticmethod
     def may_move(other: Entry, engine: Engine, entry: Entry, now: float) -> bool:
-        """Whether `other`, at `engine`, may make room for `entry`."""
+        """Whether `other`, which runs at `engine`, may be moved to make room for `entry`."""
         return (
             engine.available()
             and not engine.reserved
@@ -536,7 +538,7 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """Return the open request of a former dispatch that the engine `peer` now answers; None if there is none."""
+        """Return the open request whose former dispatch the engine `peer` now answers; None if there is none."""
         to, entry = self._former.get(dispatch_id, (None, None))
         return entry if to == peer else None
 
@@ -551,12 +553,12 @@ class Dispatcher:
                 self.quarantine.begin(entry)
 
     def begun(self, entry: Entry, engine: Engine) -> None:
-        """The engine has computed the prompt of a request and sent its first token."""
+        """Record that the engine has computed the prompt of a request and sent its first token."""
         engine.computed(entry, entry.uncached)
         self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
-        """A reserved engine has sent tokens, which may acquit its suspect."""
+        """Check whether the tokens that a reserved engine has sent acquit its suspect."""
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 

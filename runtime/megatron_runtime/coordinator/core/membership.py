@@ -71,12 +71,12 @@ class Recovery:
             self._context.set_timer("recovery ends", now + timing.recovery, self._end)
 
     def heard_of(self, peer: PeerId) -> None:
-        """An engine that is not registered sent a message: recovery waits until it registers."""
+        """Make recovery wait for an unregistered engine that has sent a message."""
         if self.under_way:
             self._unregistered.add(peer)
 
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
-        """An engine sent HELLO. survivor: it was serving before it registered with this coordinator."""
+        """Handle the HELLO of an engine. survivor: it was serving before it registered with this coordinator."""
         self._unregistered.discard(engine.peer)
         self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
@@ -107,18 +107,18 @@ class Recovery:
             self._announce()
 
     def _take_epoch(self, hello: Hello) -> None:
-        """Take the epoch if it is the highest so far, and the weights that belong to it."""
+        """Adopt the epoch, and the weights that belong to it, if it is the highest so far."""
         if hello.source is not None and hello.epoch >= self._verbs.epoch:
             self._verbs.see_source(hello.source, hello.revision)
         self._verbs.epoch = max(self._verbs.epoch, hello.epoch)
 
     def _take_adapters(self, hello: Hello) -> None:
-        """Take the list of adapters if it is the newest so far."""
+        """Adopt the list of adapters if it is the newest so far."""
         if hello.adapters is not None and hello.adapters.generation > self._verbs.adapters.generation:
             self._verbs.adapters = hello.adapters
 
     def settle(self) -> None:
-        """Every live engine has had time to send a message: recovery ends when those that did have registered."""
+        """Handle the end of the recovery period: recovery ends when all engines that sent a message have registered."""
         self._settled = True
         self._end_if_complete()
 
@@ -259,7 +259,7 @@ class Membership:
     # --- removal ------------------------------------------------------------------------------------------------
 
     def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
-        """Remove an engine; its requests go elsewhere.
+        """Remove an engine. Its requests are dispatched to other engines.
 
         crash: evidence that one of its requests crashed it. If the engine ran nothing, was draining, or was carrying
                out a verb, the cause may be another, and the loss counts against no request.
@@ -280,7 +280,7 @@ class Membership:
         self._verbs.engine_lost(engine, reason)
 
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
-        """A connection ended. An engine loses its requests; if it lives, it connects and registers again.
+        """Handle the end of a connection. An engine loses its requests; if it lives, it connects and registers again.
 
         A client has `client_dead` seconds to register again.
 

@@ -28,7 +28,7 @@ GRAIN_SECONDS = 0.02
 
 
 class MediaStore:
-    """The images, audio and video of open requests, each once for all requests of one client.
+    """The images, audio and video of open requests, stored once per client.
 
     They are not shared between clients, because digests are not verified here: a client must not be able to replace the
     data behind another client's digest.
@@ -121,7 +121,7 @@ class Journal:
         details: bytes = b"",
         details_cost: int = 0,
     ) -> None:
-        """Add new tokens: the tokens of a message from number `first` on.
+        """Add new tokens. first: index of the first of them in the message that contains them.
 
         All entries of the message share its `details`; this one is charged `details_cost` bytes.
         """
@@ -192,7 +192,9 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Yield the requests that may be dispatched next, at most two per band. The overall next one comes first."""
+        """Yield the requests that may be dispatched next, at most two per band. The request that is next overall comes
+        first.
+        """
         heads = []
         for band in self._bands.values():
             if band.replays:
@@ -289,7 +291,7 @@ class Tenants:
         tenant.open_bytes += entry.admitted_bytes
 
     def closed(self, entry: Entry) -> None:
-        """The request ended. It waits nowhere and no engine has it."""
+        """Forget a request that has ended: it is in no queue and at no engine."""
         tenant = entry.tenant
         tenant.num_open -= 1
         tenant.open_bytes -= entry.admitted_bytes
@@ -297,14 +299,14 @@ class Tenants:
             del self._tenants[tenant.key]
 
     def dispatched(self, entry: Entry) -> None:
-        """An engine has the request, under `entry.dispatch_id`."""
+        """Record that an engine has the request, under `entry.dispatch_id`."""
         tenant = entry.tenant
         before = len(tenant.in_flight)
         tenant.in_flight[entry.dispatch_id] = entry
         self._reload(tenant, before, before + 1)
 
     def returned(self, entry: Entry) -> None:
-        """No engine has the request any more; `entry.dispatch_id` is still the former one."""
+        """Handle a request that no engine has any more. `entry.dispatch_id` is still the id of its last dispatch."""
         tenant = entry.tenant
         before = len(tenant.in_flight)
         del tenant.in_flight[entry.dispatch_id]

@@ -125,7 +125,7 @@ class Quarantine:
         entry.crash_position = entry.tokens_so_far if entry.meta.streaming else None
 
     def lost(self, engine: Engine) -> None:
-        """`engine` was removed. The caller queues its requests again."""
+        """Handle the removal of `engine`. The caller queues its requests again."""
         engine.relieved.clear()
         if self._trial is not None and self._trial.engine is engine:
             self._trial = None
@@ -133,7 +133,7 @@ class Quarantine:
             self._reserve(None)
 
     def returned(self, name: str, *, has_outlived: bool) -> None:
-        """An engine registered. If its process outlived its connection, it did not crash."""
+        """Handle the registration of an engine. If its process outlived its connection, it did not crash."""
         crash = self._cuts.pop(name, None)
         if crash is None:
             return
@@ -166,7 +166,7 @@ class Quarantine:
         self._free_cleared()
 
     def _free_cleared(self) -> None:
-        """Queue suspects whose crashes no longer count with the other requests."""
+        """Move suspects whose crashes no longer count to the normal queue."""
         for entry in self._latest_first():
             if not self.suspects(entry):
                 self.forget(entry)
@@ -183,7 +183,7 @@ class Quarantine:
         self._waiting[entry.uid] = entry
 
     def forget(self, entry: Entry) -> None:
-        """The request ended, or is no suspect any more."""
+        """Forget a request that has ended or is no longer a suspect."""
         self._waiting.pop(entry.uid, None)
         if self._trial is entry:
             self._trial = None
@@ -206,7 +206,7 @@ class Quarantine:
             self._trial, self._trial_since = entry, self._context.now
 
     def _choose(self) -> tuple[Entry, Engine] | tuple[None, None]:
-        """Choose the suspect that arrived last: one that has run for long without a crash is less likely to be
+        """Choose the suspect that arrived last: a request that has run long without a crash is less likely to be
         poison.
         """
         serving = self._engines.serving()
@@ -236,7 +236,7 @@ class Quarantine:
             engine.reserved = True
 
     def note_progress(self, engine: Engine, message: Partial) -> None:
-        """A reserved engine reports the progress of a suspect that does not stream."""
+        """Record the progress that a reserved engine reports for a suspect that does not stream."""
         for uid, dispatch_id, offset, count in message.entries:
             entry = engine.in_flight.get(dispatch_id)
             if entry is not None and entry.uid == uid:
@@ -271,7 +271,7 @@ class Quarantine:
         return trial.progress >= trial.crash_position + ACQUITTAL_TOKENS
 
     def _end_trial(self, entry: Entry) -> None:
-        """The request is no suspect any more. It stays at its engine if no other suspect needs that."""
+        """End the trial of a request. It stays at its engine if no other suspect needs the engine."""
         self._trial = None
         if self._waiting:
             self._requeue(entry)

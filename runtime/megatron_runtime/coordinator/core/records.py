@@ -106,7 +106,7 @@ class Client:
 
 
 class RequestStage(StrEnum):
-    """How far a request is. Only the coordinator moves it; transfers.py has the table.
+    """The stage of a request. Only the coordinator changes it; transfers.py has the table of transitions.
 
     A request that is not split goes from QUEUED to DECODING.
     """
@@ -127,7 +127,7 @@ class Export:
     """Blocks of a prompt that a prefill engine keeps.
 
     id:      dispatch id of the prefill.
-    weights: that computed them, as the engine names them.
+    weights: weights that computed the blocks, as the engine names them.
     until:   when the coordinator gives them up if no engine has room.
     """
 
@@ -267,7 +267,7 @@ class Engine:
         return self.serving and self.state is EngineState.RUNNING and not (self.draining or self.suspect or self.full)
 
     def has_room(self) -> bool:
-        """Whether it takes one more request now."""
+        """Whether the engine accepts one more request now."""
         # available() spelled out: this runs for every request.
         return (
             self.serving
@@ -283,7 +283,7 @@ class Engine:
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
     def cost_of(self, tokens: int) -> float:
-        """Return the cost of a request with `tokens` uncached tokens, as of EngineRouter."""
+        """Return the cost of a request with `tokens` uncached tokens; see EngineRouter."""
         if not self.prefill_cost:
             return len(self.in_flight)
         queued = self.queued
@@ -311,7 +311,7 @@ class Engine:
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that it has computed `tokens` of a request's tokens."""
+        """Record that the engine has computed `tokens` of a request's tokens."""
         if tokens:
             entry.uncached -= tokens
             self.queued -= tokens
@@ -339,13 +339,11 @@ class Engine:
         return self.queued != before
 
     def has_model(self, model: str) -> bool:
-        """Whether it may answer requests for `model`; if one of the two is unknown, it may."""
+        """Whether the engine may answer requests for `model`. True if either model is unknown."""
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
-        """Return whether it may answer a request: it has the model, the adapter and every feature that the request
-        needs.
-        """
+        """Return whether the engine has the model, the adapter and every feature that a request needs."""
         return (
             self.has_model(entry.model)
             and (not entry.meta.adapter or entry.meta.adapter in self.adapters)
@@ -353,7 +351,7 @@ class Engine:
         )
 
     def lacking(self, needs: str) -> str:
-        """Return the first of a request's `needs` that it lacks; empty if it has all."""
+        """Return the first of a request's `needs` that the engine lacks; empty if it has all."""
         if self.task and not asks_for_pooling(needs):
             return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
@@ -365,7 +363,7 @@ class Engine:
         self.adapters, self.adapter_errors = frozenset(), {}
 
     def learn(self, hello: Hello) -> None:
-        """Take over what the engine announces."""
+        """Store the properties that the engine announces."""
         self.serving = hello.serving
         self.epoch = hello.epoch
         self.ranks = max(1, hello.ranks)
@@ -394,7 +392,7 @@ class Engine:
             self.state = hello.state
 
     def describe(self, now: float, *, recomputes: str | None = None) -> EngineStatus:
-        """recomputes: as in EngineStatus."""
+        """Return the status of this engine at the time `now`. recomputes: as in EngineStatus."""
         return EngineStatus(
             name=self.name,
             state=self.state,
@@ -554,7 +552,7 @@ class Ended(NamedTuple):
 
     @property
     def queue_seconds(self) -> float:
-        """Seconds from its arrival to its first dispatch, or to its end without one."""
+        """Seconds from arrival to the first dispatch, or to the end of a request that was never dispatched."""
         dispatched_at = self.entry.dispatched_at
         return (self.at if dispatched_at is None else dispatched_at) - self.entry.arrived
 

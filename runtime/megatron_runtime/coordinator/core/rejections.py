@@ -34,7 +34,7 @@ def full(reason: str) -> Rejection:
 
 
 def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejection | None:
-    """Return why the one engine that a request names may not answer it now; it may be draining or full.
+    """Return why the engine that a request names may not answer it; None if it may, even if it is draining or full.
 
     engine: the registered engine of that name.
     """
@@ -58,7 +58,7 @@ def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
 
 
 def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
-    """Return why none of the serving engines may answer a request; None if it may wait for one of them."""
+    """Return why no serving engine may answer a request; None if the request may wait for an engine."""
     name = entry.meta.adapter
     engines = [engine for engine in serving if engine.has_model(entry.model)]
     if not engines:

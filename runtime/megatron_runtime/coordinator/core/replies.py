@@ -50,7 +50,7 @@ class Replies:
         self._counters = context.counters
 
     def partial(self, engine: Engine, message: Partial, sent: Outgoing) -> None:
-        """Take new tokens. If all of them are for one client that is up to date, forward the message unchanged."""
+        """Record new tokens. Forward the message unchanged if it is for one client that has all earlier tokens."""
         self._counters.partials += 1
         if not message.route:
             self._dispatcher.quarantine.note_progress(engine, message)
@@ -68,8 +68,8 @@ class Replies:
             self._dispatcher.check_trial(engine)
 
     def _accept(self, engine: Engine, message: Partial, client: Client | None) -> tuple[list[Entry], bool]:
-        """Add the new tokens to the journal. Return the requests that got some, and whether all tokens of the message
-        are the next ones that `client` needs.
+        """Add the new tokens to the journal. Return the requests that received tokens, and whether all tokens of
+        the message are the next tokens that `client` needs.
         """
         accepted: list[Entry] = []
         are_all_next = True
@@ -109,7 +109,9 @@ class Replies:
         return accepted, are_all_next
 
     def _send_to_each(self, accepted: Iterable[Entry]) -> None:
-        """Send the new tokens of each request to its own client, or leave them in the journal if it reads slowly."""
+        """Send the new tokens of each request to its own client, or leave them in the journal if the client reads
+        slowly.
+        """
         for entry in accepted:
             if entry.client.blocked:
                 entry.client.behind = True
@@ -127,7 +129,7 @@ class Replies:
             self._counters.stale += 1
 
     def late_final(self, peer: PeerId, message: Final, sent: Outgoing) -> bool:
-        """An engine whose requests were taken away, because it was removed or silent, answers one of them.
+        """Handle an answer from an engine that was removed or silent, so that its requests were requeued.
 
         If the answer begins with the tokens that were sent to the client, deliver it and end the request, wherever it
         runs now. Return False if it belongs to no open request, or differs.
@@ -204,7 +206,7 @@ class Replies:
         return sum(map(len, frames))
 
     def not_sent(self, client: Client, sent: Outgoing, *, is_gone: bool) -> None:
-        """The connection did not accept this message. If there are several, this is called for the last one first.
+        """Handle a message that the connection did not accept. Several are reported last first.
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
@@ -244,7 +246,7 @@ def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
 
 
 def _owed(entry: Entry) -> Frames:
-    """Return all tokens that were not sent to the client yet, with their details, as one partial."""
+    """Return the tokens that were not sent to the client yet, with their details, as one PARTIAL."""
     tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
     details = _details_from(entry, entry.forwarded)
     item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
@@ -255,7 +257,7 @@ def _owed(entry: Entry) -> Frames:
 
 
 def _index_details(entries: Iterable[Entry]) -> None:
-    """Replace the raw extras of these entries by Extras. Entries of the same message share one."""
+    """Replace the raw extras of these entries by an Extras object, which entries of the same message share."""
     shared: dict[int, Extras] = {}
     for entry in entries:
         details = entry.details

@@ -32,9 +32,9 @@ PromptHashes = Mapping[int, Sequence[int]]
 
 
 class KnownBlocks:
-    """Which engine was given which prompt block, by engine and by block.
+    """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    Blocks are hashes. A block is known from when an engine was given it until it is evicted or forgotten.
+    A block is identified by its hash. It is known from its dispatch to an engine until it is evicted or forgotten.
 
     clock: the number of prompts that engines were given.
     """
@@ -60,7 +60,7 @@ class KnownBlocks:
         return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many blocks of a prompt an engine holds, and when it was last given the deepest of them."""
+        """Return how many blocks of a prompt an engine holds, and when it last received the deepest of them."""
         held = self._held.get(engine.index)
         # Blocks are chained: without the first, a deeper one is of no use.
         if held is None or hashes[0] not in held:
@@ -84,7 +84,9 @@ class KnownBlocks:
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """The engine was given these blocks now. Return how many of them it held, counted to the deepest one."""
+        """Record that the engine receives these blocks now. Return how many blocks it held already, up to the deepest
+        block that it held.
+        """
         self.clock += 1
         if not hashes:
             return 0
@@ -245,7 +247,7 @@ class EngineRouter:
     def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
         """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
 
-        min_loaded: of the engines that fit, the one with the lowest load (load_by()); of equals, the lowest index.
+        min_loaded: the engine with the lowest load (load_by()) among those that fit; the lowest index wins a tie.
         """
         # An engine without the first block scores its free share alone: none more than this one.
         best, rank = min_loaded, self._rank(min_loaded, hashes)
@@ -275,8 +277,8 @@ class EngineRouter:
         be cheaper than the best one, at most MAX_COMPARED, and of those that hold a block at most MAX_HOLDERS.
 
         by_load:  the engines that fit, in the order of load_by(); not empty.
-        tokens:   of the prompt, and of an answer that another engine began.
-        min_prefill_cost: of the fastest engine, in seconds per token.
+        tokens:   number of tokens of the prompt, and of an answer that another engine began.
+        min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
         """
         best, rank, min_load, left = None, (math.inf, 0), 0.0, MAX_COMPARED
@@ -313,7 +315,7 @@ class EngineRouter:
         return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
 
     def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int]:
-        """Return what LEAST_COST compares, the lowest wins: the cost, and the tokens to compute."""
+        """Return the sort key of LEAST_COST, the lowest wins: the cost, then the tokens to compute."""
         uncached = self.uncached(engine, hashes, tokens)
         return engine.cost_of(uncached), uncached
 
@@ -349,7 +351,7 @@ class EngineRouter:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
-        """Return what the engines are compared by: the score, when it was last given the matching block, its index."""
+        """Return the sort key of an engine: its score, when it last received the matching block, its index."""
         blocks = self._of_engine(hashes, engine)
         depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
@@ -368,8 +370,8 @@ class EngineRouter:
         return chosen
 
     def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> int:
-        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded. Return how
-        many of its tokens the engine held before.
+        """Record that a request was sent to `engine`: its blocks and, if decisions are recorded, the decision. Return
+        how many of its tokens the engine held before.
         """
         cached = 0
         if self.by_prefix or self.decisions is not None:
@@ -385,16 +387,18 @@ class EngineRouter:
         return cached
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """`engine` was given these blocks now. Return how many of them it held, counted to the deepest one."""
+        """Record that `engine` receives these blocks now. Return how many blocks it held already, up to the deepest
+        block that it held.
+        """
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """`engine` reports that it holds these blocks, such as blocks of an answer."""
+        """Record that `engine` reports these blocks as stored, such as blocks of an answer."""
         if self.by_prefix and not self._by_first_block:
             self.learn(engine, hashes)
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
-        """The engine reports that it no longer holds these blocks."""
+        """Record that the engine reports these blocks as evicted."""
         self._blocks.evict(engine, hashes)
 
     def forget(self, engine: Engine) -> None:
@@ -402,7 +406,7 @@ class EngineRouter:
         self._blocks.forget(engine)
 
     def forget_all(self) -> None:
-        """The weights changed: blocks that were computed with the old ones are of no use."""
+        """Forget all blocks, because they were computed with weights that have been replaced."""
         self._blocks.forget_all()
 
     def decisions_text(self) -> str:

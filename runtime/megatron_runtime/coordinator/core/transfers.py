@@ -93,7 +93,7 @@ CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
-    """Return why an engine cannot import blocks of another one; empty if it can."""
+    """Return why one engine cannot import blocks of another engine; empty if it can."""
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
     pairs = {
@@ -170,14 +170,14 @@ class Transfers:
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _may_import(self, engine: Engine, entry: Entry) -> bool:
-        """Whether an engine can take an exported request now. One that cannot import blocks computes them."""
+        """Whether an engine can accept an exported request now. An engine that cannot import blocks recomputes them."""
         return self.stage_at(engine, entry) is RequestStage.DECODING or (
             engine.free_blocks is None or engine.free_blocks >= entry.promised
         )
 
     @staticmethod
     def _is_splittable(entry: Entry) -> bool:
-        """Whether a request may have a stage at a prefill engine. A suspect runs alone, on one engine."""
+        """Whether a request may be prefilled on a separate engine. A suspect may not: it runs alone on one engine."""
         needs = entry.meta.needs.split()
         return (
             entry.splits
@@ -205,7 +205,9 @@ class Transfers:
         return split < (decoder.queued + uncached * (1 + len(decoder.in_flight))) * decoder.prefill_cost
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
-        """Whether one decode engine, or all of them together, have this many free blocks. Unknown numbers suffice."""
+        """Whether one decode engine, or all decode engines together, have this many free blocks. True if a number is
+        unknown.
+        """
         if decoder.free_blocks is None or decoder.free_blocks >= blocks:
             return True
         free = [engine.free_blocks for engine in self._engines if engine.role != PREFILL]
@@ -233,7 +235,7 @@ class Transfers:
         self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 
     def engine_lost(self, engine: Engine) -> None:
-        """The exports of an engine are gone. An import in progress reports its end."""
+        """Forget the exports of a lost engine. An import in progress reports its end."""
         for entry in [entry for entry in self._exported.values() if entry.export and entry.export.engine is engine]:
             assert entry.export is not None
             del self._exported[entry.export.id]
@@ -278,7 +280,7 @@ class Transfers:
         return len(export.digests) // DIGEST_BYTES * engine.block_size_tokens
 
     def imported(self, entry: Entry, engine: Engine, message: Imported) -> None:
-        """An import has ended. The prefill engine need not keep the blocks any longer."""
+        """Handle the end of an import: the prefill engine need not keep the blocks any longer."""
         self.drop(entry)
         entry.splits = False
         counters = self._context.counters

@@ -229,7 +229,7 @@ class Verbs:
         self.acknowledge_hello(engine.peer, state=self.target_state, max_message_bytes=size, source=source)
 
     def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
-        """Send HELLO_ACK with these fields and the fields that are the same for all peers."""
+        """Send HELLO_ACK with these fields and the fields that all peers receive."""
         ack = HelloAck(
             incarnation=self._context.incarnation,
             epoch=self.epoch,
@@ -307,8 +307,8 @@ class Verbs:
         return None
 
     def _ends_drain(self, control: Control) -> bool:
-        """Whether UNPAUSE only ends a DRAIN: all engines run but are drained. They get work again, and no engine is
-        signalled.
+        """Whether UNPAUSE only ends a DRAIN, because all engines run but are drained. They receive requests again, and
+        no signal is sent to them.
         """
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 
@@ -368,7 +368,7 @@ class Verbs:
         return self.current is not operation
 
     def acknowledged(self, engine: Engine, ack: ControlAck) -> bool:
-        """An engine answers. Return False if no operation waits for this answer."""
+        """Record the answer of an engine. Return False if no operation waits for it."""
         operation = self.current
         if operation is None or operation.operation_id != ack.operation_id:
             return False
@@ -389,7 +389,7 @@ class Verbs:
         return True
 
     def engine_lost(self, engine: Engine, reason: str) -> None:
-        """An engine left the registry: the operation no longer waits for it."""
+        """Stop waiting for an engine that has left the registry."""
         operation = self.current
         if operation is not None and operation.waiting.get(engine.name) is engine:
             del operation.waiting[engine.name]
@@ -462,7 +462,7 @@ class Verbs:
         return True
 
     def _discard(self, operation: PendingOperation) -> None:
-        """Make the engines undo phase one. If this message is lost, they do so at the next control message."""
+        """Make the engines undo phase one. If this message is lost, they undo it at the next control message."""
         kind, operation_id = operation.control.kind, operation.operation_id
         frames = ControlCommit(operation_id=operation_id, signal=kind, discard=True).to_frames()
         for engine in operation.signalled:

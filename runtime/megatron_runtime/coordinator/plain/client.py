@@ -192,7 +192,7 @@ class ClientTranslator:
         return uid
 
     def close(self) -> None:
-        """The connection has ended: the core aborts the client's requests."""
+        """Handle the end of the connection: the core aborts the client's requests."""
         for uid in list(self._uids.values()):
             self._forget(uid)
         self._accept(Disconnect(reason="its connection is gone"))

@@ -146,7 +146,7 @@ class EngineTranslator:
             raise MalformedMessageError(f"header {header}: want a message of an engine of Megatron-Core")
 
     def _register(self) -> None:
-        """A process has just started. It serves at once, in the state that HELLO_ACK names."""
+        """Register a process that has just started. It serves at once, in the state that HELLO_ACK names."""
         self._incarnation = self._randbits(64)
         self._state, self._epoch, self._source, self._form = EngineState.RUNNING, 0, None, None
         self._running.clear()
@@ -241,8 +241,8 @@ class EngineTranslator:
             raise MalformedMessageError(message) from error
 
     def _params_of(self, dispatch: Dispatch) -> bytes:
-        """Return the parameters. A plain client's parameters are unchanged, except for the effect of earlier generated
-        tokens.
+        """Return the parameters. Without earlier tokens, a plain client's parameters are passed on unchanged. Earlier
+        generated tokens are subtracted from the token budget.
         """
         request = self._requests.get(dispatch.uid)
         if request is not None and not dispatch.generated:
@@ -291,7 +291,9 @@ class EngineTranslator:
     # --- the connection -----------------------------------------------------------------------------------------
 
     def cut(self, *, by_peer: bool) -> None:
-        """The connection has ended. The engine reconnects without registering again, and its silence has no meaning."""
+        """Handle the end of the connection. The engine reconnects without registering again, and its silence has no
+        meaning.
+        """
         self._cut_at, self._cut_by_peer = self._now(), by_peer
 
     def _beat(self) -> None:

@@ -196,9 +196,9 @@ class EngineOutput(NamedTuple):
         return {name: value for name, value in found.items() if value is not None}
 
     def continue_epochs(self, epochs: TokenEpochs, *, prompt_length: int, num_given: int) -> None:
-        """Put the epochs of the tokens that the dispatch had before those that the engine reports, if it reports any.
+        """Prepend the epochs of the tokens in the dispatch to the epochs that the engine reports, if it reports any.
 
-        epochs: by the number of a token; empty: unknown.
+        epochs: epochs by token index; empty: unknown.
         """
         match self.values.get("policy_epoch"):
             case [*spans] if epochs and spans and all(map(_is_span, spans)):
@@ -265,8 +265,10 @@ def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
 
 
 def _output(item: Any, values: Any, name: str) -> EngineOutput:
-    """item: the id, or `[id, needs_detokenize]`. name: key of the entry with the tokens. Raises
-    MalformedMessageError.
+    """Return one output of an engine. Raises MalformedMessageError.
+
+    item: the id, or `[id, needs_detokenize]`.
+    name: key of the entry with the tokens.
     """
     number, needs_text = item if type(item) is list and len(item) == 2 else (item, True)
     if type(number) is not int:

@@ -93,7 +93,7 @@ class PlainPeers:
                 self.translators.pop(peer, None)
 
     def gone(self, peer: PeerId, *, by_peer: bool) -> bool:
-        """A connection has ended. Return False if it does not belong to a plain peer."""
+        """Handle the end of a connection. Return False if it does not belong to a plain peer."""
         translator = self.translators.get(peer)
         if isinstance(translator, ClientTranslator):
             translator.close()
@@ -111,7 +111,7 @@ class PlainPeers:
         return request.number if request is not None else None
 
     def _form_of_clients(self) -> FrameForm:
-        """Return the frame format of the connected plain clients; without one, the configured format."""
+        """Return the frame format of the connected Megatron clients; without a client, the configured format."""
         clients = (one for one in self.translators.values() if isinstance(one, ClientTranslator))
         forms = (client.form for client in clients if client.form is not None)
         return next(forms, FrameForm(self._core.context.settings.plain_release))

@@ -99,7 +99,7 @@ class DynamicInferenceEngine:
 
     @property
     def unified_memory_level(self) -> int:
-        """As configured: 0, because the KV cache is in one kind of memory."""
+        """The configured level: 0, because the KV cache does not use unified memory."""
         return self.core.config.unified_memory_level
 
     @property
@@ -150,7 +150,7 @@ class DynamicInferenceEngine:
         return self.calls.open(prompts, make_stream, streaming=streaming)
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Drop every request without an answer, and the prefix cache unless `preserve_prefix_cache`.
+        """Abort all open requests without answering them. Also drop the prefix cache, unless `preserve_prefix_cache`.
 
         The counters of the context restart at 0.
 

@@ -88,7 +88,7 @@ class PackedLinears(LinearFactory):
         return panel_bytes(PANEL_FORMATS[self._format], BLOCK) / (PANEL * BLOCK)
 
     def settle(self) -> None:
-        """Join the pages of the weights into larger ones, after the last matrix."""
+        """Merge the pages of the weights into larger pages. Call it after the last matrix."""
         self._memory.join_pages()
 
     def dense(self, weight: Weight) -> torch.Tensor:

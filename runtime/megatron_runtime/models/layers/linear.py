@@ -71,7 +71,9 @@ class LinearFactory:
         return Linear(self.dense(weight_NK))
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
-        """Return `count` matrices of one shape, the experts of a layer, which a device may keep in one tensor."""
+        """Return the matrices of the `count` experts of a layer, which have one shape. A device may keep them in one
+        tensor.
+        """
         return tuple(map(self.linear, weights))
 
     def embedding(self, weight_VD: Weight) -> Linear:

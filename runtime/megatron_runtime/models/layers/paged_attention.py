@@ -107,7 +107,7 @@ def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbed
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Divide the frequency of slow rotations by `factor`, keep the frequency of fast ones, and blend between them."""
+    """Divide low frequencies by `factor`, keep high frequencies, and interpolate between the two."""
     wavelength = 2 * math.pi / frequencies
     rotations = scaling.original_max_position_embeddings / wavelength
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -148,7 +148,7 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The places of a step's tokens in the cache, and the tokens that each attends to. The same for all layers of a
+    """The cache positions of a step's tokens, and the tokens that each attends to. Shared by all layers of a
     kind.
 
     cache_rows_T: row of the cache, page * X + offset, of each token's keys and values.

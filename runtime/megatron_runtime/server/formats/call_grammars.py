@@ -265,7 +265,7 @@ class ToolParameter:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The texts that are its only values; empty if it has others."""
+        """The only allowed values, if all are texts; empty if other values are allowed."""
         choices = self.schema.get("enum")
         is_of_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
         return choices if isinstance(choices, list) and is_of_texts else ()
@@ -302,7 +302,7 @@ def without_annotations(schema: Any) -> Any:
 
 
 def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[str, Any]:
-    """Return the schema of a call of any of the tools. at: JSON pointer of the list of calls in the enclosing
+    """Return the schema of a call of one of the tools. at: JSON pointer of the list of calls in the enclosing
     schema.
     """
     calls = []

@@ -108,7 +108,7 @@ class AnswerFormat(Protocol):
         ...
 
     def async_parser(self) -> AsyncAnswerParser | None:
-        """Return a new parser in another process for one choice; None if there is none.
+        """Return a new parser for one choice that runs in another process; None if the format has no such parser.
 
         parser() then parses the text that this parser finds.
         """

@@ -179,7 +179,7 @@ class ToolParser(ABC):
         return is_name and (self.is_marked or name in self._tools)
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
-        """Read what matches the pattern, if anything does."""
+        """Consume the text that matches the pattern, if any."""
         if (match := pattern.match(self._buffer, self._at)) is not None:
             self._at = match.end()
 
@@ -200,7 +200,7 @@ class ToolParser(ABC):
         return follows
 
     def _read_until(self, *markers: str) -> StringReading:
-        """Read and flush up to the first of the markers, and return it; without one, up to the end of the answer."""
+        """Read and flush up to the first marker, and return it. Without a marker, read to the end of the answer."""
         while (match := first_of(self._buffer, markers, start=self._at)) is None:
             self._read_but(*markers)
             self._flush()
@@ -211,12 +211,12 @@ class ToolParser(ABC):
         return marker
 
     def _read_but(self, *markers: str) -> None:
-        """Consume the buffer, except an end in which one of the markers may begin."""
+        """Consume the buffer, except a suffix that may be the beginning of a marker."""
         kept = (overlap(self._buffer, marker, start=self._at) for marker in markers)
         self._at = len(self._buffer) - max(kept, default=0)
 
     def _read_head(self, *heads: Head) -> Generator[None, None, tuple[Head, re.Match[str]] | None]:
-        """Return the first of the heads that follows, with its match, not read yet; None if none of them can follow."""
+        """Return the first head that follows, and its match, without consuming it; None if no head can follow."""
         while True:
             is_undecided = False
             for head in heads:
@@ -418,7 +418,7 @@ class NamedParser(ToolParser):
 
 
 def first_of(text: str, markers: Sequence[str], *, start: int = 0) -> tuple[int, str] | None:
-    """Return where the first of the markers begins in `text[start:]`, and the longest one that begins there."""
+    """Return the position of the first marker in `text[start:]`, and the longest marker at that position."""
     places = ((place, -len(marker), marker) for marker in markers if (place := text.find(marker, start)) >= 0)
     first = min(places, default=None)
     return None if first is None else (first[0], first[2])

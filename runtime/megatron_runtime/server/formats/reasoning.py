@@ -174,8 +174,8 @@ class TaggedReasoningParser:
 
     White space around the reasoning, and before the text that follows, is dropped.
 
-    is_open:   the prompt has opened the reasoning.
-    is_answer: unless it has, the text begins after the reasoning.
+    is_open:   the prompt ends within the reasoning.
+    is_answer: the text has no reasoning: the prompt ends after it. Ignored if `is_open`.
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:
@@ -201,7 +201,7 @@ class TaggedReasoningParser:
         return [Text(rest)] if self._read == self._begin and rest else []
 
     def _begin(self) -> list[Event]:
-        """Read up to where it is known whether the answer begins with reasoning."""
+        """Read until it is known whether the answer begins with reasoning."""
         text = self._buffer.lstrip()
         if len(text) < len(self._buffer):
             self._spaces.append(self._buffer[: len(self._buffer) - len(text)])

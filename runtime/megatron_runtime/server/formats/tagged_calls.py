@@ -92,7 +92,7 @@ class TaggedCalls:
         return all_calls(self.open, f"({calls}) {close}", rules, written, is_single=is_single)
 
     def _value(self, rule: str, parameter: ToolParameter, written: Written) -> list[str]:
-        """Return the rule of a value and of what ends it."""
+        """Return the grammar rule of a value and its terminator."""
         values = ""
         if parameter.kind == "boolean":  # some models write it as Python does
             values = '"true" | "false" | "True" | "False"'
@@ -154,7 +154,7 @@ class _TaggedCallParser(ToolParser):
                 return
 
     def _read_arguments(self, name: str) -> Generator[None, None, bool]:
-        """Read a call after its head, and what ends it. Return whether the calls end with it."""
+        """Read a call after its head, including its terminator. Return whether it was the last call."""
         properties = self._tools.get(name, {}).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         ends = (self._close,) if self._call_end is None else (self._call_end, self._close)
@@ -188,7 +188,7 @@ class _TaggedCallParser(ToolParser):
         return found is None or found[0] is self._close
 
     def _read_value(self) -> Generator[None, None, bool]:
-        """Read a value and what ends it. Return False, and read the value alone, if the call ends before."""
+        """Read a value and its terminator. Return False, and read only the value, if the call ends first."""
         markers = (self._calls.value_end, self._calls.close)
         while True:
             places = [(place, marker) for marker in markers if (place := self._buffer.find(marker, self._at)) >= 0]

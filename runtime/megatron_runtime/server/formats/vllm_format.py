@@ -164,7 +164,9 @@ class VllmChatFormat:
         )
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure` of an answer that may be a call; None: no grammar, or one beyond the limits."""
+        """Return `call_structure` of an answer that may be a call; None if there is no grammar, or if it exceeds the
+        limits.
+        """
         return self._native.call_structure(tools, is_single=is_single)
 
     def close(self) -> None:
@@ -202,7 +204,7 @@ class VllmAnswerFormat:
         return self.native.forced_parser()
 
     def async_parser(self) -> AsyncAnswerParser | None:
-        """Return a new parser of vLLM for one choice; None: the answer has nothing that it reads."""
+        """Return a new vLLM parser for one choice; None if the answer needs no parser."""
         if self.processes is None:
             return None
         tools = [] if self.request.forced is not None else self.request.tools.items()

@@ -128,7 +128,7 @@ def parsers_of(
 ) -> Parsers:
     """Return the parsers of a model.
 
-    model_type:       of its config.json; empty: unknown.
+    model_type:       value in its config.json; empty: unknown.
     tool_format:      our name of the format that its template writes; None: unknown. reasoning_format: likewise.
     is_open:          the prompt that the template writes ends within the reasoning.
     installed:        names of the tool parsers and the reasoning parsers of the installed vLLM.

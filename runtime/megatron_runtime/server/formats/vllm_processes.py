@@ -251,7 +251,7 @@ class _Worker:
 
     worker_number: number of workers that were forked.
     answers:    number of open answers. load: number of calls that have no reply.
-    pid:        of the current worker; None: there is none.
+    pid:        process id of the current worker; None: there is none.
     """
 
     def __init__(self, processes: VllmProcesses, *, batch: int) -> None:
@@ -293,7 +293,7 @@ class _Worker:
         self._disconnect()
 
     async def _run(self) -> None:
-        """Handle what waits, and return."""
+        """Handle the waiting calls, and return."""
         while self._waiting or self._suspects:
             if self._suspects:
                 batch = [self._suspects.popleft()]

@@ -50,9 +50,13 @@ _HARMONY = "gpt_oss"
 class Formats:
     """The renderer and the parsers of one model.
 
-    setup: `directory` of the model; `tools` and `reasoning`: the settings of the server; `tool_format` and
-           `reasoning_format`: our names of the formats of its template, or None; `is_open`: its prompts end within
-           the reasoning; `written`: what it writes of the call `call`, in each form.
+    setup: a map with these entries:
+        directory: directory of the model.
+        tools, reasoning: parser settings of the server.
+        tool_format, reasoning_format: our names for the formats of its chat template, or None.
+        is_open: prompts end within the reasoning.
+        call, written: a sample call, and the texts that the chat template renders for it.
+
     Raises UnknownParserError, and what vLLM raises for a model that it cannot read.
     """
 
@@ -346,7 +350,7 @@ class ChoiceParser:
         self._has_begun = False
 
     def read(self, text: str, tokens: list[int], *, is_last: bool) -> list[list[Any]]:
-        """Return the events of a piece. The whole answer in one piece is parsed as a whole."""
+        """Return the events of a piece. If the first piece is also the last, it is parsed as a complete answer."""
         is_first, self._has_begun = not self._has_begun, True
         if is_first and is_last:
             self._parser.set_prompt_token_ids(self._prompt)
@@ -375,13 +379,13 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return a message with calls: a parser that numbers calls counts the conversation's calls."""
+    """Return an assistant message with `number` calls, to detect parsers that number the calls of a conversation."""
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 
 
 def _id(call: Any) -> str | None:
-    """Return the id that a parser gives a call; None: it gives none that a conversation may have."""
+    """Return the id that a parser assigns to a call; None if it assigns none that a conversation may contain."""
     id_ = call.id
     return id_ if id_ and len(id_) <= MAX_NAME_CHARACTERS and is_unicode(id_) else None
 

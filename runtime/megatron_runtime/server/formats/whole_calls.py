@@ -27,7 +27,7 @@ class WholeCallParser(ToolParser):
 
     @abstractmethod
     def arguments(self, name: str, body: str) -> dict[str, Any]:
-        """Return the arguments of a call of a function. Raises ValueError for a body that has none."""
+        """Return the arguments of a function call. Raises ValueError for a body without valid arguments."""
 
     def _read(self) -> Reading:
         while True:
@@ -61,7 +61,7 @@ class WholeCallParser(ToolParser):
                     break
 
     def _peek(self) -> str:
-        """Return what has been read and was not emitted."""
+        """Return the text that was read but not emitted."""
         return "".join(self._held) + self._buffer[self._start : self._at]
 
 

@@ -66,8 +66,8 @@ class Piece:
 class _Cut(NamedTuple):
     """Where a stop text ended the text of an answer, in characters without markers.
 
-    end:        of the text.
-    stop_begin: of the stop text, whose markers count as text.
+    end:        end of the text.
+    stop_begin: start of the stop text, whose markers count as text.
     stop:       the stop text.
     """
 
@@ -108,7 +108,7 @@ class Choice:
         return piece
 
     def feed(self, partial: Mapping[str, Any]) -> Piece | None:
-        """Return what a partial answer completes. The echo of a prompt with log-probabilities comes first."""
+        """Return the piece that a partial answer completes. The echo of a prompt with log-probabilities comes first."""
         piece = Piece(self._job.index)
         if partial.get("prompt_log_probs") is not None:
             self._echo(partial, piece)

@@ -138,7 +138,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
 
 
 async def _prompt_of(service: Service, request: Request, body: ChatRequest, variables: Mapping[str, Any]) -> Prompt:
-    """Render and tokenize the messages. Raises ApiError 400 for a prompt that the model cannot take."""
+    """Render and tokenize the messages. Raises ApiError 400 for a prompt that the model cannot process."""
     lease = service.lease(request)
     work = service.prompts.encode_chat(
         body.messages,

@@ -63,7 +63,10 @@ async def tokenized_prompts(service: Service, request: Request, body: Completion
 
 
 async def _prompts(service: Service, body: CompletionRequest, characters: int, lease: Lease) -> list[Prompt]:
-    """characters: of all texts together. If they are few, the texts are tokenized on the event loop."""
+    """Tokenize the prompts of a request; on the event loop if the texts are short.
+
+    characters: total length of the texts.
+    """
     prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
     found = []
     given: Sequence[str | list[int]] = body.prompt

@@ -42,17 +42,17 @@ class MixedContent:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Validators make it; no JSON is read as one."""
+        """Return a schema without JSON input: only validators create this class."""
         return core_schema.is_instance_schema(cls)
 
     @property
     def text(self) -> str:
-        """The text, with the placeholders of media that have one."""
+        """The text, with a placeholder for each medium that defines one."""
         texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
         return "\n".join(text for text in texts if text is not None)
 
     def media(self, supported: Collection[str]) -> list[MediaPart]:
-        """Return the media that a prompt has. Others have a placeholder.
+        """Return the media that become part of the prompt. All others are replaced by placeholders.
 
         supported: modalities of the model.
         """
@@ -62,7 +62,7 @@ class MixedContent:
         """Return the content as renderers expect it.
 
         supported:   modalities of the model.
-        numbers: of the media of the conversation.
+        numbers:   numbers for the media of the conversation.
         """
         if not self.media(supported):
             return self.text
@@ -76,13 +76,13 @@ class MixedContent:
 
 
 def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str | MixedContent:
-    """Return the content of a message with these parts. Texts alone are joined."""
+    """Return the content of a message with these parts. If all parts are text, they are joined to one text."""
     texts = [part for part in parts if isinstance(part, str)]
     return separator.join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
 def media_part(part: dict[str, Any]) -> MediaPart | None:
-    """Return the image, audio or video of a content part of OpenAI's chat; None if it is neither, or has no URL."""
+    """Return the image, audio or video of a content part of OpenAI's chat; None for other parts, or without a URL."""
     named = part.get("type")
     if named == "input_audio":
         audio = part.get("input_audio")

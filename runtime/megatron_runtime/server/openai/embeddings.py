@@ -82,8 +82,11 @@ async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest
 def _answer(
     service: Service, request: Request, body: EmbeddingRequest, vectors: Sequence[Any], *, tokens: int, adapter: str
 ) -> Response:
-    """vectors: float32 [D] for each text. tokens: number of tokens of all texts. adapter: adapter that answered; empty:
-    the base model.
+    """Return the response.
+
+    vectors: float32 [D] for each text.
+    tokens:  number of tokens of all texts.
+    adapter: adapter that computed the vectors; empty for the base model.
     """
     is_text = body.encoding_format == "base64"
     data = [

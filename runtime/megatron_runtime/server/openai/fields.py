@@ -86,7 +86,7 @@ class FieldPolicy:
     def unknown(self, fields: Mapping[str, Any]) -> list[str]:
         """Return the names of unknown fields. Raises ApiError 400 for a value that requests something not offered.
 
-        fields: of a body, without those that its class declares.
+        fields: fields of a body, without the fields that its class declares.
         """
         unknown = []
         for name, value in fields.items():
@@ -120,7 +120,7 @@ def converted(name: str, value: Any) -> Any:
 def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
     """Return the bounds of the sampling parameter `name`, for the field of a body that becomes it.
 
-    minimum, maximum: of one route, if they differ from the HTTP field's.
+    minimum, maximum: limits of one route, if they differ from the HTTP field's.
     """
     bounds, http = PARAMETERS[name].rule.bounds, PARAMETERS[name].http
     assert bounds is not None, f"{name} is a number"
@@ -145,7 +145,7 @@ def meaning(name: str) -> str:
 
 
 def served(text: str, **options: Any) -> Any:
-    """Return the default, null, of a field that is served. text: its meaning."""
+    """Return the declaration of a served field whose default is null. text: its meaning."""
     return Field(default=None, description=text, **options)
 
 

@@ -89,9 +89,9 @@ def generation_of(
     *,
     answer: AnswerFormat | None = None,
 ) -> Generation:
-    """Return the jobs of a request. They have not begun.
+    """Return the jobs of a request, which are not started yet.
 
-    answer: format whose parsers, in another process, read each choice; None: no such parsers.
+    answer: format whose parsers run in another process; None if no parser does.
 
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
     open or the prompts exceed the limit of the API key.
@@ -197,10 +197,10 @@ class Generation:
     key:         the API key that the jobs count against.
     adapter:     the LoRA adapter that answers; empty: the base model.
     field_names: request fields by sampling parameter, for errors.
-    request_id:  of the HTTP request.
-    session:     of the HTTP request, for the coordinator; empty: none.
-    span:        of the HTTP request; None: it is not traced.
-    answer:      as of generation_of().
+    request_id:  id of the HTTP request.
+    session:     session of the HTTP request, for the coordinator; empty: none.
+    span:        span of the HTTP request; None: it is not traced.
+    answer:      see generation_of().
     """
 
     service: Service

@@ -98,11 +98,11 @@ class Prompt:
 class Options:
     """Options of a generation that come from fields of one endpoint.
 
-    max_tokens:    None means up to the sequence limit; 0 gives the prompt alone.
+    max_tokens:    None means up to the sequence limit; 0 returns only the prompt.
     log_probs:     number of most likely tokens to report at each position; None reports no log-probabilities.
     echoes_log_probs: also report the log-probabilities of a prompt that the answer echoes.
     prompt_log_probs: number of most likely tokens to report at each position of the prompt; None: no report.
-    forced_format: the structured output that tool_choice needs; None means the one of the request.
+    forced_format: the structured output that tool_choice requires; None means the request's structured output.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: it has none.
     reasoning_budget: tokens of reasoning at most; None: any number.
@@ -132,7 +132,7 @@ class Job:
     end_ids: tokens that may end the answer and are not part of its text.
     visible: special tokens that the answer shows as text.
     counts_prompt: its prompt enters the usage: true for the first of the n choices of a prompt.
-    ignored_keywords: of the JSON schema of its format, which are not enforced.
+    ignored_keywords: keywords in the JSON schema of its format that are not enforced.
     """
 
     index: int
@@ -162,7 +162,7 @@ def jobs_of(
 ) -> tuple[list[Job], dict[str, str]]:
     """Return the jobs of a request, n for each prompt, and its fields by sampling parameter, for errors.
 
-    sequence_limit: most tokens of prompt and answer together.
+    sequence_limit: maximum number of tokens of prompt plus answer.
     cache_salt:     the salt of the prefix cache, which replaces the request's.
     defaults:       sampling parameters of the model, which hold if the request does not choose others.
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters.
@@ -284,7 +284,7 @@ def enforceable(
     """Return a JSON schema without the keywords that the grammar does not enforce, and these keywords.
 
     param:  the request field that has it, for errors.
-    closes: as of normalised().
+    closes: see normalised().
     Raises ApiError 400 for such a keyword in a strict schema.
     """
     result, ignored = normalised(schema, is_strict=is_strict, closes=closes)
@@ -371,7 +371,7 @@ def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Token
 
 
 def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | None:
-    """Return the most tokens to generate: at least one, because an engine takes no request for none."""
+    """Return the maximum number of tokens to generate, at least 1: engines reject requests for 0 tokens."""
     wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
     if limit is None:
         return wanted

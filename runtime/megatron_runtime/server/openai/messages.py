@@ -228,7 +228,7 @@ def _as_arguments(value: Any) -> Any:
 
 
 class AnthropicTool(Body):
-    """A function of the client. input_schema: of its arguments."""
+    """A function of the client. input_schema: JSON schema of its arguments."""
 
     type: Literal["custom"] | None = None
     name: FunctionName

@@ -142,11 +142,13 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Return the two fields, of a request that was prepared()."""
+        """Return the two fields. The request must have been prepared()."""
         return next(pair for pair in self.pairs() if all(side.texts is not None for side in pair))
 
     def prepared(self) -> Self:
-        """Return the request. Raises ApiError 400 unless it has two fields that belong together, of fitting lengths."""
+        """Return the request. Raises ApiError 400 unless it has two fields that belong together and have matching
+        lengths.
+        """
         super().prepared()
         given = {side.name for pair in self.pairs() for side in pair if side.texts is not None}
         names = [tuple(side.name for side in pair) for pair in self.pairs()]
@@ -201,7 +203,7 @@ class PoolingPrompt:
 
     @property
     def estimated_tokens(self) -> int:
-        """Number of tokens to reserve; the engine counts the actual ones."""
+        """Number of tokens to reserve. The engine later reports the exact number."""
         if not isinstance(self.content, str):
             return len(self.content)
         return 1 + (len(self.content) + len(self.pooling.get("pair", ""))) // BYTES_PER_TOKEN
@@ -385,7 +387,7 @@ async def rerank(service: Service, request: Request) -> Response:
 
 
 async def offered(service: Service, request: Request, tasks: Sequence[str]) -> list[str]:
-    """Return the members of `tasks` that an engine has. Raises ApiError 404 if none has one, for any body."""
+    """Return the members of `tasks` that the engines offer. Raises ApiError 404 if they offer none of these tasks."""
     service.check_in_flight(tenant=request.state.tenant)
     served_tasks = await service.tasks()
     names = [name for name in tasks if name in served_tasks]

@@ -475,7 +475,7 @@ class _Answer:
         model: str,
         defaults: Mapping[str, Any],
     ) -> None:
-        """defaults: sampling parameters of the model."""
+        """Start an answer without output items. defaults: default sampling parameters of the model."""
         self._request = request
         self._tools = request.offered()
         self._defaults = defaults

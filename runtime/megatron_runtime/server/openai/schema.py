@@ -180,7 +180,7 @@ class ModelRequest(Body):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the names of the unknown fields, of a request that was prepared()."""
+        """Return the names of the unknown fields. The request must have been prepared()."""
         return tuple(self.__pydantic_extra__ or ())
 
     def prepared(self) -> Self:
@@ -229,7 +229,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The formats of the guided_ fields under one field. Exactly one is given."""
+    """The formats of the guided_ fields, under one field. Exactly one member must be set."""
 
     json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
     regex: NonEmpty | None = None
@@ -723,7 +723,7 @@ class ConvertedRequest(ModelRequest):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat request, of a request that was prepared()."""
+        """Return the chat request. The request must have been prepared()."""
         assert self._chat is not None
         return self._chat
 

@@ -107,7 +107,7 @@ class Service:
 
     @property
     def adapter_names(self) -> list[str]:
-        """Names of the adapters that requests may give as their model. The base model hides one of its own name."""
+        """Adapter names that requests may give as their model. An adapter named like the base model is hidden."""
         base = self.settings.served_names
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 
@@ -128,7 +128,7 @@ class Service:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def models_of(self, key: ApiKey) -> list[str]:
-        """Names of the adapters that a key may use, after an empty name if it may use the base model."""
+        """Return the adapters that `key` may use; the name "" stands for the base model."""
         served = self.settings.served_name
         return [name for name in ("", *self.adapter_names) if key.allows(name or served)]
 
@@ -314,7 +314,7 @@ class Service:
             self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
 
     def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Count tokens outside of a generation against the limit of a key, as for a rejected body.
+        """Count tokens that no generation counts, such as a rejected body, against the limit of a key.
 
         One call counts no more than a minute has, so that a single mistake does not cost many minutes.
         """
@@ -356,7 +356,7 @@ class Service:
             raise invalid_value("priority", problem)
 
     async def until_connected(self) -> None:
-        """Wait for the coordinator, so that its restart delays requests but fails none. Raises ApiError 503."""
+        """Wait for the coordinator, so that a restart delays requests instead of failing them. Raises ApiError 503."""
         if not self.client.connected:
             await self._until(lambda: self.client.connected, "The coordinator has not answered")
 
@@ -390,7 +390,7 @@ class Service:
             raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
 
     def _check_capacity(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
-        """Raise ApiError 429 if `more` and the open ones together would be too many.
+        """Raise ApiError 429 if `more` further requests would exceed the limit of open requests.
 
         A full server still accepts requests of a tenant that has less than its fair share of the limit. So no tenant
         can block others, and at most twice the limit is open.

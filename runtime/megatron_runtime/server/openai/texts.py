@@ -61,12 +61,14 @@ class TextsRequest(ModelRequest):
 
     @property
     def completion(self) -> CompletionRequest:
-        """Return the completion whose prompts are the texts, of a request that was prepared()."""
+        """Return the completion whose prompts are the texts. The request must have been prepared()."""
         assert self._completion is not None
         return self._completion
 
     def prepared(self) -> Self:
-        """Return the request with its input in its completion alone. Raises ApiError 400 for input without a text."""
+        """Return the request with its input moved to its completion request. Raises ApiError 400 for input without a
+        text.
+        """
         super().prepared()
         try:
             self._completion = CompletionRequest(

@@ -151,7 +151,7 @@ def _output_of(
 ) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer and the experts of its tokens.
 
-    logits_NV: of the sampled rows; None: they are computed here.
+    logits_NV: logits of the sampled rows; None: they are computed here.
     """
     if logits_NV is None:
         sampled_N = rows.logit_rows_N[: len(rows.sampled_rows)]
@@ -178,7 +178,10 @@ def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[Cpp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRows(LogitRows):
-    """logit_rows_N: the tokens whose logits are needed, one for each of sampled_rows, then the tokens of `targets`."""
+    """The tokens of a step whose logits are computed.
+
+    logit_rows_N: the tokens whose logits are needed, one for each of sampled_rows, then the tokens of `targets`.
+    """
 
     logit_rows_N: torch.Tensor
 
@@ -201,9 +204,9 @@ def logit_rows(plan: StepPlan) -> PlannedRows:
 
 
 def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> AttentionBatch:
-    """Return the places of a plan's tokens in the cache, and what they attend to.
+    """Return the cache positions of a plan's tokens, and the tokens that each attends to.
 
-    dtype:  of the attention masks, the same as the model's.
+    dtype:  type of the attention masks, equal to the model's.
     window: tokens that a layer with a sliding window attends to; None for a model without such layers.
     """
     cache_rows_T = torch.from_numpy(plan.slot_mapping)

@@ -250,7 +250,7 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """Return `weights` with its tensors and its router on the device. All other matrices are there already."""
+    """Return `weights` with its tensors and its router on the device. All other matrices are on the device already."""
     moved: dict[str, Any] = {}
     for field in fields(weights):
         value = getattr(weights, field.name)

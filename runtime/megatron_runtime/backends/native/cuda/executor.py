@@ -43,8 +43,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class StepOutput:
     """The output of a step on the device, by row.
 
-    logits_BV: of the last token of each row, in the model's type.
-    tokens_B, log_probs_B: int32 and float32, drawn from them; NOT_FINITE for a row with numbers that are not finite.
+    logits_BV: logits of the last token of each row, in the model's type.
+    tokens_B, log_probs_B: int32 and float32, sampled from logits_BV; NOT_FINITE for a row with non-finite numbers.
     routing_GTJ: as in ForwardStep.
     x_TD:      last hidden states of all tokens; None for a graph, which only needs the last tokens' states.
     """

@@ -152,7 +152,7 @@ def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     flat = logits_MV.view(-1)
 
     def places(ids: list[tuple[int, Int32]]) -> torch.Tensor:
-        """Return the indices in `flat` of tokens that are given by row, int64 [E]."""
+        """Return the indices in `flat` of tokens listed by row, int64 [E]."""
         lengths, rows = [len(of_row) for _, of_row in ids], [row for row, _ in ids]
         place_E = np.concatenate([of_row for _, of_row in ids]) + np.repeat(np.array(rows) * vocabulary, lengths)
         return torch.from_numpy(place_E).to(device)
@@ -189,7 +189,7 @@ def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
 
 
 def _log_probs(logits_BV: torch.Tensor, which: Int64, tokens: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """Return the same as sampler.log_probs() for the rows `which` and their `tokens`, int [W]."""
+    """Compute sampler.log_probs() on the device, for the rows `which` and their `tokens`, int [W]."""
     device, top_n = logits_BV.device, min(top_n, logits_BV.shape[1])
     which_W, tokens_W = torch.from_numpy(np.stack([which, tokens.astype(np.int64)])).to(device)
     parts = []

@@ -105,8 +105,8 @@ class PrefixCache:
         return pages
 
     def allocate(self, count: int) -> Pages | None:
-        """Return `count` pages with one owner, evicting idle blocks as needed; None, and evict nothing, if there are
-        too few.
+        """Return `count` pages with one owner, evicting idle blocks as needed; evict nothing and return None if there
+        are too few.
         """
         missing = count - self.num_free
         if missing > self.num_idle:

@@ -127,8 +127,8 @@ class RequestSlots:
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
-        """Take and return a slot, with pages for all tokens of the request; the first pages are those of `matched`, as
-        match() returned them. The caller must have called has_room().
+        """Assign and return a slot, with pages for all tokens of the request; the first pages are those of `matched`,
+        as match() returned them. The caller must have called has_room().
         """
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
@@ -165,9 +165,9 @@ class RequestSlots:
     def has_room(
         self, request: CoreRequest, matched: Sequence[CachedBlock], *, without: Slots, spare_pages: int
     ) -> bool:
-        """Return whether admit() can take `request` after a release of the slots `without`.
+        """Return whether admit() would accept `request` if the slots `without` were released.
 
-        spare_pages: pages that must be left.
+        spare_pages: number of pages that must stay free.
         """
         available = self.prefix_cache.num_available(matched)
         if len(without):

@@ -1,4 +1,4 @@
-"""Blocks of the prefix cache that another engine reads or writes: their pages are pinned meanwhile. No torch."""
+"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned meanwhile. No torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PinnedTransfers:
         """The last digest of each import that is complete -> its id."""
 
     def export(self, transfer: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Pin the cached prefix of `keys`, as much of it as exports may hold. Return its keys."""
+        """Pin the cached prefix of `keys`, up to the limit for exports. Return the keys of the pinned blocks."""
         room = self._cache.num_usable // EXPORT_SHARE - sum(map(len, self._exports.values()))
         blocks = self._cache.find(keys)[: max(0, room // self._cache.pages_per_block)]
         if blocks:
@@ -35,8 +35,8 @@ class PinnedTransfers:
         return [block.key for block in blocks]
 
     def reserve(self, transfer: int, keys: Sequence[bytes]) -> int | None:
-        """Take pages for the blocks `keys`. Return how many of them, from the first on, are cached already; None if too
-        few pages are free.
+        """Take pages for the blocks `keys`. Return how many leading blocks are cached already; None if too few pages
+        are free.
         """
         cached = self._cache.find(keys)
         missing = (len(keys) - len(cached)) * self._cache.pages_per_block
@@ -69,13 +69,13 @@ class PinnedTransfers:
         self._ready[keys[-1]] = transfer
 
     def used(self, key: bytes) -> None:
-        """A request has pinned the blocks up to `key` itself."""
+        """Release the import that ends at block `key`, because a request has pinned these blocks itself."""
         transfer = self._ready.get(key)
         if transfer is not None:
             self.release(transfer)
 
     def release(self, transfer: int) -> None:
-        """End an export or import, if there is one of this id."""
+        """Release the pages of an export or import. An unknown id is ignored."""
         pages = self._exports.pop(transfer, None)
         if transfer in self._imports:
             keys, pages = self._imports.pop(transfer)
@@ -85,7 +85,7 @@ class PinnedTransfers:
             self._cache.release(pages)
 
     def clear(self) -> None:
-        """End all of them, because the cache was cleared."""
+        """Release all exports and imports, because the cache was cleared."""
         for transfer in [*self._exports, *self._imports]:
             self.release(transfer)
 

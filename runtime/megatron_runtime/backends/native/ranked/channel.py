@@ -256,8 +256,8 @@ class LeaderChannel(_Channel):
     """Rank 0's end. All public methods may be called on any thread.
 
     pull:         receives the messages of the other ranks.
-    pushes:       by rank, connected to that rank's PULL socket.
-    progress:     of this rank's steps.
+    pushes:       PUSH sockets by rank, each connected to that rank's PULL socket.
+    progress:     progress of this rank's steps.
     has_watchdog: terminate this process if its interpreter hangs.
     on_lost:      called once, on a separate thread, with the RankError that ends the engine.
     on_leave:     called on the channel's thread when another rank received SIGTERM.
@@ -425,7 +425,7 @@ class FollowerChannel(_Channel):
     """The end of another rank.
 
     orders:       the orders of rank 0; get() blocks.
-    progress:     of this rank's steps.
+    progress:     progress of this rank's steps.
     has_watchdog: terminate this process if its interpreter hangs.
     on_lost:      called once, on the channel's thread, when rank 0 is lost or sends the cause of the engine's failure.
     """

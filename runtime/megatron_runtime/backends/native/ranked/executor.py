@@ -103,7 +103,7 @@ class RankedExecutor(Ranks):
 
     digest:   digest of the digests of all ranks.
     local:    the executor of rank 0's part.
-    progress: of rank 0's steps.
+    progress: progress of rank 0's steps.
     warm_up:  returns the steps to run once after the first load, given the number of pages.
     measures: each rank measured its memory: use as many pages as every rank has room for.
 
