@@ -19,7 +19,9 @@ class Counters:
     """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
     replays: int = counter("replays", "Requests dispatched again because their engine was lost.", panel=LOSSES)
     moved: int = counter("moved_requests", "Requests taken back from an engine in favor of another tenant.")
-    stale: int = counter("stale_answers", "Messages of engines that the coordinator dropped because they were no longer expected.")
+    stale: int = counter(
+        "stale_answers", "Messages of engines that the coordinator dropped because they were no longer expected."
+    )
     late: int = counter("late_answers", "Final answers that arrived from removed engines and were delivered.")
     evicted_blocks: int = counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
     completed: int = counter("completed_requests", "Requests that got their final answer from an engine.")
