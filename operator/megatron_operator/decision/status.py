@@ -550,8 +550,8 @@ def unwatched(world: World) -> Finding:
     """Return that the operator cannot watch some kinds."""
     kinds, why = sorted(world.unwatched), next(iter(world.unwatched.values()))
     return Reason.WATCH_DENIED, (
-        f"the operator cannot watch {', '.join(kinds)} in namespace {world.resource.namespace} and changes nothing that "
-        f"depends on them: {why}"
+        f"the operator cannot watch {', '.join(kinds)} in namespace {world.resource.namespace} and changes nothing "
+        f"that depends on them: {why}"
     )
 
 

@@ -162,7 +162,7 @@ class Reason(Documented):
     )
     FIELDS_IGNORED = (
         "FieldsIgnored",
-        "The spec has fields of a later release; the operator carries out everything else.",
+        "The spec has fields of a later release; the operator applies everything else.",
     )
     INVALID_SPEC = "InvalidSpec", "This version of the operator does not accept the value of a field."
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server rejects the result."

@@ -18,7 +18,7 @@ class Counters:
     rejected: Counter[str] = field(default_factory=Counter)
     """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
     replays: int = counter("replays", "Requests dispatched again because their engine was lost.", panel=LOSSES)
-    moved: int = counter("moved_requests", "Requests taken back from an engine in favor of another tenant.")
+    moved: int = counter("moved_requests", "Requests returned from an engine to the queue in favour of another tenant.")
     stale: int = counter(
         "stale_answers", "Messages of engines that the coordinator dropped because they were no longer expected."
     )
