@@ -211,8 +211,8 @@ pod. `kubectl logs POD` has the whole output
 ([Rollouts](../concepts/rollouts.md#check-of-a-new-revision)).
 
 If the resource has no status at all, no operator serves its namespace: check `operator.namespaces`
-of the chart, the operator's pods and its Lease. If the status is that of an earlier change
-(`status.observedGeneration`), read the operator's log.
+of the chart, the operator's pods and its Lease. If the status belongs to an earlier change (compare
+`status.observedGeneration` with `metadata.generation`), read the operator's log.
 
 HTTP clients get [other errors](../reference/http-api-behaviour.md#errors). [Failures and
 recovery](../concepts/failures-and-recovery.md) says what the loss of each part costs.

@@ -362,7 +362,7 @@ class Observer:
 
     def _load(self) -> Loading | None:
         """Return the progress of the first engine that loads, as it was last read, while no engine is ready. It is read
-        beside the passes, so that a pod that does not answer delays none, and not before a short load has ended."""
+        outside the passes, so that a pod that does not answer delays none, and not before a short load has ended."""
         engines = [pod for pod in self._cache.pods() if pod.component == ENGINE and not pod.deleting]
         pods = sorted((pod for pod in engines if pod.loading_at), key=lambda pod: pod.name)
         if not pods or any(pod.ready for pod in engines):

@@ -550,8 +550,8 @@ def unwatched(world: World) -> Finding:
     """Return that the operator cannot watch some kinds."""
     kinds, why = sorted(world.unwatched), next(iter(world.unwatched.values()))
     return Reason.WATCH_DENIED, (
-        f"the operator does not see the {', '.join(kinds)} objects of namespace {world.resource.namespace} and leaves "
-        f"what needs them unchanged: {why}"
+        f"the operator cannot watch {', '.join(kinds)} in namespace {world.resource.namespace} and changes nothing "
+        f"that depends on them: {why}"
     )
 
 

@@ -113,7 +113,7 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         Reason.INVALID_SPEC: "Correct the field that the message names, or upgrade the operator to a version that "
         "accepts its value. Running components are not changed.",
         Reason.FIELDS_IGNORED: "Upgrade the operator to the release that knows the fields, or remove them. After a "
-        "rollback of the operator there is nothing to do: everything else in the spec is carried out.",
+        "rollback of the operator there is nothing to do: the operator applies everything else in the spec.",
         Reason.WATCH_DENIED: "Restore the operator's Role and RoleBinding in the namespace, for example by `helm "
         "upgrade`. The message has the API server's answer. The operator continues within seconds.",
         Reason.CHILD_CONTESTED: "Configure the program with the field manager that the message names so that it leaves "

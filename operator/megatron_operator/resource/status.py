@@ -190,7 +190,7 @@ class EngineStatusEntry(ApiModel):
     canary_message: str | None = Field(default=None, description="Error in the answer to the canary request.")
     restarts: int = Field(default=0, description="Number of restarts of the engine's current pods.")
     forgiven_at: Time | None = Field(
-        default=None, description="Time when the engine's restart budget is complete again."
+        default=None, description="Time when the engine's restart budget is fully restored."
     )
     incidents: int | None = Field(
         default=None, description="Number of restarts since the engine last served; absent if there were none."

@@ -34,7 +34,7 @@ class CoordinatorMetrics(Collector):
             ("open_requests", "Requests without a final answer.", len(journal)),
             ("journal_bytes", "Memory held for open requests.", journal.bytes),
             ("clients", "Clients registered.", len(clients)),
-            ("stuck_clients", "Clients whose connection accepts no more.", stuck),
+            ("stuck_clients", "Clients whose send buffer is full.", stuck),
             ("unread_bytes", "Memory held for answers to clients that do not read.", unread),
             ("quota_windows", "Minutes of API keys with limits, of requests or tokens.", len(coordinator.quotas)),
             ("epoch", "Generation epoch.", coordinator.verbs.epoch),

@@ -58,7 +58,7 @@ class EngineMetrics(Collector):
             ((state.value, self._lifecycle.state is state) for state in EngineState),
         )
         yield labelled(
-            CounterMetricFamily("megatron_engine_signals", "signals done, without repetitions", labels=["signal"]),
+            CounterMetricFamily("megatron_engine_signals", "signals executed, without repetitions", labels=["signal"]),
             ((signal.name, self._lifecycle.acted.get(signal, 0)) for signal in sorted(SIGNALS)),
         )
         yield labelled(

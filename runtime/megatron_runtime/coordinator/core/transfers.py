@@ -37,9 +37,9 @@ class StageChange(StrEnum):
 
     PREFILL_LOST = "the prefill engine is lost"
     DECODE_LOST = "the decode engine is lost"
-    NO_ROOM = "the decode engine has no room"
+    NO_ROOM = "the decode engine has no free blocks"
     FAILED = "the export or import failed"
-    EXPIRED = "no decode engine had room in time"
+    EXPIRED = "no decode engine had capacity in time"
     VERB = "a verb cancels transfers"
     ENDED = "the request ends"
     COORDINATOR_LOST = "the coordinator is lost"
