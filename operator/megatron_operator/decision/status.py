@@ -400,7 +400,7 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
-    """Return the condition Ready. If there is an error, it is the reason, because the list of resources shows the reason."""
+    """Return the condition Ready. The list of resources shows its reason, so an error, if any, is the reason."""
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):
         waits = scene.blockers.server()
