@@ -32,8 +32,8 @@ _SECTIONS = {
     ),
     "products": (
         "Matrix products",
-        "Microseconds of a product in a CUDA graph; `bound`: of the bytes at the device's rate of a copy, which a "
-        "product that only reads may exceed.",
+        "Microseconds of a product in a CUDA graph. `bound`: the time to move its bytes at the measured copy rate. A "
+        "product that only reads can be faster.",
     ),
     "attention": ("Decode attention", "Microseconds by the minimum number of cached tokens per program."),
     "sampling": (

@@ -122,7 +122,7 @@ class Reason(Documented):
         "The image of an engine has no kernels for its GPUs, or lacks triton or a C compiler to compile them.",
     )
     GPU_DRIVER = "GpuDriver", "The NVIDIA driver of a node is too old for the image, or was updated while it ran."
-    GPU_FAILED = "GpuFailed", "A GPU of an engine failed, or a kernel on it."
+    GPU_FAILED = "GpuFailed", "A GPU of an engine failed, or a kernel failed on it."
     GPU_COMMUNICATION = "GpuCommunication", "The ranks of an engine cannot exchange data between their GPUs."
     SHARED_MEMORY_FULL = "SharedMemoryFull", "The shared memory of an engine's pod, /dev/shm, is full."
     WEIGHTS_MISSING = "WeightsMissing", "An engine cannot find or read its weights."

@@ -38,16 +38,18 @@ class UpdateOutcome:
     """
 
     epoch: Literal["old", "new"]
-    publish: Literal["returns", "ends with its process"]
+    publish: Literal["returns", "is lost with its process"]
     retry: str
 
 
 _ENGINE = UpdateOutcome(epoch="new", publish="returns", retry="the engine, when it restarts: it waits for the trainer")
 _COORDINATOR = UpdateOutcome(epoch="new", publish="returns", retry="the trainer's connection, to the next coordinator")
 _OPERATOR = UpdateOutcome(epoch="new", publish="returns", retry="none: it has no part in the update")
-_BEFORE = UpdateOutcome(epoch="old", publish="ends with its process", retry="the trainer: publish() after its restart")
+_BEFORE = UpdateOutcome(
+    epoch="old", publish="is lost with its process", retry="the trainer: publish() after its restart"
+)
 _AFTER = UpdateOutcome(
-    epoch="new", publish="ends with its process", retry="the trainer: the same publish() serves engines that restart"
+    epoch="new", publish="is lost with its process", retry="the trainer: the same publish() serves engines that restart"
 )
 
 FAILURES: dict[tuple[Lost, PublishPhase], UpdateOutcome] = {

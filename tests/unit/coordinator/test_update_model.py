@@ -200,7 +200,7 @@ class World:
         if lost is Lost.ENGINE:
             self.restart(self.engines[0])
         elif lost is Lost.TRAINER:
-            self.trainer_lives, self.published = False, "ends with its process"
+            self.trainer_lives, self.published = False, "is lost with its process"
             self.driver.connection_lost(self.admin, by_peer=True)
         elif lost is Lost.COORDINATOR:
             sent = {peer: list(inbox) for peer, inbox in self.inboxes.items()}
