@@ -31,7 +31,7 @@ class AdoptKeys:
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
     """Bring `NAME-keys` from the previous stage to this stage of this generation, let it accept only this operator's
-    admin key, and add a pair for a trainer if it shall have one. Does nothing if that is already so."""
+    admin key, and add a pair for a trainer with `has_trainer`. Does nothing if that is already so."""
 
     name: str
     generation: int

@@ -171,10 +171,10 @@ class RankedExecutor(Ranks):
         self._everywhere("release_kv", keep_pages)
 
     def read_pages(self, pages: Int32) -> bytes:
-        raise NotImplementedError
+        raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
 
     def use_memory(self, model: ModelInMemory) -> None:
         """Make the reference IN_MEMORY name `model` on this rank; the other ranks have models of their own."""
