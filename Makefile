@@ -111,7 +111,7 @@ test-pages: setup build/chromium.stamp
 	@$(BEGIN)
 	$(PYTEST) --record=pages tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile
 
-screenshots: setup build/chromium.stamp ## the screenshots of the documentation, docs/assets/*.png
+screenshots: setup build/chromium.stamp ## the pictures of the documentation, docs/assets/*.png and demo.svg; runs `make demo`
 	@PYTHONPATH=. $(PY) tools/screenshots.py
 
 test-survival: setup

@@ -1,7 +1,7 @@
-"""Takes the screenshots of the documentation: `make screenshots` writes docs/assets/*.png.
+"""Takes the pictures of the documentation: `make screenshots` writes docs/assets/*.png and demo.svg.
 
 The dashboard shows resources of the tests' fake API server, whose states come from the operator's own decisions. The
-chat page is served by `megatron serve` with the built-in model.
+chat page is served by `megatron serve` with the built-in model. demo.svg shows what `make demo` prints on this machine.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import io
 import re
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -20,6 +22,7 @@ from typing import Any
 
 from kubernetes.aio.client import Configuration
 from playwright.async_api import Page, async_playwright, expect
+from rich.console import Console
 
 from megatron_kubectl.dashboard.app import Dashboard, DashboardServer, DashboardSettings
 from megatron_operator.cluster.api import KubeApi
@@ -33,6 +36,7 @@ WIDTH, HEIGHT = 1280, 800
 WAIT_MS = 180_000
 CHART_SECONDS = 60
 QUESTION = "What is the capital of France?"
+RECORDING_COLUMNS = 118
 
 
 @contextlib.asynccontextmanager
@@ -90,6 +94,19 @@ async def picture(page: Page, name: str) -> None:
     print(f"docs/assets/{name}.png")
 
 
+def record_demo() -> None:
+    """Run `make demo` and draw its steps as a terminal: docs/assets/demo.svg."""
+    output = subprocess.run(["make", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    console = Console(record=True, file=io.StringIO(), width=RECORDING_COLUMNS, highlight=False)
+    console.print("[bold green]$[/] [bold]make demo[/]")
+    for line in output.splitlines():
+        if step := re.fullmatch(r"(\[ *[\d.]+ s\]) (.*)", line):
+            console.print(step[1], style="cyan", markup=False, end=" ")
+            console.print(step[2], markup=False)
+    console.save_svg(str(ASSETS / "demo.svg"), title="make demo")
+    print("docs/assets/demo.svg")
+
+
 async def main() -> None:
     """Take all screenshots."""
     sys.path[:0] = map(str, SUPPORT)
@@ -121,3 +138,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     asyncio.run(main())
+    record_demo()
