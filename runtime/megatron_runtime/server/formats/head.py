@@ -31,7 +31,7 @@ class Head:
 
     @property
     def parts(self) -> Iterator[tuple[Literal["text", "space", "hole"], str]]:
-        """Yield the kind and the text of each part: literal text, white space, or the name of a hole, without `{?x}`."""
+        """Yield kind and text of each part, without `{?x}`: a literal text, white space, or the name of a hole."""
         for literal, group in groupby(_ELEMENT.finditer(self.spec), key=lambda element: element[4] is not None):
             if literal:
                 yield "text", "".join(element[4] for element in group)

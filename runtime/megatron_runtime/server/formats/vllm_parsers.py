@@ -53,7 +53,9 @@ REASONING_PARSERS: Mapping[str, str] = {
 }
 """vLLM's name for each reasoning format that vLLM can parse. For `think` the model's type decides."""
 ALWAYS_THINKS = "deepseek_r1"
-"""vLLM's parser for models that always reason: it treats an answer without `</think>` as reasoning.
+"""vLLM's parser for models that always reason.
+
+It treats an answer without `</think>` as reasoning.
 """
 
 
