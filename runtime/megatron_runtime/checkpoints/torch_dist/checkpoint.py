@@ -1,4 +1,4 @@
-"""Read any part of any tensor of a Megatron-Core checkpoint from the mapped files, and write such a checkpoint."""
+"""Reads any part of any tensor of a Megatron-Core checkpoint from mapped files, and writes these checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ _DCP_VERSION = "1.0.0"
 
 
 class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
-    """The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
+    """A Megatron-Core checkpoint in a directory.
+
+    The constructor reads the index, and rejects missing tensors, unknown tensors and wrong shapes.
 
     directory: directory that contains `.metadata`.
 
@@ -85,7 +87,7 @@ def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callab
 
     Raises UnsupportedModelError for a model that Megatron-LM cannot describe.
     """
-    # This import takes half a second.
+    # Imported here because this import takes 0.5 s.
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as dcp
 
