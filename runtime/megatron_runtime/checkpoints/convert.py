@@ -103,7 +103,7 @@ def convert(
         for name in (
             "torch_dtype",
             "quantization_config",
-        ):  # these fields are wrong for the dequantized weights that are written
+        ):  # wrong for the dequantized weights
             values.pop(name, None)
         _write_json(partial / CONFIG_FILE, {**values, "dtype": min(types)})
         write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
@@ -152,7 +152,9 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
     It is renamed to `directory` when the block ends, and removed on failure.
 
     replace: remove an existing `directory` at the end; without `replace` it must be absent or empty. Files of a process
-    that was killed are removed by the next one. Raises DestinationError.
+    that was killed are removed by the next one.
+
+    Raises DestinationError.
     """
     directory = directory.absolute()
     if directory.exists() and not directory.is_dir():

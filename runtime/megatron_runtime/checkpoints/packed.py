@@ -144,7 +144,8 @@ def _map(file: ModelFile) -> torch.Tensor:
 def write_packed(checkpoint: Checkpoint, directory: Path, *, numbers: Format, written: Callable[[int], None]) -> None:
     """Write the weights of a checkpoint to `directory`.
 
-    numbers: number format of the matrices; quantized matrices keep their blocks if it is int8 or int4. written: called
+    numbers: number format of the matrices; quantized matrices keep their blocks if it is int8 or int4.
+    written: called
     with the size of each tensor of the checkpoint.
     """
     family, shapes = FAMILIES[checkpoint.config.family], tensor_shapes(checkpoint.config)

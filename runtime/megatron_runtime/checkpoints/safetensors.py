@@ -165,7 +165,7 @@ def _names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _says_untied(values: Fields) -> bool:
-    """Return whether config.json explicitly states that the model has a head of its own, whatever its family's default."""
+    """Return whether config.json itself, not the family's default, states that the model has a separate head."""
     return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 

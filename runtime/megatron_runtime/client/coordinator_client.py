@@ -227,7 +227,7 @@ class CoordinatorClient:
         return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
     def _at_home(self, action: Callable[[], object]) -> None:
-        """Run `action` on the connection's event loop: now if the caller runs on it, otherwise in the next iteration."""
+        """Run `action` on the connection's event loop: now if the caller is on it, otherwise in the next iteration."""
         loop = self._other_loop()
         if loop is None:
             action()

@@ -92,7 +92,7 @@ def offline_directory(reference: Reference, cache: Path) -> Path | None:
 
     Raises HubError if it is not cached.
 
-    As in other programs, the digests of files are then not verified, even if another program has fetched them.
+    Files in this directory are not verified by digest, even if another program has fetched them.
     """
     if not constants.is_offline_mode():
         return None

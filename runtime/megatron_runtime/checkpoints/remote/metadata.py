@@ -80,7 +80,7 @@ def _write_start(source: Source, listing: Listing, file: RemoteFile, path: Path,
 
 
 def _has_gguf_header(path: Path, size: int) -> bool:
-    """Return whether the whole header is in the first `size` bytes of the file, after which the sparse file has a hole."""
+    """Return whether the first `size` bytes, after which the sparse file has a hole, contain the whole header."""
     try:
         _, index = read_gguf_header(path, vocabulary=True)
     except ModelFileError:

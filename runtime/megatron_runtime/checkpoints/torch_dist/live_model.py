@@ -171,8 +171,9 @@ def _gpt_name(name: str) -> str:
 
 
 def _rotary_of_hybrid(model: Any) -> dict[str, Any]:
-    """Return the rotary base and the rotated share of a HybridModel, computed from its frequencies, which are all it
-    keeps.
+    """Return the rotary base and the rotated share of a HybridModel, computed from its frequencies.
+
+    The model stores only the frequencies.
     """
     frequencies = model.rotary_pos_emb.inv_freq.detach().double().cpu()
     size = 2 * len(frequencies)
