@@ -15,7 +15,8 @@ def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int
     whole CPUs, at least one: with one more thread, the kernel would suspend a thread in each period while the others
     wait for it.
 
-    system: where sysfs is mounted. cpus: CPUs that the process may use; None means its affinity.
+    system: where sysfs is mounted.
+    cpus:   CPUs that the process may use; None means its affinity.
     """
     if cpus is None:
         cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

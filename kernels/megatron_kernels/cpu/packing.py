@@ -91,7 +91,7 @@ class PackedMatrix:
         return Matrix(self.format, self.inputs, self.outputs, self.data.data_ptr())
 
     def part(self, rows: slice, columns: slice) -> PackedMatrix | None:
-        """Return a view of some rows and columns (slices with step 1); None unless these are whole panels and blocks."""
+        """Return a view of some rows and columns (slices with step 1); None unless they are whole panels and blocks."""
         block = block_inputs(self.format)
         (row, last_row, _), (column, last_column, _) = rows.indices(self.outputs), columns.indices(self.inputs)
         if row % PANEL or last_row % PANEL or column % block or last_column % block:

@@ -43,8 +43,8 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
     """Return a schema that the compiler knows, and the keywords that it does not enforce.
 
     is_strict: keep `oneOf`, which the compiler rejects unless its schemas are disjoint. Otherwise it becomes `anyOf`.
-    closes: an object with declared properties allows no others unless its schema says so. An object without declared
-            properties allows any.
+    closes: an object with declared properties allows no others unless its schema allows them. An object without
+            declared properties allows any.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)

@@ -55,8 +55,8 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
     The constructor rejects unknown tensors, missing tensors and wrong shapes.
 
     index:  every tensor of Megatron-Core's model, by key.
-    where:  name of the place that holds the tensors, for errors. remedy: what to do if tensors do not fit the
-            configuration.
+    where:  name of the place that holds the tensors, for errors.
+    remedy: what to do if tensors do not fit the configuration.
     absent: type of the tensors that `index` may lack because other ranks hold them; None: `index` must be complete.
 
     Raises UnsupportedModelError, ModelFileError.
