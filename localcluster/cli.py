@@ -83,14 +83,14 @@ def down(name: str, root: Path | None, purge: bool) -> None:
 def status(name: str, root: Path | None) -> None:
     """Show the components; exits 1 unless all are ready."""
     cluster = LocalCluster(name=name, root=root)
-    found = cluster.status()
+    components = cluster.status()
     table = Table("COMPONENT", "PID", "READY", box=None)
-    for component in found:
+    for component in components:
         table.add_row(component.name, str(component.pid or "-"), "yes" if component.ready else "no")
-    Console().print(table if found else f"cluster {name!r} is down")
-    if found:
+    Console().print(table if components else f"cluster {name!r} is down")
+    if components:
         click.echo(f"export KUBECONFIG={cluster.kubeconfig}")
-    if not found or not all(component.ready for component in found):
+    if not components or not all(component.ready for component in components):
         raise SystemExit(1)
 
 

@@ -37,18 +37,18 @@ def pip_settings(environment: Mapping[str, str], files: Iterable[Path]) -> dict[
 
     The environment overrides the files, and later files override earlier ones.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for path in files:
         parser = configparser.ConfigParser(interpolation=None)
         parser.read(path)
         for section in ("global", "install"):
             if parser.has_section(section):
-                found |= {key: value for key, value in parser.items(section) if key in PIP_KEYS}
+                settings |= {key: value for key, value in parser.items(section) if key in PIP_KEYS}
     for key in PIP_KEYS:
         value = environment.get("PIP_" + key.upper().replace("-", "_"))
         if value:
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
 
 
 def pip_files(environment: Mapping[str, str], home: Path) -> list[Path]:
@@ -109,13 +109,13 @@ def mounts(folder: Path, *, target: str) -> list[Mount]:
     cache = uv_cache(environment)
     cache.mkdir(parents=True, exist_ok=True)
     certificates = Path(environment.get("SSL_CERT_FILE") or SYSTEM_CERTIFICATES)
-    found = [
+    mounted = [
         Mount(folder, target),
         Mount(cache, f"{target}/uv-cache", read_only=False),
         *(Mount(path, str(path)) for path in local_links),
     ]
     if certificates.is_file():
-        found.append(Mount(certificates, SYSTEM_CERTIFICATES))
+        mounted.append(Mount(certificates, SYSTEM_CERTIFICATES))
     if (home / ".netrc").is_file():
-        found.append(Mount(home / ".netrc", "/tmp/.netrc"))
-    return found
+        mounted.append(Mount(home / ".netrc", "/tmp/.netrc"))
+    return mounted

@@ -46,10 +46,10 @@ def _forwarded(target: Target, service: str) -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"127\.0\.0\.1:(\d+)", line)
-        if found is None:
+        match = re.search(r"127\.0\.0\.1:(\d+)", line)
+        if match is None:
             raise ClusterError(f"kubectl port-forward printed {line!r}: check that the Service {service} exists")
-        yield f"http://127.0.0.1:{found[1]}"
+        yield f"http://127.0.0.1:{match[1]}"
     finally:
         process.terminate()
         process.wait(10)

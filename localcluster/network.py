@@ -116,14 +116,14 @@ def remove_bridge(bridge: str) -> bool:
 
 def chains(saved: str) -> dict[str, list[str]]:
     """Return the chains of Kubernetes and CNI in the output of `iptables-save`, by table."""
-    found: dict[str, list[str]] = {}
+    by_table: dict[str, list[str]] = {}
     table = ""
     for line in saved.splitlines():
         if line.startswith("*"):
             table = line[1:].strip()
         elif line.startswith(":") and line[1:].startswith(PREFIXES):
-            found.setdefault(table, []).append(line[1:].split()[0])
-    return found
+            by_table.setdefault(table, []).append(line[1:].split()[0])
+    return by_table
 
 
 def cleanup(saved: str, *, bridge: str, keep: Mapping[str, Collection[str]]) -> str:

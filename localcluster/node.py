@@ -75,6 +75,6 @@ def is_ready(settings: Settings, node: Node, layout: Layout) -> bool:
     """Return whether the API server reports the node as Ready and the kubelet itself is healthy."""
     if not probe.answers(components.kubelet_health(settings, node), layout.pki):
         return False
-    found = probe.fetch(f"{settings.api_url}/api/v1/nodes/{node.name}", layout.pki)
-    conditions = json.loads(found)["status"].get("conditions", []) if found is not None else []
+    body = probe.fetch(f"{settings.api_url}/api/v1/nodes/{node.name}", layout.pki)
+    conditions = json.loads(body)["status"].get("conditions", []) if body is not None else []
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

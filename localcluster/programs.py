@@ -65,8 +65,8 @@ def go_version() -> str:
     if shutil.which("go") is None:
         raise ClusterError("Go is not installed: put Go 1.24 or newer on PATH (https://go.dev/dl/)")
     version = run(["go", "env", "GOVERSION"], cwd=MODULE).stdout.strip()
-    found = re.match(r"go(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < MINIMUM_GO:
+    match = re.match(r"go(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < MINIMUM_GO:
         raise ClusterError(f"Go is {version or 'unknown'}; Kubernetes 1.34 needs Go 1.24 or newer (https://go.dev/dl/)")
     return version
 

@@ -243,10 +243,10 @@ class Walkthrough:
         """Return a metric of an engine's first pod, read through the API server."""
         pod = f"{self.name}-engine-{engine}-0:{ENGINE_METRICS_PORT}"
         text = self.kube("get", "--raw", f"/api/v1/namespaces/{self.kube.namespace}/pods/{pod}/proxy/metrics")
-        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-        check(found is not None, f"{pod} has no metric {name}")
-        assert found is not None
-        return float(found[1])
+        match = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        check(match is not None, f"{pod} has no metric {name}")
+        assert match is not None
+        return float(match[1])
 
     @contextmanager
     def _step(self, title: str) -> Iterator[Callable[[str], None]]:

@@ -58,12 +58,12 @@ def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, 
     for first in range(0, vocabulary, BLOCK):
         bits = _bits(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
         is_likely = bits >= _CANDIDATE_BITS
-        found = tl.sum(is_likely.to(tl.int32), axis=0)
-        if found > 0:
+        likely = tl.sum(is_likely.to(tl.int32), axis=0)
+        if likely > 0:
             places = count + tl.cumsum(is_likely.to(tl.int32), axis=0) - 1
             tl.store(buffer + places, bits, mask=is_likely & (places < CAPACITY))
             mass += _total(bits, is_likely)
-        count += found
+        count += likely
     # Wait for all threads, because each reads what others have written to the buffer.
     tl.debug_barrier()
     return count, mass
@@ -178,18 +178,18 @@ def _keep(
     if limits_mass:
         target = top_p.to(tl.float64) * mass
         num_buffered = tl.where(fits & (likely_mass >= target), num_likely, 0)
-        found, _count, mass_above = _search(
+        last_kept, _count, mass_above = _search(
             row, buffer, vocabulary, num_buffered, largest, temperature, cut, target, False, BLOCK
         )
-        weight = found.to(tl.float32, bitcast=True).to(tl.float64)
+        weight = last_kept.to(tl.float32, bitcast=True).to(tl.float64)
         needed = tl.ceil((target - mass_above) / tl.where(weight > 0.0, weight, 1.0))
-        if found > cut:
+        if last_kept > cut:
             ties = vocabulary
         # Keep at least one and at most all of the equal weights: rounding may give one too many.
         ties = tl.minimum(ties, tl.maximum(needed, 1.0).to(tl.int32))
-        whole = _sum_from(row, vocabulary, largest, temperature, found, BLOCK)
+        whole = _sum_from(row, vocabulary, largest, temperature, last_kept, BLOCK)
         mass = tl.minimum(whole, mass_above + ties.to(tl.float64) * weight)
-        cut = found
+        cut = last_kept
     return cut, ties, mass
 
 

@@ -253,16 +253,16 @@ class Dashboard:
             new = resource_of({**present, "spec": spec}, origin="the edited spec")
             # The plan lacks the operator's pod policy, whose flags are not known here.
             settings = Settings(runtime_image=DEFAULT_RUNTIME_IMAGE, pod_policy=None)
-            found = preview(old.present_context(settings), new.present_context(settings))
+            planned = preview(old.present_context(settings), new.present_context(settings))
         except (ResourceFileError, RenderError) as error:
             raise RejectedError(str(error)) from error
-        changes = [{"verb": "set", "child": field, "field": "", "restarts": False} for field in found.fields]
+        changes = [{"verb": "set", "child": field, "field": "", "restarts": False} for field in planned.fields]
         changes += [
             {"verb": each.verb, "child": each.child, "field": each.field, "restarts": each.restarts}
-            for each in found.changes
+            for each in planned.changes
         ]
-        engines = [each.child.split()[-1] for each in found.changes if each.restarts and "StatefulSet" in each.child]
-        yield {"changes": changes, "steps": list(found.steps), "restarts": engines}
+        engines = [each.child.split()[-1] for each in planned.changes if each.restarts and "StatefulSet" in each.child]
+        yield {"changes": changes, "steps": list(planned.steps), "restarts": engines}
 
     def _observer(self, request: Request) -> ResourceObserver:
         return self._observers.get(*_names(request))
@@ -278,10 +278,10 @@ class Dashboard:
             async with asyncio.timeout(seconds):
                 for tries in (1, 2):
                     try:
-                        found = await self._api.request(
+                        resource = await self._api.request(
                             "PATCH", path, body=body, query=query, content_type=merge, expect_continue=True
                         )
-                        return {"generation": found["metadata"].get("generation")}
+                        return {"generation": resource["metadata"].get("generation")}
                     except KubeApiError as error:
                         if error.code != 401 or tries == 2:  # after a 401, kubectl obtains new credentials
                             raise
@@ -363,10 +363,10 @@ class PageConnection:
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message["code"])
-        found = json.loads(message.get("text") or "")
-        if not isinstance(found, dict):
+        received = json.loads(message.get("text") or "")
+        if not isinstance(received, dict):
             raise ValueError("the message is not a JSON object")
-        return found
+        return received
 
     async def _send(self, message: Object) -> None:
         await self._websocket.send_text(json.dumps(message))

@@ -93,10 +93,10 @@ def _only_file(builtin: Builtin, package: str, pattern: str) -> Path:
             f"uv pip install {flag}{builtin.distribution}"
         )
     directory = Path(spec.submodule_search_locations[0], *below)
-    found = sorted(directory.glob(pattern))
-    if len(found) != 1:
-        raise ModelFileError(f"{directory} holds {len(found)} {pattern} files: install {builtin.distribution} again")
-    return found[0]
+    files = sorted(directory.glob(pattern))
+    if len(files) != 1:
+        raise ModelFileError(f"{directory} holds {len(files)} {pattern} files: install {builtin.distribution} again")
+    return files[0]
 
 
 def _require_digest(path: Path, builtin: Builtin) -> None:

@@ -126,8 +126,8 @@ class VerifiedCheckpoint(Checkpoint):
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         stored = self._checkpoint.blocks(name, part, wanted=wanted)
         if stored is not None:
-            found = sum_and_finiteness(stored) if self._uses_kernels else None
-            words, is_finite = found if found is not None else (None, stored.is_finite())
+            result = sum_and_finiteness(stored) if self._uses_kernels else None
+            words, is_finite = result if result is not None else (None, stored.is_finite())
             if not is_finite:
                 raise _not_finite(name)
             self._add(name, stored.blocks_NB, values=prod(stored.shape), words=words)

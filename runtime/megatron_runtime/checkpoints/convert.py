@@ -73,8 +73,8 @@ def convert(
 
     Raises DestinationError, UnsupportedModelError, ValueError naming an unknown dtype, and the errors of the format.
     """
-    found = resolve(source) if isinstance(source, str) else source
-    opened = open_checkpoint(found)
+    resolved = resolve(source) if isinstance(source, str) else source
+    opened = open_checkpoint(resolved)
     allowed = ("keep", *(FORMATS if to == "packed" else DTYPES))
     if dtype not in allowed:
         raise ValueError(f"dtype={dtype!r} cannot be written as {to}: use {', '.join(allowed)}")
@@ -97,7 +97,7 @@ def convert(
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
         types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
-        own = find_beside(found, CONFIG_FILE)
+        own = find_beside(resolved, CONFIG_FILE)
         # Start from the model's own config.json, which may have fields that are unknown to this runtime.
         values = config_to_hf(checkpoint.config) if own is None else own.read_json()
         for name in (
@@ -106,7 +106,7 @@ def convert(
         ):  # wrong for the dequantized weights
             values.pop(name, None)
         _write_json(partial / CONFIG_FILE, {**values, "dtype": min(types)})
-        write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
+        write_text_files(checkpoint.config, resolved, partial, write_gguf_tokenizer=write_gguf_tokenizer)
 
 
 class _OfType(Checkpoint):
@@ -130,10 +130,10 @@ def write_text_files(
 ) -> None:
     """Write the tokenizer, the chat template and the end-of-answer tokens, to which a GGUF tokenizer may add some."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
-        found = find_beside(source, name)
-        if found is not None:
+        file = find_beside(source, name)
+        if file is not None:
             (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_bytes(found.read_bytes(MAX_TOKENIZER_BYTES))
+            (directory / name).write_bytes(file.read_bytes(MAX_TOKENIZER_BYTES))
     ends = config.eos_token_ids
     if source.format == "GGUF" and write_gguf_tokenizer is not None:
         ends = tuple(dict.fromkeys((*ends, *write_gguf_tokenizer(source.location, directory))))

@@ -138,9 +138,9 @@ def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dic
         file = ModelFile(each) if each == path else directory.file(each.name)
         if file is None:
             raise ModelFileError(f"{each} is missing: the model has {1 + len(others)} files, complete the directory")
-        found, index = read_gguf_header(each, vocabulary=False)
-        metadata = metadata or found
-        count = found.get("split.count") or 1
+        header, index = read_gguf_header(each, vocabulary=False)
+        metadata = metadata or header
+        count = header.get("split.count") or 1
         if count != 1 + len(others):
             raise ModelFileError(
                 f"{each} is one of {count} files of a model, but its name says that there are {1 + len(others)}: "

@@ -106,7 +106,7 @@ class _Reader:
             raise ModelFileError(
                 f"{self._path} has {_ALIGNMENT_KEY} {shown(alignment)}: want a whole number from 1 to {_MAX_ALIGNMENT}"
             )
-        found = []
+        entries = []
         for _ in range(count):
             name = self._string()
             axes = self._scalar("I")
@@ -115,9 +115,9 @@ class _Reader:
                     f"tensor {shown(name)} of {self._path} has {axes} axes: at most {_MAX_AXES} are supported"
                 )
             shape = tuple(self._scalar("Q") for _ in range(axes))[::-1]
-            found.append((name, shape, self._scalar("I"), self._scalar("Q")))
+            entries.append((name, shape, self._scalar("I"), self._scalar("Q")))
         start = -(-self._at // alignment) * alignment
-        return tuple(GGUFTensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in found)
+        return tuple(GGUFTensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in entries)
 
     def _value(self, kind: int, *, wanted: bool, depth: int) -> Any:
         if kind in _SCALARS:
@@ -151,7 +151,7 @@ class _Reader:
         A vocabulary has hundreds of thousands of them, so no function is called per string.
         """
         view, size_at, header, at, end = self._view, _SIZE.unpack_from, _SIZE.size, self._at, len(self._view)
-        found = []
+        texts = []
         try:
             for _ in range(count):
                 start = at + header
@@ -159,11 +159,11 @@ class _Reader:
                 if at > end:  # check before slicing, which would copy the rest of the file
                     raise self._cut_short(at - end, end)
                 if wanted:
-                    found.append(view[start:at])
+                    texts.append(view[start:at])
         except (struct.error, OverflowError):
             raise self._cut_short(header, min(at, end)) from None
         self._at = at
-        return [text.decode("utf-8", errors="replace") for text in found]
+        return [text.decode("utf-8", errors="replace") for text in texts]
 
     def _scalar(self, code: str) -> Any:
         layout = f"<{code}"

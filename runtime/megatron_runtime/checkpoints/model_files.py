@@ -126,9 +126,9 @@ class ModelFile:
 
     def status(self) -> os.stat_result:
         """Return the status of the file. Raises ModelFileError, OSError."""
-        found = os.stat(self._target())
-        self._require_regular(found)
-        return found
+        status = os.stat(self._target())
+        self._require_regular(status)
+        return status
 
     def read_bytes(self, limit: int = MAX_METADATA_BYTES) -> bytes:
         """Return the content of the file. limit: maximum size in bytes. Raises ModelFileError, OSError."""
@@ -176,8 +176,8 @@ class ModelFile:
             "put the file itself into the directory"
         )
 
-    def _require_regular(self, found: os.stat_result) -> None:
-        if not stat.S_ISREG(found.st_mode):
+    def _require_regular(self, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
             raise ModelFileError(f"{self.path} is not a regular file: put the file itself there")
 
 
@@ -198,15 +198,15 @@ class ModelDirectory:
             require_safe_name(name)
         except UnsafeNameError as error:
             raise ModelFileError(f"{self.path}: {error}") from error
-        found = ModelFile(self.path / name, self._root)
+        file = ModelFile(self.path / name, self._root)
         try:
-            status = os.stat(found._target())
+            status = os.stat(file._target())
             if stat.S_ISDIR(status.st_mode):
                 return None
-            found._require_regular(status)
+            file._require_regular(status)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found
+        return file
 
     def directory(self, name: str) -> ModelDirectory:
         """Return the directory `name` below this one. Raises ModelFileError if a link leads elsewhere."""
@@ -217,7 +217,7 @@ class ModelDirectory:
     def files(self, suffix: str) -> list[ModelFile]:
         """Return the files whose names end in `suffix`, by name. Raises ModelFileError as file() does."""
         named = sorted(entry for entry in os.listdir(self.path) if entry.endswith(suffix))
-        return [found for name in named if (found := self.file(name)) is not None]
+        return [file for name in named if (file := self.file(name)) is not None]
 
 
 def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
@@ -227,11 +227,11 @@ def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, 
     """
     file = directory.file("generation_config.json")
     generation = file.read_json() if file is not None else {}
-    found = generation.get("eos_token_id", values.get("eos_token_id"))
-    ends = [] if found is None else found if isinstance(found, list) else [found]
+    eos = generation.get("eos_token_id", values.get("eos_token_id"))
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if len(ends) > _MAX_END_TOKENS or not all(_is_token_id(end) for end in ends):
         raise ModelFileError(
-            f"{directory.path} has eos_token_id {shown(found)}: want a token id, or a list of at most {_MAX_END_TOKENS}"
+            f"{directory.path} has eos_token_id {shown(eos)}: want a token id, or a list of at most {_MAX_END_TOKENS}"
         )
     return tuple(ends)
 

@@ -181,25 +181,25 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelFileError(f"{index.path} has no weight_map of tensor names to file names: write it again")
     named = sorted(set(listed.values()))
-    found = [directory.file(name) for name in named]
-    missing = [name for name, file in zip(named, found, strict=True) if file is None]
+    files = [directory.file(name) for name in named]
+    missing = [name for name, file in zip(named, files, strict=True) if file is None]
     if missing:
         raise ModelFileError(
             f"{index.path} names {len(named)} files, {len(missing)} are missing, the first is {escaped(missing[0])}: "
             "complete the directory"
         )
-    return [file for file in found if file is not None]
+    return [file for file in files if file is not None]
 
 
 def read_header(
-    found: ModelFile, dtypes: Mapping[str, torch.dtype] = DTYPES
+    stored: ModelFile, dtypes: Mapping[str, torch.dtype] = DTYPES
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Return the tensors of a file, whose places are checked against the file size, and its metadata.
 
     Raises ModelFileError, UnsupportedModelError naming a type that is not in `dtypes`, OSError.
     """
-    path = found.path
-    with found.open() as file:
+    path = stored.path
+    with stored.open() as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_SIZE_BYTES), "little")
         if size < _SIZE_BYTES or length > min(size - _SIZE_BYTES, MAX_INDEX_BYTES):

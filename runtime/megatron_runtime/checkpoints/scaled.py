@@ -109,16 +109,16 @@ def scaled_matrices(
             f"{OTHERS}"
         )
     block = quantization.values.get("weight_block_size")
-    found: dict[str, ScaledMatrix] = {}
+    matrices: dict[str, ScaledMatrix] = {}
     parts = {name for name in kinds if name.endswith(_IGNORED)}
     for name in kinds:
         for ending in (".weight_scale_inv", ".weight_scale"):
             if name.endswith(ending):
                 module = name.removesuffix(ending)
                 matrix = _matrix(module, name, kinds, stored, block)
-                found[module + _VALUES] = matrix
+                matrices[module + _VALUES] = matrix
                 parts |= {each for each in (matrix.values, name, matrix.zero_point, matrix.groups) if each is not None}
-    return found, parts
+    return matrices, parts
 
 
 def _matrix(module: str, scale: str, kinds: Mapping[str, TensorKind], stored: Reader, block: object) -> ScaledMatrix:

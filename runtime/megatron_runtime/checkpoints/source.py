@@ -48,8 +48,8 @@ class StoredModel:
     @property
     def location(self) -> Path:
         """The file or directory that contains the tokenizer."""
-        found = find_beside(self, "tokenizer.json")
-        return self.path if found is None else found.path.parent
+        tokenizer = find_beside(self, "tokenizer.json")
+        return self.path if tokenizer is None else tokenizer.path.parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,11 +149,11 @@ def resolve(model: str) -> StoredModel:
     if has_config or has_weights:
         missing = "*.safetensors files" if has_config else "config.json"
         raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
-    found = [file.path for file in directory.files(".gguf")]
-    models = {gguf_parts(file)[0] for file in found}
+    files = [file.path for file in directory.files(".gguf")]
+    models = {gguf_parts(file)[0] for file in files}
     if len(models) != 1:
         raise ModelSourceError(
-            f"model {model!r}: {path} holds {len(found)} .gguf files of {len(models)} models and no config.json with "
+            f"model {model!r}: {path} holds {len(files)} .gguf files of {len(models)} models and no config.json with "
             "safetensors: name one .gguf file or complete the directory"
         )
     return StoredModel("GGUF", models.pop())
@@ -176,8 +176,8 @@ def find_beside(source: ModelSource, name: str) -> ModelFile | None:
     places: tuple[Path, ...] = ()
     if isinstance(source, StoredModel) and source.format != "GGUF":
         places = (source.path, source.path.parent) if source.format == "TorchDist" else (source.path,)
-    found = (ModelDirectory(place).file(name) for place in places)
-    return next((file for file in found if file is not None), None)
+    files = (ModelDirectory(place).file(name) for place in places)
+    return next((file for file in files if file is not None), None)
 
 
 def _torch_dist(directory: ModelDirectory, model: str) -> StoredModel | None:
@@ -188,10 +188,10 @@ def _torch_dist(directory: ModelDirectory, model: str) -> StoredModel | None:
         return None
     # Megatron-LM writes an iteration number, or RELEASE for weights without training state.
     word = latest.read_text(_LATEST_BYTES).strip()
-    found = directory.directory(f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
-    if found.file(_INDEX_FILE) is None:
+    checkpoint = directory.directory(f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
+    if checkpoint.file(_INDEX_FILE) is None:
         raise ModelSourceError(
-            f"model {model!r}: {latest.path} says {shown(word)}, but {found.path} holds no torch_dist checkpoint: "
+            f"model {model!r}: {latest.path} says {shown(word)}, but {checkpoint.path} holds no torch_dist checkpoint: "
             f"save with --ckpt-format torch_dist, or name a directory with {_INDEX_FILE}"
         )
-    return StoredModel("TorchDist", found.path)
+    return StoredModel("TorchDist", checkpoint.path)

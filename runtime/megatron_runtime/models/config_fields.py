@@ -59,77 +59,77 @@ class Fields:
 
     def need(self, key: str) -> Any:
         """Return the value of a required field."""
-        found = self.values.get(key)
-        if found is None:
+        value = self.values.get(key)
+        if value is None:
             raise UnsupportedModelError(f"{self.where} has no field {key!r}, which this model needs")
-        return found
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a field, or `default` if it is absent or null."""
-        found = self.values.get(key)
-        return default if found is None else found
+        value = self.values.get(key)
+        return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return an integer above zero and up to the field's limit. The field is required unless `default` is given."""
-        found = self.need(key) if default is None else self.get(key, default)
+        value = self.need(key) if default is None else self.get(key, default)
         limit = _MAX_SIZES.get(key, MAX_SIZE)
-        if not _is_whole(found) or not 1 <= found <= limit:
-            raise self._wrong(key, found, f"want a whole number above zero and up to {limit}")
-        return int(found)
+        if not _is_whole(value) or not 1 <= value <= limit:
+            raise self._wrong(key, value, f"want a whole number above zero and up to {limit}")
+        return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return true or false."""
-        found = self.get(key, default)
-        if not isinstance(found, bool):
-            raise self._wrong(key, found, "want true or false")
-        return found
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "want true or false")
+        return value
 
     def token(self, key: str) -> int | None:
         """Return a token id, or None if the field is absent or null."""
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             return None
-        if not _is_whole(found) or not 0 <= found <= MAX_SIZE:
-            raise self._wrong(key, found, "want a token id")
-        return int(found)
+        if not _is_whole(value) or not 0 <= value <= MAX_SIZE:
+            raise self._wrong(key, value, "want a token id")
+        return int(value)
 
     def below(self, key: str) -> Fields:
         """Return the fields of the object in a field; without fields if it is absent."""
-        found = self.get(key, {})
-        if not isinstance(found, Mapping):
-            raise self._wrong(key, found, "want an object")
-        return Fields(found, where=f"{self.where}, {key}")
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, value, "want an object")
+        return Fields(value, where=f"{self.where}, {key}")
 
     def listed(self, key: str, kind: type) -> list[Any]:
         """Return the list in a field, with at most one element per layer; empty if it is absent."""
-        found = self.get(key, [])
-        if not isinstance(found, list) or len(found) > MAX_LAYERS or not all(type(one) is kind for one in found):
-            raise self._wrong(key, found, f"want a list of at most {MAX_LAYERS} of type {kind.__name__}")
-        return found
+        values = self.get(key, [])
+        if not isinstance(values, list) or len(values) > MAX_LAYERS or not all(type(one) is kind for one in values):
+            raise self._wrong(key, values, f"want a list of at most {MAX_LAYERS} of type {kind.__name__}")
+        return values
 
     def constant(self, key: str, default: float | None = None) -> float:
         """Return a finite number above zero. The field is required unless `default` is given."""
-        found = self.need(key) if default is None else self.get(key, default)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found <= _LARGEST_CONSTANT:
-            raise self._wrong(key, found, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
-        return found
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST_CONSTANT:
+            raise self._wrong(key, value, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
+        return value
 
     def constants(self, key: str) -> list[float]:
         """Return the list in a field, of at most _MAX_LISTED finite numbers above zero."""
-        found = self.need(key)
-        if not isinstance(found, list) or len(found) > _MAX_LISTED:
-            raise self._wrong(key, found, f"want a list of at most {_MAX_LISTED} numbers")
-        return [Fields({key: each}, where=self.where).constant(key) for each in found]
+        values = self.need(key)
+        if not isinstance(values, list) or len(values) > _MAX_LISTED:
+            raise self._wrong(key, values, f"want a list of at most {_MAX_LISTED} numbers")
+        return [Fields({key: each}, where=self.where).constant(key) for each in values]
 
     def only(self, key: str, *allowed: Any) -> None:
         """Raise an error unless a field is absent, null, false or one of `allowed`."""
-        found = self.values.get(key)
-        if found and found not in allowed:
+        value = self.values.get(key)
+        if value and value not in allowed:
             supported = f"supported: {', '.join(map(repr, allowed))}" if allowed else "supported without it"
-            raise self._wrong(key, found, f"{supported}; {OTHERS}")
+            raise self._wrong(key, value, f"{supported}; {OTHERS}")
 
-    def _wrong(self, key: str, found: object, wanted: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.where} has {key} {shown(found)}: {wanted}")
+    def _wrong(self, key: str, value: object, wanted: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.where} has {key} {shown(value)}: {wanted}")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
@@ -250,20 +250,20 @@ def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int,
         raise UnsupportedModelError(
             f"tensor 'rope_freqs.weight' of {where} has a value that is not above zero and finite"
         )
-    found = Llama3Scaling(
+    scaling = Llama3Scaling(
         factor=round(max(factors), 3), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     for pair, factor in enumerate(factors):
-        rotations = found.original_max_position_embeddings * theta ** (-2 * pair / head_dim) / (2 * math.pi)
-        blend = (rotations - found.low_freq_factor) / (found.high_freq_factor - found.low_freq_factor)
+        rotations = scaling.original_max_position_embeddings * theta ** (-2 * pair / head_dim) / (2 * math.pi)
+        blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         blend = min(max(blend, 0.0), 1.0)
-        frequency = (1 - blend) / found.factor + blend
+        frequency = (1 - blend) / scaling.factor + blend
         if abs(factor * frequency - 1) > _TOLERANCE:
             raise UnsupportedModelError(
                 f"tensor 'rope_freqs.weight' of {where} divides the frequency of pair {pair} by {factor}: supported "
                 f"is the scaling of Llama 3, here {1 / frequency:.4g}; {GGUF_OTHERS}"
             )
-    return found
+    return scaling
 
 
 _NAMES_OF_SCALINGS: dict[type, str] = {

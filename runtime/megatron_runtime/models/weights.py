@@ -219,8 +219,8 @@ class _Loader:
                 return packed
         wanted = self.linears.quantized_kinds
         if wanted:
-            found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
-            blocks = [block for block in found if block is not None]
+            stored = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
+            blocks = [block for block in stored if block is not None]
             if len(blocks) == len(parts):
                 return blocks
         kinds = [self.checkpoint.kinds[self._hf_name(name)] for name, _ in parts]

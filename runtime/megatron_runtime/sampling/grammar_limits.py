@@ -95,17 +95,17 @@ def check_structure(structure: Mapping[str, Any]) -> None:
         _check_rules(kind, value or "")
 
 
-def _at_most(kind: str, found: int, limit: int, remedy: str) -> None:
-    if found > limit:
-        raise InvalidSamplingParamsError("structured_output", kind, f"at most {limit} {remedy} (it has {found})")
+def _at_most(kind: str, number: int, limit: int, remedy: str) -> None:
+    if number > limit:
+        raise InvalidSamplingParamsError("structured_output", kind, f"at most {limit} {remedy} (it has {number})")
 
 
 def _check_expression(kind: str, text: str) -> None:
     _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
     _at_most(kind, _nesting(text), MAX_NESTING, "brackets inside each other: nest less deeply")
     _at_most(kind, text.count("|") + 1, MAX_ALTERNATIVES, "alternatives: use fewer")
-    for found in _BRACES.finditer(text):
-        for bound in map(int, _NUMBER.findall(found[1])):
+    for braces in _BRACES.finditer(text):
+        for bound in map(int, _NUMBER.findall(braces[1])):
             _at_most(kind, bound, MAX_REPETITIONS, "repetitions: use a lower bound in braces")
 
 

@@ -108,9 +108,9 @@ def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np
     best_N = logits_NV.max(axis=-1)
     if not np.isfinite(best_N).all():
         logits_NV = np.where(np.isfinite(best_N)[:, None], logits_NV, np.float32(0.0))
-        found = log_probs(logits_NV, tokens_N, top_n=top_n)
-        found.chosen_N[~np.isfinite(best_N)] = found.top_NK[~np.isfinite(best_N)] = np.nan
-        return found
+        result = log_probs(logits_NV, tokens_N, top_n=top_n)
+        result.chosen_N[~np.isfinite(best_N)] = result.top_NK[~np.isfinite(best_N)] = np.nan
+        return result
     shifted_NV = logits_NV - best_N[:, None]
     norms_N = np.log(np.exp(shifted_NV).sum(axis=-1, dtype=np.float64))
     chosen_N = np.take_along_axis(shifted_NV, tokens_N[:, None].astype(np.int64), axis=-1)[:, 0] - norms_N
@@ -180,8 +180,8 @@ def sample_rows(
         row = int(rows[index])
         if tokens[index] < 0:
             continue
-        found = logits_V if reports_raw else processed_logits(logits_V, batch, row)
-        lines[row] = log_probs(found[None], tokens[index : index + 1], top_n=int(batch.num_log_probs[row]))
+        reported_V = logits_V if reports_raw else processed_logits(logits_V, batch, row)
+        lines[row] = log_probs(reported_V[None], tokens[index : index + 1], top_n=int(batch.num_log_probs[row]))
     return tokens, lines
 
 

@@ -105,18 +105,18 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
         entries = [_Entry.model_construct(key=line, name="") for line in lines]  # these keys have no name and no limits
     if not entries:
         raise NoKeysError(f"{str(path)!r} holds no key: write one key per line, or leave the option out")
-    found: dict[bytes, ApiKey] = {}
+    keys: dict[bytes, ApiKey] = {}
     names: set[str] = set()
     for place, entry in enumerate(entries):
         if _CONTROL.search(entry.key):
             raise ApiKeyFileError(f"{str(path)!r}, key {place + 1}: it has a control character, such as a line break")
         digest = _digest(entry.key.encode())
-        if entry.name and (digest in found or entry.name in names):
+        if entry.name and (digest in keys or entry.name in names):
             field = "name" if entry.name in names else "key"
             raise ApiKeyFileError(f"{str(path)!r}, keys[{place}].{field}: an earlier entry has it, too: change one")
         names.add(entry.name)
         tenant = _digest(b"megatron tenant " + digest).hex()[:TENANT_CHARACTERS]
-        found[digest] = ApiKey(
+        keys[digest] = ApiKey(
             tenant=tenant,
             name=entry.name or f"key-{tenant[:_UNNAMED_CHARACTERS]}",
             requests_per_minute=entry.requests_per_minute,
@@ -124,7 +124,7 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
             models=None if entry.models is None else frozenset(entry.models),
             metrics=entry.metrics,
         )
-    return found
+    return keys
 
 
 def _parse(text: str, path: Path) -> list[_Entry]:
@@ -178,11 +178,11 @@ class ApiKeys:
             given = headers.get("x-api-key") or headers.get("api-key", "")
         # ASGI gives header bytes as Latin-1; the client sent the key's UTF-8.
         digest = _digest(given.strip().encode("latin-1", errors="replace"))
-        found = None
+        match = None
         for known, key in self._keys.items():
             if hmac.compare_digest(digest, known):
-                found = key
-        return found
+                match = key
+        return match
 
     def _follow(self, file: Path) -> None:
         """Read the file again if it has changed."""
@@ -284,11 +284,11 @@ def _digest(data: bytes) -> bytes:
 
 def _version(*files: Path) -> list[tuple[int, ...] | None]:
     """Return a value that changes when a file is replaced or modified."""
-    found: list[tuple[int, ...] | None] = []
+    versions: list[tuple[int, ...] | None] = []
     for file in files:
         try:
             status = file.stat()
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+            versions.append((status.st_ino, status.st_mtime_ns, status.st_size))
         except OSError:
-            found.append(None)
-    return found
+            versions.append(None)
+    return versions

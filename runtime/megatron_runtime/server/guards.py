@@ -55,8 +55,8 @@ def check_content_type(headers: Headers) -> bool:
     if _JSON_TYPE.fullmatch(kind.strip().lower()) is None or (
         charset is not None and charset[1].lower() not in ("utf-8", "utf8")
     ):
-        found = f"not {shown(given)}" if given else "which the request does not have"
-        message = f"The body must be JSON: send the header 'Content-Type: application/json', {found}."
+        problem = f"not {shown(given)}" if given else "which the request does not have"
+        message = f"The body must be JSON: send the header 'Content-Type: application/json', {problem}."
         raise ApiError(415, message, code="unsupported_content_type")
     return encoding in ("gzip", "x-gzip")
 

@@ -132,7 +132,7 @@ class RateLimits:
 
     def headers(self, key: ApiKey) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit headers of an answer for the limits of its key."""
-        found = []
+        headers = []
         limits: tuple[tuple[Kind, int | None], ...] = (
             ("requests", key.requests_per_minute),
             ("tokens", key.tokens_per_minute),
@@ -141,8 +141,8 @@ class RateLimits:
             if limit is not None:
                 left, seconds = self._known(key, kind, limit)
                 values = {"limit": limit, "remaining": left, "reset": f"{seconds:.3f}s"}
-                found += [(f"x-ratelimit-{name}-{kind}".encode(), str(values[name]).encode()) for name in values]
-        return found
+                headers += [(f"x-ratelimit-{name}-{kind}".encode(), str(values[name]).encode()) for name in values]
+        return headers
 
     def _known(self, key: ApiKey, kind: Kind, limit: int) -> tuple[int, float]:
         """Return the remaining amount of a limit, and the seconds until the limit is fully available again."""

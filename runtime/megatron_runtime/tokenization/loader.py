@@ -237,9 +237,11 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
 def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
     """Return the chat templates by name. As in transformers, template files override tokenizer_config.json."""
     files = {DEFAULT_TEMPLATE: TEMPLATE_FILE, TOOL_TEMPLATE: TOOL_TEMPLATE_FILE}
-    found = {name: file for name, path in files.items() if (file := ModelDirectory(directory).file(path)) is not None}
-    if found:
-        return {name: file.read_text() for name, file in found.items()}
+    templates = {
+        name: file for name, path in files.items() if (file := ModelDirectory(directory).file(path)) is not None
+    }
+    if templates:
+        return {name: file.read_text() for name, file in templates.items()}
     listed = config.get("chat_template")
     if listed is None or isinstance(listed, str):
         return {} if listed is None else {DEFAULT_TEMPLATE: listed}

@@ -314,13 +314,13 @@ class Tokenizer:
 
     def special_tokens_in(self, texts: Iterable[str]) -> dict[int, str]:
         """Return the special tokens that occur in any of `texts`, as a map from token id to text."""
-        found: dict[int, str] = {}
+        special_tokens: dict[int, str] = {}
         for text in texts:
             if not self._special_starts.isdisjoint(text):
                 with contextlib.suppress(ValueError):  # a text that is not valid Unicode has no tokens
                     ids = self.special_ids.intersection(self.encode(text, add_special=False))
-                    found.update((id_, self.token_bytes(id_).decode()) for id_ in ids)
-        return found
+                    special_tokens.update((id_, self.token_bytes(id_).decode()) for id_ in ids)
+        return special_tokens
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the vocabulary entry `text`."""

@@ -95,9 +95,9 @@ def cached_directory(
     Raises HubError, HubUnavailableError, ModelFileError, OSError.
     """
     reference = parse_reference(model)
-    found = cached_snapshot(reference, tokenizer_only=tokenizer_only, cache=cache)
-    if found is not None:
-        return found
+    snapshot = cached_snapshot(reference, tokenizer_only=tokenizer_only, cache=cache)
+    if snapshot is not None:
+        return snapshot
     root = _cache_root(reference, cache)
     repository = ModelDirectory(root).directory(reference.cache_name)
     branch = repository.directory(f"refs/{reference.revision}").path
@@ -131,15 +131,15 @@ def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, ca
         repository = ModelDirectory(_cache_root(reference, Path(shared))).directory(reference.cache_name)
         branch = repository.file(f"refs/{reference.revision}") if not reference.commit else None
         commit = branch.read_text(_COMMIT_CHARACTERS).strip() if branch is not None else reference.revision
-        found = _complete_snapshot(repository, commit)
-        if found is not None:
-            return found
+        snapshot = _complete_snapshot(repository, commit)
+        if snapshot is not None:
+            return snapshot
     root = _cache_root(reference, cache)
     repository = ModelDirectory(root).directory(reference.cache_name)
-    found = _complete_snapshot(repository, reference.commit or "", tokenizer_only=tokenizer_only)
-    if found is None and isinstance(reference, Reference):
+    snapshot = _complete_snapshot(repository, reference.commit or "", tokenizer_only=tokenizer_only)
+    if snapshot is None and isinstance(reference, Reference):
         return offline_directory(reference, root)
-    return found
+    return snapshot
 
 
 def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_only: bool = False) -> Path | None:
@@ -169,13 +169,13 @@ def recorded_digests(directory: Path) -> dict[str, str]:
         if manifest is None:
             continue
         written = (own / MANIFEST_FILE).stat().st_mtime_ns
-        found = {}
+        digests = {}
         for name, entry in manifest.files.items():
             with suppress(OSError):
                 status = (directory / name).stat()
                 if status.st_size == entry["size"] and status.st_mtime_ns <= written:
-                    found[name] = entry["sha256"]
-        return found
+                    digests[name] = entry["sha256"]
+        return digests
     return {}
 
 
@@ -271,14 +271,14 @@ class _Fetch:
                     "some, or name another directory"
                 )
             held = known | self._get_all(missing)
-            found = Manifest(name, listing.commit, {file.path: held[file.path] for file in wanted})
-            write_manifest(found, self.own)
+            fetched = Manifest(name, listing.commit, {file.path: held[file.path] for file in wanted})
+            write_manifest(fetched, self.own)
             # Remove files that only an earlier revision has: they would count as parts of the model.
             for path in set(known) - {file.path for file in listing.files}:
                 (self.directory / path).unlink(missing_ok=True)
             if self.blobs is None:
                 shutil.rmtree(self.cache, ignore_errors=True)
-            return found
+            return fetched
 
     def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
         """Return the entries of a manifest by path."""

@@ -206,8 +206,8 @@ def verify_directory(directory: Path, *, progress: Progress = silent) -> Manifes
     for file in files:
         if check_file(file, directory / file.path) is None:
             path = directory / file.path
-            found = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
-            wrong.append(f"{file.path} ({found}, should be {file.size} bytes with sha256 {file.sha256})")
+            actual = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
+            wrong.append(f"{file.path} ({actual}, should be {file.size} bytes with sha256 {file.sha256})")
         done += file.size
         progress(done, size, len(files))
     if wrong:

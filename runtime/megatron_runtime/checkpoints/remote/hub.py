@@ -97,7 +97,7 @@ def offline_directory(reference: Reference, cache: Path) -> Path | None:
     if not constants.is_offline_mode():
         return None
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             reference.repository, revision=reference.revision, cache_dir=cache, local_files_only=True
         )
     except LocalEntryNotFoundError:
@@ -105,7 +105,7 @@ def offline_directory(reference: Reference, cache: Path) -> Path | None:
             f"HF_HUB_OFFLINE is set, and {cache} does not have all files of {reference}: fetch it with `megatron "
             "fetch` where the hub can be reached, or unset HF_HUB_OFFLINE"
         ) from None
-    return Path(found)
+    return Path(snapshot)
 
 
 class HubApi:
@@ -163,7 +163,7 @@ class HubApi:
         """
         received(0)
         with self._errors():
-            found = self._api.hf_hub_download(
+            downloaded = self._api.hf_hub_download(
                 listing.repository,
                 file.path,
                 revision=listing.commit,
@@ -172,7 +172,7 @@ class HubApi:
                 tqdm_class=_bar(received),
             )
         path = cache.resolve() / self._reference.cache_name / "snapshots" / listing.commit / file.path
-        if Path(found) != path:
+        if Path(downloaded) != path:
             raise HubError(f"{self._endpoint} sent {file.path} of another commit than {listing.commit}")
         return path
 

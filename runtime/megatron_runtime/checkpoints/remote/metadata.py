@@ -57,8 +57,8 @@ def metadata_directory(model: str) -> Iterator[Path]:
 def _write_header(source: Source, listing: Listing, file: RemoteFile, path: Path) -> None:
     if file.path.endswith((".safetensors", ".packed")):
         _write_start(source, listing, file, path, _LENGTH_BYTES)
-        with path.open("rb") as found:
-            length = int.from_bytes(found.read(_LENGTH_BYTES), "little")
+        with path.open("rb") as opened:
+            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         # Fetch no more than this: the reader of the file rejects a longer header.
         _write_start(source, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
         return

@@ -106,17 +106,17 @@ class ObjectReference:
     @classmethod
     def parse(cls, text: str) -> ObjectReference:
         """Raises ObjectStoreError."""
-        found = _URL.fullmatch(text)
-        prefix = found[3].strip("/") if found else ""
+        match = _URL.fullmatch(text)
+        prefix = match[3].strip("/") if match else ""
         try:
-            if found is None:
+            if match is None:
                 raise UnsafeNameError("")
             if prefix:
                 require_safe_name(prefix)
         except UnsafeNameError as error:
             reason = f" ({error})" if str(error) else ""
             raise ObjectStoreError(f"{shown(text)} is not the URL of a model{reason}: write {_WANTED}") from error
-        return cls(found[1], found[2], prefix)
+        return cls(match[1], match[2], prefix)
 
     @property
     def repository(self) -> str:
@@ -216,10 +216,10 @@ class ObjectStoreApi:
                 options["if_match"] = f'"{etag}"'
             received = 0
             with self._errors(file.path):
-                found = obstore.get(self._store, file.path, options=options)
-                if found.meta["size"] != file.size or _etag(found.meta) != (etag or ""):
+                response = obstore.get(self._store, file.path, options=options)
+                if response.meta["size"] != file.size or _etag(response.meta) != (etag or ""):
                     raise self._changed(file.path)
-                for piece in found.stream(min_chunk_size=_PIECE_BYTES):
+                for piece in response.stream(min_chunk_size=_PIECE_BYTES):
                     received += len(piece)
                     yield bytes(piece)
             if received == 0:
@@ -265,8 +265,8 @@ class ObjectStoreApi:
         return objects
 
     def _http_objects(self) -> Sequence[Mapping[str, Any]]:
-        found = {name: self._head(name, optional=True) for name in (MANIFEST_FILE, *_HTTP_FILES)}
-        objects = {name: entry for name, entry in found.items() if entry is not None}
+        heads = {name: self._head(name, optional=True) for name in (MANIFEST_FILE, *_HTTP_FILES)}
+        objects = {name: entry for name, entry in heads.items() if entry is not None}
         if MANIFEST_FILE in objects:
             names: Iterable[str] = self._digests(objects[MANIFEST_FILE])
         elif _INDEX in objects:
@@ -300,7 +300,7 @@ class ObjectStoreApi:
     def _digests(self, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
         """Return the size and sha256 of each file, by path, from a manifest that `megatron fetch` has written."""
         files = self._json(manifest).get("files")
-        found = {}
+        digests = {}
         for name, entry in (files if isinstance(files, dict) else {}).items():
             size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
             if not isinstance(size, int) or not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
@@ -308,8 +308,8 @@ class ObjectStoreApi:
                     f"{MANIFEST_FILE} of {self._reference} has no size and sha256 of {shown(name)}: upload the one "
                     "that `megatron fetch` wrote, or delete it"
                 )
-            found[self._safe(name)] = size, sha256
-        return found
+            digests[self._safe(name)] = size, sha256
+        return digests
 
     def _json(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         name, size = str(entry["path"]), int(entry["size"])

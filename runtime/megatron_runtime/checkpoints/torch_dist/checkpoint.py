@@ -94,10 +94,10 @@ def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callab
     config = checkpoint.config
     arguments, layout = arguments_of(config), layout_for(config)
     stored = stored_tensors(config, layout)
-    found = sorted(pieces(config, layout), key=attrgetter("index", "key"))
-    names = {piece.name: FAMILIES[config.family].hf_name(piece.name) for piece in found}
+    placed = sorted(pieces(config, layout), key=attrgetter("index", "key"))
+    names = {piece.name: FAMILIES[config.family].hf_name(piece.name) for piece in placed}
     types: dict[str, torch.dtype] = {}
-    for piece in found:
+    for piece in placed:
         own = checkpoint.kinds[names[piece.name]].dtype
         types[piece.key] = torch.promote_types(types.get(piece.key, own), own)
     tensors = {
@@ -108,7 +108,7 @@ def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callab
     release = directory / RELEASE
     release.mkdir()
     with (release / _DATA_FILE).open("wb") as file:
-        for (index, key), group in groupby(found, key=attrgetter("index", "key")):
+        for (index, key), group in groupby(placed, key=attrgetter("index", "key")):
             values = torch.empty(stored[key].cell, dtype=types[key])
             for piece in group:
                 tensor, at = checkpoint.read(names[piece.name]), 0

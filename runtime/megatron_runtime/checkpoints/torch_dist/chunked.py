@@ -135,15 +135,15 @@ def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
 
 def _chunks_by_place(index: TensorIndex[C], *, axes: int) -> dict[tuple[int, ...], list[C]]:
     """Return the chunks of a stored tensor by their index on the leading axes. A chunk may span several indices."""
-    found: dict[tuple[int, ...], list[C]] = {}
+    by_place: dict[tuple[int, ...], list[C]] = {}
     count = 0
     for chunk in index.chunks:
         count += math.prod(map(len, chunk.box[:axes]))
         if count > _MAX_PLACES:
             raise ModelFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
         for place in product(*chunk.box[:axes]):
-            found.setdefault(place, []).append(chunk)
-    return found
+            by_place.setdefault(place, []).append(chunk)
+    return by_place
 
 
 def _require_fit(

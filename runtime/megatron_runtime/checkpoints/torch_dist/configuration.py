@@ -77,10 +77,10 @@ def read_arguments(common: ModelFile) -> dict[str, Any]:
     with saved_archive(common, where=str(path)) as archive:
         pickled = archive.pickle()
     # The arguments of a training run contain objects of arbitrary packages. None of these is needed or imported.
-    found = read_pickle(
+    saved = read_pickle(
         pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
     )
-    arguments = found.get("args") if isinstance(found, dict) else None
+    arguments = saved.get("args") if isinstance(saved, dict) else None
     if not isinstance(arguments, Namespace):
         raise UnsupportedModelError(f"{path} holds no training arguments: put the model's {CONFIG_FILE} next to")
     return {
@@ -146,7 +146,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
     Raises UnsupportedModelError naming the field of ModelConfig that the arguments do not describe.
     """
     scaling = config.rope_scaling
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         **{name: allowed[0] for name, allowed in _ONLY.items()},
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -174,7 +174,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
     }
     if config.moe is not None:
         dense = [0 if layer in config.moe.dense_layers else 1 for layer in range(config.num_layers)]
-        found |= {
+        arguments |= {
             "num_experts": config.moe.num_experts,
             "moe_router_topk": config.moe.experts_per_token,
             "moe_ffn_hidden_size": config.moe.intermediate_size,
@@ -183,7 +183,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
             "moe_grouped_gemm": True,
         }
     where = f"a model of family {config.family!r}"
-    described = config_from_hf(config_json_of(found, where=where), ends=config.eos_token_ids, where=where)
+    described = config_from_hf(config_json_of(arguments, where=where), ends=config.eos_token_ids, where=where)
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name not in _NOT_ARGUMENTS and getattr(described, field.name) != value:
@@ -191,24 +191,24 @@ def arguments_of(config: ModelConfig) -> Namespace:
                 f"{where} cannot be written as torch_dist: Megatron-LM has no argument for {field.name} "
                 f"{shown(value)}: convert it to safetensors"
             )
-    return Namespace(**found)
+    return Namespace(**arguments)
 
 
 def _architecture(arguments: Mapping[str, Any], where: str) -> str:
     mixture, bias, norm = (bool(arguments.get(name)) for name in ("num_experts", "add_qkv_bias", "qk_layernorm"))
-    found = {
+    fields = {
         (False, False, False): "LlamaForCausalLM",
         (False, True, False): "Qwen2ForCausalLM",
         (False, False, True): "Qwen3ForCausalLM",
         (True, False, False): "MixtralForCausalLM",
         (True, False, True): "Qwen3MoeForCausalLM",
     }.get((mixture, bias, norm))
-    if found is None:
+    if fields is None:
         raise UnsupportedModelError(
             f"{where} has num_experts {shown(arguments.get('num_experts'))}, add_qkv_bias {bias} and "
             f"qk_layernorm {norm}: no family here combines these"
         )
-    return found
+    return fields
 
 
 def _mixture(fields: Fields) -> dict[str, Any]:

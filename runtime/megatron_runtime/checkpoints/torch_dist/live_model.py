@@ -109,7 +109,7 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
         gpt = unwrapped(model)
         _require_pairs(gpt)
         self.shard = _shard_of(gpt.config)
-        found: dict[str, TensorIndex[LiveChunk]] = {}
+        index: dict[str, TensorIndex[LiveChunk]] = {}
         for tensor in _sharded_tensors(gpt.sharded_state_dict()):
             leading = tensor.prepend_axis_num
             extents = (*[1] * leading, *tensor.local_shape)
@@ -117,12 +117,12 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
                 range(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True)
             )
             name = _gpt_name(tensor.key) if _is_hybrid(gpt) else tensor.key
-            before = found[name].chunks if name in found else ()
+            before = index[name].chunks if name in index else ()
             chunk = LiveChunk(box, tensor.data[(None,) * leading])
-            found[name] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
+            index[name] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
         super().__init__(
             _config_of(gpt, ends),
-            found,
+            index,
             where=_WHERE,
             remedy="build it with a layer spec that has these tensors, as for a Llama, Qwen or Mixtral model",
             absent=gpt.config.params_dtype if self.shard.sizes.pipeline > 1 else None,
@@ -282,13 +282,15 @@ def _config_of(gpt: Any, ends: tuple[int, ...]) -> ModelConfig:
         values = config_json_of(arguments, where=_WHERE)
     if rotary.seq_len_interpolation_factor is not None:
         values["rope_scaling"] = {"rope_type": "linear", "factor": float(rotary.seq_len_interpolation_factor)}
-    found = config_from_hf(values, ends=ends, where=_WHERE)
-    ours = inverse_frequencies(head_dim=found.head_dim, theta=found.rope_theta, scaling=found.rope_scaling).double()
+    described = config_from_hf(values, ends=ends, where=_WHERE)
+    ours = inverse_frequencies(
+        head_dim=described.head_dim, theta=described.rope_theta, scaling=described.rope_scaling
+    ).double()
     if rotary.seq_len_interpolation_factor is not None:
         theirs = theirs / rotary.seq_len_interpolation_factor
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_FREQUENCY_TOLERANCE, atol=0.0):
         raise UnsupportedModelError(
-            f"{_WHERE} rotates by frequencies {shown(theirs.tolist())}: rotary_base {found.rope_theta:g} with "
-            f"{found.rope_scaling or 'no scaling'} has others; build it with rotary_base and the scaling of Llama 3.1"
+            f"{_WHERE} rotates by frequencies {shown(theirs.tolist())}: rotary_base {described.rope_theta:g} with "
+            f"{described.rope_scaling or 'no scaling'} has others; build it with rotary_base and the scaling of Llama 3.1"
         )
-    return found
+    return described

@@ -143,14 +143,14 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
     """Return the tensors that the files hold, by key, without padding."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
     grid = (experts,) if at.numbered_layers else (config.num_layers, experts)
     for piece in pieces(config, at):
         rows = max(first + count for first, count in piece.rows)
-        if piece.key not in found or found[piece.key].cell[0] < rows:
-            found[piece.key] = Stored(grid[: len(piece.index)], (rows, *piece.columns))
-    return found
+        if piece.key not in tensors or tensors[piece.key].cell[0] < rows:
+            tensors[piece.key] = Stored(grid[: len(piece.index)], (rows, *piece.columns))
+    return tensors
 
 
 def _qkv_rows(config: ModelConfig, letter: str) -> Rows:

@@ -166,15 +166,15 @@ def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
     """
     where = f"{stored.path} at byte {offset}"
     with saved_archive(stored, where=where, start=offset, length=length) as archive:
-        found = read_pickle(archive.pickle(), where=where, trusted=_TRUSTED_IN_TENSORS, persistent=_storage)
-        if not isinstance(found, SavedTensor):
-            raise UnsafePickleError(f"{where} holds {type(found).__name__}: a tensor was expected")
-        at, size = archive.find(f"data/{found.key}")
-    if min(found.shape, default=0) < 1 or (found.offset + found.span) * found.dtype.itemsize > size:
+        tensor = read_pickle(archive.pickle(), where=where, trusted=_TRUSTED_IN_TENSORS, persistent=_storage)
+        if not isinstance(tensor, SavedTensor):
+            raise UnsafePickleError(f"{where} holds {type(tensor).__name__}: a tensor was expected")
+        at, size = archive.find(f"data/{tensor.key}")
+    if min(tensor.shape, default=0) < 1 or (tensor.offset + tensor.span) * tensor.dtype.itemsize > size:
         raise ModelFileError(
-            f"{where} has shape {found.shape} of {found.dtype} and {size} bytes of values: save it again"
+            f"{where} has shape {tensor.shape} of {tensor.dtype} and {size} bytes of values: save it again"
         )
-    return replace(found, at=at)
+    return replace(tensor, at=at)
 
 
 def _storage(pid: Any) -> SavedTensor:
@@ -232,19 +232,21 @@ def read_index(directory: Path) -> tuple[dict[str, TensorIndex[SavedChunk]], dic
     index_file = place.file(METADATA_FILE)
     if index_file is None:
         raise ModelFileError(f"{path} is missing: copy the whole directory")
-    found = read_pickle(
+    metadata = read_pickle(
         index_file.read_bytes(MAX_INDEX_BYTES),
         where=str(path),
         trusted=_TRUSTED_IN_INDEX,
         opaque=lambda module, name: module.partition(".")[0] in _KNOWN_PACKAGES,
     )
-    if not isinstance(found, _Metadata):
-        raise UnsafePickleError(f"{path} holds {type(found).__name__}: the index of a distributed checkpoint is wanted")
+    if not isinstance(metadata, _Metadata):
+        raise UnsafePickleError(
+            f"{path} holds {type(metadata).__name__}: the index of a distributed checkpoint is wanted"
+        )
     try:
-        places = _places(found, path)
+        places = _places(metadata, path)
         index = {
             key: _tensor(key, entry, places, path)
-            for key, entry in found.state_dict_metadata.items()
+            for key, entry in metadata.state_dict_metadata.items()
             if isinstance(key, str) and isinstance(entry, _TensorEntry)
         }
     except ModelFileError:
@@ -297,12 +299,12 @@ def _tensor(
     return TensorIndex(shape, entry.properties.dtype, tuple(chunks))
 
 
-def _places(found: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
+def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
     """Return the place of each chunk. If the index lists a chunk more than once, the last place counts."""
-    if not isinstance(found.storage_data, Mapping):
+    if not isinstance(metadata.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}
-    for where, place in found.storage_data.items():
+    for where, place in metadata.storage_data.items():
         if not isinstance(where, _ChunkName) or not isinstance(where.fqn, str) or not isinstance(place, _Place):
             raise UnsafePickleError(f"{path} lists {type(place).__name__} as a place: a file and an offset are wanted")
         if place.transform_descriptors:

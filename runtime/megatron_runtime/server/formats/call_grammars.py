@@ -404,8 +404,8 @@ def written_with(special_tokens: Mapping[int, str]) -> Written:
     pieces = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "(?!)")
 
     def written(text: str) -> str:
-        found = filter(None, pieces.split(text))
-        return " ".join(f"<[{by_text[piece]}]>" if piece in by_text else quoted(piece) for piece in found)
+        texts = filter(None, pieces.split(text))
+        return " ".join(f"<[{by_text[piece]}]>" if piece in by_text else quoted(piece) for piece in texts)
 
     return written
 

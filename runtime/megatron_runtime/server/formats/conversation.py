@@ -126,8 +126,8 @@ class ChatTemplateInput:
         fields = {name: last[name] + mark + _TRIMMED for name in (THOUGHT_FIELDS if is_thought else ("content",))}
         variables = {**self.variables, "add_generation_prompt": False}
         marked = replace(self, messages=[*earlier, {**last, **fields}], variables=variables, continues=False)
-        before, found, after = marked.render(renderer).rpartition(mark)
-        if not found:
+        before, separator, after = marked.render(renderer).rpartition(mark)
+        if not separator:
             raise ChatTemplateError(
                 "the model's chat template leaves the text of the last message out: it cannot be continued"
             )

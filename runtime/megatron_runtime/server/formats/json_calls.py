@@ -122,9 +122,9 @@ class _JsonCallParser(ToolParser):
         calls = self._calls
         until = calls.end or calls.close
         name: str | None = None
-        if calls.heads and (found := (yield from self._read_head(*calls.heads))) is not None:
-            name = found[1]["name"]
-            self._at = found[1].end()
+        if calls.heads and (head := (yield from self._read_head(*calls.heads))) is not None:
+            name = head[1]["name"]
+            self._at = head[1].end()
         elif not calls.bodies:
             return False
         else:
@@ -176,11 +176,11 @@ class Functionary32Parser(ToolParser):
 
     def _read(self) -> Reading:
         while True:
-            found = yield from self._read_head(self._TO_ALL, self._TO_TOOL)
-            if found is not None and found[0] is self._TO_ALL:
-                self._at = found[1].end() + 1
+            head = yield from self._read_head(self._TO_ALL, self._TO_TOOL)
+            if head is not None and head[0] is self._TO_ALL:
+                self._at = head[1].end() + 1
                 self._flush()
-            elif found is not None and self._accepts(name := found[1]["name"]):
-                self._at = found[1].end()
+            elif head is not None and self._accepts(name := head[1]["name"]):
+                self._at = head[1].end()
                 yield from self._read_call(name=name)
             yield from self._read_text(self.OPEN)

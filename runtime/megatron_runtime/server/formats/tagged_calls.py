@@ -140,20 +140,20 @@ class _TaggedCallParser(ToolParser):
                 yield from self._read_calls()
 
     def _read_header(self) -> Reading:
-        if self._calls.headers and (found := (yield from self._read_head(*self._calls.headers))) is not None:
-            self._at = found[1].end()
+        if self._calls.headers and (head := (yield from self._read_head(*self._calls.headers))) is not None:
+            self._at = head[1].end()
             self._flush()
 
     def _read_calls(self) -> Reading:
         """Read the calls after the text that opens them. Hold the text after the last call."""
-        while (found := (yield from self._read_head(self._calls.call))) is not None:
-            self._at = found[1].end()
-            self._begin(found[1]["name"])
-            if (yield from self._read_arguments(found[1]["name"])):
+        while (head := (yield from self._read_head(self._calls.call))) is not None:
+            self._at = head[1].end()
+            self._begin(head[1]["name"])
+            if (yield from self._read_arguments(head[1]["name"])):
                 return
-            found = yield from self._read_head(self._close, self._calls.call)
-            if found is not None and found[0] is self._close:
-                self._at = found[1].end()
+            head = yield from self._read_head(self._close, self._calls.call)
+            if head is not None and head[0] is self._close:
+                self._at = head[1].end()
                 self._flush()
                 return
 
@@ -164,13 +164,13 @@ class _TaggedCallParser(ToolParser):
         ends = (self._close,) if self._call_end is None else (self._call_end, self._close)
         separator = "{"
         while True:
-            found = yield from self._read_head(self._calls.parameter, *ends)
-            if found is None or found[0] is not self._calls.parameter:
+            match = yield from self._read_head(self._calls.parameter, *ends)
+            if match is None or match[0] is not self._calls.parameter:
                 break
-            head = found[1]
+            head = match[1]
             self._at = head.end()
             if not (yield from self._read_value()):
-                found = None
+                match = None
                 break
             text = self._take_read()[len(head[0]) : -len(self._calls.value_end)]
             if self._calls.is_padded:
@@ -182,14 +182,14 @@ class _TaggedCallParser(ToolParser):
             separator = ", "
         self._events.append(CallArguments("{}" if separator == "{" else "}"))
         self._in_call = False
-        if found is None:  # text that cannot continue the call is text of the answer
+        if match is None:  # text that cannot continue the call is text of the answer
             self._kind = Text
             yield from self._read_until(self._calls.close)
             self._at += len(self._calls.close)
         else:
-            self._at = found[1].end()
+            self._at = match[1].end()
         self._flush()
-        return found is None or found[0] is self._close
+        return match is None or match[0] is self._close
 
     def _read_value(self) -> Generator[None, None, bool]:
         """Read a value and its terminator. If the call ends first, read only the value and return False."""

@@ -314,7 +314,7 @@ def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
         request = parser.adjust_request(request)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         _, _, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
-        return [(found.name, json.loads(found.arguments)) for found in calls or ()] == [(name, arguments)]
+        return [(parsed.name, json.loads(parsed.arguments)) for parsed in calls or ()] == [(name, arguments)]
     except Exception:
         return False
 

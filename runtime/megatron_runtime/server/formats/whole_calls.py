@@ -32,9 +32,9 @@ class WholeCallParser(ToolParser):
     def _read(self) -> Reading:
         while True:
             yield from self._read_text(self.OPEN)
-            while (found := (yield from self._read_head(self.HEAD))) is not None:
-                begin = len("".join(self._held)) + found[1].end() - self._start
-                self._at = found[1].end()
+            while (head := (yield from self._read_head(self.HEAD))) is not None:
+                begin = len("".join(self._held)) + head[1].end() - self._start
+                self._at = head[1].end()
                 size = 0
                 while (place := self._buffer.find(self.END, self._at)) < 0 and size <= MAX_CALL_CHARACTERS:
                     size -= self._at
@@ -47,12 +47,12 @@ class WholeCallParser(ToolParser):
                 body = self._peek()[begin:]
                 self._at += len(self.END)
                 try:
-                    written = json.dumps(self.arguments(found[1]["name"], body), ensure_ascii=False, allow_nan=False)
+                    written = json.dumps(self.arguments(head[1]["name"], body), ensure_ascii=False, allow_nan=False)
                 except (ValueError, RecursionError):
                     break
                 if not is_unicode(written):
                     break
-                self._begin(found[1]["name"], written)
+                self._begin(head[1]["name"], written)
                 self._in_call = False
                 if not self.CLOSE:
                     break

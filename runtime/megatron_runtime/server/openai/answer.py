@@ -287,14 +287,14 @@ def prompt_log_probs(
         text = _id_text(token) if as_ids else _token_text(tokenizer.token_bytes(token))
         return {"logprob": finite_log_prob(log_prob), "rank": rank, "decoded_token": text}
 
-    found: list[dict[str, Any] | None] = []
+    entries: list[dict[str, Any] | None] = []
     for item in tokens:
         if item.log_prob is None:
-            found.append(None)
+            entries.append(None)
             continue
         likeliest = {str(id_): entry(id_, value, rank) for rank, (id_, value) in enumerate(item.top, 1)}
-        found.append({str(item.token): entry(item.token, item.log_prob, None), **likeliest})
-    return found
+        entries.append({str(item.token): entry(item.token, item.log_prob, None), **likeliest})
+    return entries
 
 
 def finite_log_prob(log_prob: float) -> float:

@@ -68,7 +68,7 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
     characters: total length of the texts.
     """
     prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
-    found = []
+    tokenized = []
     given: Sequence[str | list[int]] = body.prompt
     for place, item in enumerate(given):
         param = "prompt" if len(body.prompt) == 1 else f"prompt[{place}]"
@@ -94,8 +94,8 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
             has_all = isinstance(item, str) and body.truncate_prompt_tokens is None
             is_whole = body.max_tokens == 0  # a character that begins in the prompt is part of the answer
             echoed = str(item) if has_all else await prompts.decode(tokens, lease=lease, is_whole=is_whole)
-        found.append(Prompt(tokens, param=param, echoed=echoed))
-    return found
+        tokenized.append(Prompt(tokens, param=param, echoed=echoed))
+    return tokenized
 
 
 async def tokenize(service: Service, request: Request) -> Response:

@@ -66,13 +66,13 @@ class MixedContent:
         """
         if not self.media(supported):
             return self.text
-        found: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = []
         for part in self.parts:
             if isinstance(part, MediaPart) and part.is_supported(supported):
-                found.append({"type": "media", "number": next(numbers)})
+                parts.append({"type": "media", "number": next(numbers)})
             else:
-                found.append({"type": "text", "text": part if isinstance(part, str) else part.placeholder})
-        return found
+                parts.append({"type": "text", "text": part if isinstance(part, str) else part.placeholder})
+        return parts
 
 
 def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str | MixedContent:

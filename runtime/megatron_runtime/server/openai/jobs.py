@@ -347,7 +347,7 @@ def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A value that is not allowed is logged and ignored: the model can be served without it.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, key in _GENERATION_CONFIG.items():
         value = config.get(key)
         if value is None:
@@ -357,11 +357,11 @@ def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         allowed = rule.allowed
         if rule.is_valid(sent):
             if http is None or http.minimum is None or value >= http.minimum:
-                found[name] = sent
+                defaults[name] = sent
                 continue
             allowed = f"at least {http.minimum}"
         logger.warning("generation_config.json: %s is %s and has no effect: want %s", key, shown(value), allowed)
-    return found
+    return defaults
 
 
 def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:

@@ -61,14 +61,14 @@ class MediaLoader:
         if len(parts) > MAX_PARTS:
             message = f"The request has {len(parts)} images, audio and video: at most {MAX_PARTS} are allowed."
             raise ApiError(413, message, param=parts[0][0], code="too_much_media")
-        found: list[tuple[str, bytes]] = []
+        files: list[tuple[str, bytes]] = []
         left = MAX_MEDIA_BYTES
         for param, part in parts:
             kind, data = await self._read(part, param=param, maximum=left)
             left -= len(data)
             lease.add(len(data))
-            found.append((kind, data))
-        return found
+            files.append((kind, data))
+        return files
 
     async def _read(self, part: MediaPart, *, param: str, maximum: int) -> tuple[str, bytes]:
         if part.url[:5].lower() == "data:":
@@ -148,10 +148,10 @@ async def _address_of(host: str, port: int, *, param: str) -> str:
     except ValueError:
         pass
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise invalid_value(param, f"the host {shown(host)} has no address: {error}") from error
-    addresses = [str(info[4][0]) for info in found]
+    addresses = [str(info[4][0]) for info in resolved]
     inner = next((address for address in addresses if not _is_public(address)), None)
     if inner is not None or not addresses:
         raise invalid_value(

@@ -478,11 +478,11 @@ def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
         raise ValueError("expected a JSON object as a string")
     scan = info.context if isinstance(info.context, JsonScan) else None
     try:
-        found = load_json(value or "{}", scan=scan)
-        json.dumps(found, allow_nan=False)  # json reads 1e999 as infinity
+        loaded = load_json(value or "{}", scan=scan)
+        json.dumps(loaded, allow_nan=False)  # json reads 1e999 as infinity
     except ValueError:
         return value
-    return found if isinstance(found, dict) else value
+    return loaded if isinstance(loaded, dict) else value
 
 
 class CalledFunction(Body):
@@ -750,11 +750,11 @@ class ConvertedRequest(ModelRequest):
         try:
             self._chat = ChatRequest.model_validate(self.as_chat())
         except ValidationError as error:
-            name, found = (
+            name, cause = (
                 self.conversation_field,
                 from_validation(error.errors(include_url=False, include_context=False)),
             )
-            message = f"Invalid value for {name}: as a chat request, {found.message}"
+            message = f"Invalid value for {name}: as a chat request, {cause.message}"
             raise ApiError(400, message, param=name) from error
         return self
 

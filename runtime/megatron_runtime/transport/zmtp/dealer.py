@@ -72,12 +72,12 @@ async def addresses_of(host: str) -> list[str]:
         lookup.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         async with asyncio.timeout(RESOLVE_SECONDS if known else None):
-            found = await asyncio.shield(lookup)
+            entries = await asyncio.shield(lookup)
     except (TimeoutError, socket.gaierror) as error:
         if known is None or (isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN):
             raise
         return known
-    _known[host] = [*dict.fromkeys(str(entry[4][0]) for entry in found)]
+    _known[host] = [*dict.fromkeys(str(entry[4][0]) for entry in entries)]
     return _known[host]
 
 

@@ -75,7 +75,7 @@ def properties(values: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 def read_properties(data: bytes) -> dict[bytes, bytes]:
     """Return the properties by name in lower case, because names are case-insensitive. Raises ViolationError."""
-    found = {}
+    properties = {}
     position = 0
     while position < len(data):
         name_end = position + 1 + data[position]
@@ -85,6 +85,6 @@ def read_properties(data: bytes) -> dict[bytes, bytes]:
         value_end = value_begin + _LENGTH.unpack_from(data, name_end)[0]
         if value_end > len(data):
             raise ViolationError("a property is truncated")
-        found[data[position + 1 : name_end].lower()] = data[value_begin:value_end]
+        properties[data[position + 1 : name_end].lower()] = data[value_begin:value_end]
         position = value_end
-    return found
+    return properties
