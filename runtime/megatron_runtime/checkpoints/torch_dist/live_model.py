@@ -282,15 +282,13 @@ def _config_of(gpt: Any, ends: tuple[int, ...]) -> ModelConfig:
         values = config_json_of(arguments, where=_WHERE)
     if rotary.seq_len_interpolation_factor is not None:
         values["rope_scaling"] = {"rope_type": "linear", "factor": float(rotary.seq_len_interpolation_factor)}
-    described = config_from_hf(values, ends=ends, where=_WHERE)
-    ours = inverse_frequencies(
-        head_dim=described.head_dim, theta=described.rope_theta, scaling=described.rope_scaling
-    ).double()
+    result = config_from_hf(values, ends=ends, where=_WHERE)
+    ours = inverse_frequencies(head_dim=result.head_dim, theta=result.rope_theta, scaling=result.rope_scaling).double()
     if rotary.seq_len_interpolation_factor is not None:
         theirs = theirs / rotary.seq_len_interpolation_factor
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_FREQUENCY_TOLERANCE, atol=0.0):
         raise UnsupportedModelError(
-            f"{_WHERE} rotates by frequencies {shown(theirs.tolist())}: rotary_base {described.rope_theta:g} with "
-            f"{described.rope_scaling or 'no scaling'} has others; build it with rotary_base and the scaling of Llama 3.1"
+            f"{_WHERE} rotates by frequencies {shown(theirs.tolist())}: rotary_base {result.rope_theta:g} with "
+            f"{result.rope_scaling or 'no scaling'} has others; build it with rotary_base and the scaling of Llama 3.1"
         )
-    return described
+    return result
