@@ -1,7 +1,7 @@
-"""A real one-node Kubernetes for demos and tests, started and removed by one command.
+"""A real one-node Kubernetes for demos and tests, which one command starts and one command removes.
 
-It owns `build/<name>/` in the repository and a cache under the user's cache folder, and touches nothing else on the
-machine that `down` does not restore. `LocalCluster` is the library, `python -m localcluster` the command.
+It writes to `build/<name>/` in the repository and to a cache in the user's cache folder. `down` restores everything
+else that it changes on the machine. `LocalCluster` is the library, `python -m localcluster` the command.
 """
 
 from localcluster.cluster import LocalCluster

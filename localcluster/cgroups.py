@@ -1,6 +1,6 @@
-"""The cgroups of a node, on both cgroup versions: one for all pods, one for the node's own processes.
+"""The cgroups of a node, for both cgroup versions: one for all pods, and one for the node's own processes.
 
-With a separate group for pods, `down` finds every process of every pod, also without its shim. The group of the node
+With a separate group for pods, `down` can list every process of every pod, even if its shim is gone. The node's group
 sets CPU weights as on any node: in the machine's root group, each process of the control plane would have the same
 weight as all pods together.
 """
@@ -22,17 +22,17 @@ KUBELET_CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "hugetlb", "io")
 
 
 def of_node(pods: str) -> str:
-    """Return the group of the node's processes, given the group of its pods."""
+    """Return the cgroup of the node's processes, given the cgroup of its pods."""
     return f"{pods}-node"
 
 
 def is_v2() -> bool:
-    """Return whether the controllers belong to the unified hierarchy (on hybrid machines they belong to version 1)."""
+    """Return whether the controllers are in the unified hierarchy. On hybrid machines they are in version 1."""
     return (ROOT / "cgroup.controllers").exists()
 
 
 def mount_points(mounts: str) -> list[Path]:
-    """The cgroup hierarchies in the text of /proc/mounts."""
+    """Return the mount points of the cgroup hierarchies in the text of /proc/mounts."""
     fields = (line.split() for line in mounts.splitlines())
     return [Path(field[1]) for field in fields if len(field) > 2 and field[2] in {"cgroup", "cgroup2"}]
 
@@ -42,7 +42,7 @@ def folders(cgroup: str) -> list[Path]:
 
 
 def create(cgroup: str) -> None:
-    """Create the group in every hierarchy; the kubelet requires that it exists."""
+    """Create a cgroup in every hierarchy. The kubelet requires that its cgroup exists."""
     if is_v2():
         _delegate()
     for folder in folders(cgroup):
@@ -50,7 +50,7 @@ def create(cgroup: str) -> None:
 
 
 def weigh(cgroup: str, cpus: int) -> None:
-    """Set the CPU weight of the group: under contention it gets the share of `cpus` groups of default weight."""
+    """Set the CPU weight of a cgroup: under contention it gets the share of `cpus` cgroups of default weight."""
     for folder in folders(cgroup):
         for name, one in (("cpu.shares", 1024), ("cpu.weight", 100)):
             if (folder / name).exists():
@@ -58,7 +58,7 @@ def weigh(cgroup: str, cpus: int) -> None:
 
 
 def gather(cgroup: str, pids: Iterable[int]) -> None:
-    """Move processes to the group in the CPU hierarchy."""
+    """Move processes to a cgroup in the CPU hierarchy."""
     for folder in folders(cgroup):
         if (folder / "cpu.shares").exists() or (folder / "cpu.weight").exists():
             for pid in pids:
@@ -66,7 +66,10 @@ def gather(cgroup: str, pids: Iterable[int]) -> None:
 
 
 def freeze(cgroup: str, *, frozen: bool) -> None:
-    """Stop every process of the group, and of groups below it, or let them continue; nothing if there is no group."""
+    """Stop all processes in a cgroup and the cgroups below it, or let them continue.
+
+    Do nothing if the cgroup does not exist.
+    """
     for folder in folders(cgroup):
         for name, values in (("cgroup.freeze", ("0", "1")), ("freezer.state", ("THAWED", "FROZEN"))):
             if (folder / name).exists():
@@ -76,8 +79,8 @@ def freeze(cgroup: str, *, frozen: bool) -> None:
 def _delegate() -> None:
     """Delegate the controllers of the unified hierarchy to its children.
 
-    Inside a container the visible root holds processes, and the kernel delegates only from a group without any: they
-    move to a leaf first.
+    In a container, the visible root contains processes, but the kernel delegates only from a cgroup without processes.
+    So they are moved to a leaf first.
     """
     available = (ROOT / "cgroup.controllers").read_text().split()
     wanted = " ".join(f"+{name}" for name in KUBELET_CONTROLLERS if name in available)
@@ -98,12 +101,12 @@ def _move(pid: str, leaf: Path) -> None:
     try:
         (leaf / "cgroup.procs").write_text(pid)
     except OSError as error:
-        if error.errno not in {errno.ESRCH, errno.EINVAL}:  # it exited meanwhile, or is a kernel thread
+        if error.errno not in {errno.ESRCH, errno.EINVAL}:  # the process has exited meanwhile, or is a kernel thread
             raise
 
 
 def remove(cgroup: str, *, seconds: float = 15.0) -> int:
-    """Kills every process below the cgroup and removes it; returns how many there were."""
+    """Kill all processes in a cgroup and below it, remove the cgroup, and return the number of processes."""
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
     existing = [folder for folder in folders(cgroup) if folder.is_dir()]
@@ -116,7 +119,7 @@ def remove(cgroup: str, *, seconds: float = 15.0) -> int:
         time.sleep(0.05)
     for folder in existing:
         for path in _deepest_first(folder):
-            with contextlib.suppress(FileNotFoundError):  # see _pids_of
+            with contextlib.suppress(FileNotFoundError):  # the cgroup may have been removed meanwhile
                 path.rmdir()
     return len(killed)
 
@@ -126,7 +129,7 @@ def _pids(folder: Path) -> set[int]:
 
 
 def _pids_of(group: Path) -> set[int]:
-    """Return the pids of a group; none if the group was removed since it was listed, as with a terminated pod."""
+    """Return the pids in a cgroup; none if it was removed after it was listed, such as the cgroup of an ended pod."""
     try:
         return {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
     except OSError as error:

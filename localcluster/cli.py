@@ -1,4 +1,4 @@
-"""`python -m localcluster`: the cluster on the command line."""
+"""The command line of the cluster: `python -m localcluster`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localcluster.settings import MAX_NODES, Options
 
 
 class _Group(click.Group):
-    """Shows a `ClusterError` as a message, not as a traceback."""
+    """A command group that shows a `ClusterError` as a message instead of a traceback."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
@@ -83,14 +83,14 @@ def down(name: str, root: Path | None, purge: bool) -> None:
 def status(name: str, root: Path | None) -> None:
     """Show the components; exits 1 unless all are ready."""
     cluster = LocalCluster(name=name, root=root)
-    found = cluster.status()
+    components = cluster.status()
     table = Table("COMPONENT", "PID", "READY", box=None)
-    for component in found:
+    for component in components:
         table.add_row(component.name, str(component.pid or "-"), "yes" if component.ready else "no")
-    Console().print(table if found else f"cluster {name!r} is down")
-    if found:
+    Console().print(table if components else f"cluster {name!r} is down")
+    if components:
         click.echo(f"export KUBECONFIG={cluster.kubeconfig}")
-    if not found or not all(component.ready for component in found):
+    if not components or not all(component.ready for component in components):
         raise SystemExit(1)
 
 
@@ -99,7 +99,7 @@ def status(name: str, root: Path | None) -> None:
 @click.argument("component", required=False)
 @click.option("--follow", "-f", is_flag=True, help="Print new lines as they arrive.")
 def logs(name: str, root: Path | None, component: str | None, follow: bool) -> None:
-    """Print the log of COMPONENT, or name the logs there are."""
+    """Print the log of COMPONENT. Without COMPONENT, list the existing logs."""
     layout = LocalCluster(name=name, root=root).layout
     if component is None:
         for log in sorted(layout.logs.glob("*.log")):
@@ -115,9 +115,9 @@ def logs(name: str, root: Path | None, component: str | None, follow: bool) -> N
 @_cluster_options
 @click.argument("targets", nargs=-1, type=click.Choice(list(images.TARGETS)))
 def build_images(name: str, root: Path | None, targets: tuple[str, ...]) -> None:
-    """Build the project's images where something changed, and load them into running nodes.
+    """Build the project's images if their inputs have changed, and load them into running nodes.
 
-    Without TARGETS, operator and runtime are built.
+    Without TARGETS, build operator and runtime.
     """
     LocalCluster(name=name, root=root).build_images(targets or images.DEFAULT_TARGETS)
 
@@ -126,7 +126,7 @@ def build_images(name: str, root: Path | None, targets: tuple[str, ...]) -> None
 @_cluster_options
 @click.argument("reference")
 def load_image(name: str, root: Path | None, reference: str) -> None:
-    """Make image REFERENCE of the build store available to pods."""
+    """Make the image REFERENCE in the build store available to pods."""
     LocalCluster(name=name, root=root).load_image(reference)
 
 
@@ -134,5 +134,5 @@ def load_image(name: str, root: Path | None, reference: str) -> None:
 @_cluster_options
 @click.argument("program")
 def program_(name: str, root: Path | None, program: str) -> None:
-    """Print the path of PROGRAM (kubectl, helm), building it first when needed."""
+    """Print the path of PROGRAM (kubectl or helm). Build the program first if it does not exist."""
     click.echo(LocalCluster(name=name, root=root).program(program))

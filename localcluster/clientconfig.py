@@ -1,6 +1,6 @@
-"""Pass the machine's pip and uv settings to an image build without storing them in the image.
+"""Passes the machine's pip and uv settings to an image build without storing them in the image.
 
-The settings (an index, a proxy, a certificate authority) are written to files that the build mounts.
+The settings, such as an index, a proxy or a certificate authority, are written to files that the build mounts.
 """
 
 from __future__ import annotations
@@ -33,23 +33,26 @@ class Mount:
 
 
 def pip_settings(environment: Mapping[str, str], files: Iterable[Path]) -> dict[str, str]:
-    """Return pip's settings on this machine: configuration files in order, then the environment; later ones win."""
-    found: dict[str, str] = {}
+    """Return pip's settings on this machine.
+
+    The environment overrides the files, and later files override earlier ones.
+    """
+    settings: dict[str, str] = {}
     for path in files:
         parser = configparser.ConfigParser(interpolation=None)
         parser.read(path)
         for section in ("global", "install"):
             if parser.has_section(section):
-                found |= {key: value for key, value in parser.items(section) if key in PIP_KEYS}
+                settings |= {key: value for key, value in parser.items(section) if key in PIP_KEYS}
     for key in PIP_KEYS:
         value = environment.get("PIP_" + key.upper().replace("-", "_"))
         if value:
-            found[key] = value
-    return found
+            settings[key] = value
+    return settings
 
 
 def pip_files(environment: Mapping[str, str], home: Path) -> list[Path]:
-    """pip's configuration files, weakest first."""
+    """Return the paths of pip's configuration files, in ascending precedence."""
     config_home = Path(environment.get("XDG_CONFIG_HOME") or home / ".config")
     files = [Path("/etc/pip.conf"), home / ".pip" / "pip.conf", config_home / "pip" / "pip.conf"]
     if "PIP_CONFIG_FILE" in environment:
@@ -64,7 +67,7 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: str) -> str:
-    """Return uv's settings: its own variables if set, else pip's settings. JSON strings and lists are valid TOML."""
+    """Return the text of uv.toml: settings from uv's variables if they are set, otherwise from pip's settings."""
     values: dict[str, object] = {"system-certs": True, "cache-dir": cache, "link-mode": "copy"}
     index = environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL") or pip.get("index-url")
     extra = environment.get("UV_INDEX") or environment.get("UV_EXTRA_INDEX_URL") or pip.get("extra-index-url")
@@ -85,7 +88,7 @@ def uv_cache(environment: Mapping[str, str]) -> Path:
         return Path(environment["UV_CACHE_DIR"])
     if shutil.which("uv"):
         return Path(run(["uv", "cache", "dir"]).stdout.strip())
-    # The default of the uv in build/, which `make setup` uses.
+    # The default cache of the uv in build/, which `make setup` uses.
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "uv"
 
 
@@ -106,13 +109,13 @@ def mounts(folder: Path, *, target: str) -> list[Mount]:
     cache = uv_cache(environment)
     cache.mkdir(parents=True, exist_ok=True)
     certificates = Path(environment.get("SSL_CERT_FILE") or SYSTEM_CERTIFICATES)
-    found = [
+    mounted = [
         Mount(folder, target),
         Mount(cache, f"{target}/uv-cache", read_only=False),
         *(Mount(path, str(path)) for path in local_links),
     ]
     if certificates.is_file():
-        found.append(Mount(certificates, SYSTEM_CERTIFICATES))
+        mounted.append(Mount(certificates, SYSTEM_CERTIFICATES))
     if (home / ".netrc").is_file():
-        found.append(Mount(home / ".netrc", "/tmp/.netrc"))
-    return found
+        mounted.append(Mount(home / ".netrc", "/tmp/.netrc"))
+    return mounted

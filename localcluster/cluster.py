@@ -1,4 +1,7 @@
-"""The cluster as one object: up, down, status. Each is idempotent and may be interrupted at any point."""
+"""`LocalCluster`: starts, stops and inspects a cluster.
+
+All operations are idempotent and may be interrupted at any point.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +55,14 @@ class LocalCluster:
     """A real Kubernetes on this machine, of one node unless `options` say otherwise.
 
     Args:
-        name: names the state folder `build/<name>`; clusters of different names live side by side, at most one of
-            them with nodes (the service rules of node 1 are the machine's).
-        control_plane_only: etcd, API server and controller manager; pods are accepted and never run. Needs no root
-            once etcd and openssl are installed.
-        options: ports, networks and the number of nodes.
-        root: the folder that holds state folders, `build/` in the repository by default.
-        steps: where progress goes; standard error by default.
+        name:               name of the state folder `build/<name>`. Clusters with different names can run at the same
+                            time, but only one of them can have nodes, because the service rules of node 1 are rules of
+                            the machine.
+        control_plane_only: etcd, API server and controller manager; the API server accepts pods, which never run. No
+                            root permissions are needed if etcd and openssl are installed.
+        options:            ports, networks and the number of nodes.
+        root:               folder of the state folders, by default `build/` in the repository.
+        steps:              reports the progress, by default to standard error.
     """
 
     def __init__(
@@ -78,22 +82,22 @@ class LocalCluster:
 
     @property
     def kubeconfig(self) -> Path:
-        """The admin's client configuration; it exists after `up`."""
+        """Path of the admin's kubeconfig, which exists after `up`."""
         return self.layout.kubeconfig
 
     @property
     def kubectl(self) -> Path:
-        """The kubectl of this cluster's version; it exists after `up`."""
+        """Path of the kubectl of the cluster's version, which exists after `up`."""
         return self.layout.bin / "kubectl"
 
     @property
     def audit_log(self) -> Path:
-        """The audit log of service accounts, while the cluster is a control plane only."""
+        """Path of the audit log of service accounts, which exists only for a control plane without nodes."""
         return self.layout.audit_log
 
     @property
     def settings(self) -> Settings:
-        """Addresses and ports; an error before the first `up`."""
+        """Addresses and ports of the cluster. Raises ClusterError before the first `up`."""
         settings = config.load(self.layout)
         if settings is None:
             raise ClusterError(f"cluster {self.name!r} is not up: run `python -m localcluster up --name {self.name}`")
@@ -103,7 +107,8 @@ class LocalCluster:
         """Start the cluster from any state: not installed, partly started, killed or running.
 
         Args:
-            with_images: also build the project's images, beside the programs, and load them; and build helm.
+            with_images: also build helm and the project's images, in parallel with the other programs, and load the
+                         images.
         """
         if with_images and self.control_plane_only:
             raise ClusterError("a control plane runs no pods, so it takes no images: leave out one of the two options")
@@ -113,7 +118,7 @@ class LocalCluster:
         packages.ensure((*needed, *packages.IMAGES) if with_images else needed, steps)
         wanted = programs.CONTROL_PLANE if self.control_plane_only else programs.NODE
         with ThreadPoolExecutor(max_workers=1) as pool:
-            # The image build waits for downloads and disk while the compiler uses the CPU.
+            # Build images in parallel: they wait for downloads and disk while the compiler uses the CPU.
             building = pool.submit(images.build, images.DEFAULT_TARGETS, steps) if with_images else None
             built = programs.ensure((*wanted, "helm") if with_images else wanted, steps)
             self._start(built)
@@ -141,12 +146,12 @@ class LocalCluster:
                 cgroups.gather(group, processes.owned_pids(self.layout.state))
 
     def build_images(self, targets: Sequence[str] = images.DEFAULT_TARGETS) -> None:
-        """Builds the project's images where their inputs changed, and loads them into every node that is up."""
+        """Build the project's images if their inputs have changed, and load them into every running node."""
         for image in images.build(targets, self._steps):
             self._load(image)
 
     def load_image(self, reference: str) -> None:
-        """Makes an image of the launcher's store available to pods."""
+        """Make an image in the launcher's store available to pods."""
         image = store.find(reference)
         if image is None:
             raise ClusterError(f"image {reference!r} is not in the store: run `python -m localcluster build-images`")
@@ -154,36 +159,33 @@ class LocalCluster:
             raise ClusterError(f"cluster {self.name!r} has no running node to load into: run `up` first")
 
     def down(self, *, purge: bool = False) -> None:
-        """Remove the cluster and its changes to the machine; with `purge`, also its images and logs."""
+        """Remove the cluster and its changes to the machine. purge: also remove its images and logs."""
         with self._locked():
             sweep.down(self.name, self.layout, self._steps, purge=purge)
 
     def freeze_node(self, index: int) -> None:
-        """Stop a node: its kubelet, container runtime and Services, and all its containers, as when its machine hangs.
+        """Suspend all processes of a node, as if its machine hung: kubelet, container runtime, Services and containers.
 
-        Its kernel still accepts connections. Together with `cut_network` the node is lost.
-
-        index: 2 or higher; node 1 runs the control plane, too.
-
-        Raises ClusterError if there is no such node.
+        Its kernel still accepts connections. With `cut_network` as well, the node is lost. index: 2 or higher, because
+        node 1 also runs the control plane. Raises ClusterError if the node does not exist.
         """
         node = self._further_node(index)
-        # The processes first: the kubelet would report containers that do not answer.
+        # Suspend the node's processes first, otherwise the kubelet would report containers that do not answer.
         processes.send(processes.owned_pids(self.layout.of_node(index).state), signal.SIGSTOP)
         cgroups.freeze(node.cgroup, frozen=True)
 
     def thaw_node(self, index: int) -> None:
-        """Let a frozen node continue. A running node is left alone. Raises ClusterError like `freeze_node`."""
+        """Let a frozen node continue. A running node is not changed. Raises the errors of `freeze_node`."""
         node = self._further_node(index)
         cgroups.freeze(node.cgroup, frozen=False)
         processes.send(processes.owned_pids(self.layout.of_node(index).state), signal.SIGCONT)
 
     def cut_network(self, index: int) -> None:
-        """Drop every packet between a node and the others. Raises ClusterError as `freeze_node`."""
+        """Drop all packets between a node and the other nodes. Raises the errors of `freeze_node`."""
         network.connect(self._further_node(index), up=False)
 
     def restore_network(self, index: int) -> None:
-        """Undo `cut_network`. Raises ClusterError as `freeze_node`."""
+        """Undo `cut_network`. Raises the errors of `freeze_node`."""
         network.connect(self._further_node(index), up=True)
 
     def _further_node(self, index: int) -> Node:
@@ -196,7 +198,7 @@ class LocalCluster:
         return nodes[index - 1]
 
     def _load(self, image: store.Image) -> bool:
-        """Load an image into every node whose container runtime is up; return whether there is one."""
+        """Load an image into every node whose container runtime runs, and return whether there is such a node."""
         settings = config.load(self.layout)
         layouts = [self.layout.of_node(node.index) for node in settings.nodes] if settings is not None else []
         running = [layout for layout in layouts if runtime.is_up(layout)]
@@ -205,7 +207,7 @@ class LocalCluster:
         return bool(running)
 
     def status(self) -> list[ComponentStatus]:
-        """Each component, whether it runs and whether it serves; empty when the cluster is down."""
+        """Return, for each component, whether it runs and whether it is ready; empty if the cluster is down."""
         settings = config.load(self.layout)
         if settings is None:
             return []
@@ -216,7 +218,10 @@ class LocalCluster:
         return [self._component_status(component) for component in expected]
 
     def program(self, name: str) -> Path:
-        """The path of a program of the node's version (kubectl, helm), built when absent and linked into the state."""
+        """Return the path of a program (kubectl or helm) in the node's version.
+
+        The program is built if it does not exist, and linked into the state folder.
+        """
         if name not in programs.PACKAGES:
             raise ClusterError(f"program {name!r} is unknown; there are {', '.join(programs.PACKAGES)}")
         return self._link(programs.ensure([name], self._steps), name)
@@ -224,7 +229,7 @@ class LocalCluster:
     def run_kubectl(
         self, *arguments: str, stdin: str | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Run kubectl against this cluster; with `check`, a failure raises ClusterError with its output."""
+        """Run kubectl on this cluster. check: raise ClusterError with kubectl's output if kubectl fails."""
         return run([self.kubectl, "--kubeconfig", self.kubeconfig, *arguments], stdin=stdin, check=check)
 
     def _component_status(self, component: components.Component) -> ComponentStatus:
@@ -244,7 +249,7 @@ class LocalCluster:
             )
 
     def _settle(self) -> Settings:
-        """The settings of the existing cluster, adapted to changes of the machine, or the settings of a new cluster."""
+        """Return the existing cluster's settings, adapted to changes of the machine, or settings of a new cluster."""
         settings = config.load(self.layout)
         if settings is not None:
             clashes = config.contradictions(settings, self._options, control_plane_only=self.control_plane_only)
@@ -292,7 +297,10 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the cluster for one launcher. The kernel releases the lock if the launcher is killed."""
+        """Lock the cluster, so that only one launcher changes it.
+
+        The kernel releases the lock if the launcher is killed.
+        """
         lock = self.layout.state.parent / f".{self.name}.lock"
         with locked(lock, self._steps, reason=f"another launcher of cluster {self.name!r}"):
             yield

@@ -1,4 +1,4 @@
-"""The cluster's processes: name, command line and readiness check of each."""
+"""The processes of a cluster, with their names, command lines and readiness checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Component:
     """One process.
 
     Attributes:
-        name: names its log and its record.
-        argv: the whole command line; it always names a path below the state folder, by which the process is
-            recognised as this cluster's even when its record is lost.
-        ready_url: answers 200 when the component serves; over TLS it is asked with the admin certificate.
-        files: configuration whose change needs a restart.
-        namespace: network namespace that it runs in; None for the machine's.
+        name:      name of the process, of its log and of its record.
+        argv:      whole command line. It always contains a path below the state folder, by which the process is
+                   recognised as this cluster's even if its record is lost.
+        ready_url: URL that answers 200 when the component is ready; over TLS, the launcher uses the admin's
+                   certificate.
+        files:     configuration files whose change requires a restart.
+        namespace: network namespace of the process; None for the machine's.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Component:
     namespace: str | None = None
 
 
-# Every program that the cluster may run. The launcher terminates no other process.
+# The programs that the cluster may run. The launcher terminates processes of no other program.
 PROGRAM_NAMES = frozenset(
     {
         "etcd",
@@ -48,7 +49,7 @@ PROGRAM_NAMES = frozenset(
 
 
 def etcd(settings: Settings, layout: Layout) -> Component:
-    """Return etcd without fsync: a cluster that is re-created in seconds needs no durability after a power failure."""
+    """Return the component etcd, without fsync, because a test cluster need not survive a power failure."""
     client = f"http://127.0.0.1:{settings.ports['etcd']}"
     peer = f"http://127.0.0.1:{settings.ports['etcd-peer']}"
     argv = (

@@ -1,4 +1,4 @@
-"""etcd, the API server and the controller manager, which every cluster has."""
+"""The control plane of a cluster: etcd, the API server and the controller manager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(path: Path, text: str, *, mode: int = 0o600) -> None:
 
 
 def configure(settings: Settings, layout: Layout) -> None:
-    """Certificates and client configurations."""
+    """Write the certificates and client configurations of the control plane."""
     pki.ensure(settings, layout)
     for identity in CLIENTS:
         write(layout.client_config(identity), render.kubeconfig(settings, layout, identity=identity))
@@ -34,7 +34,7 @@ def configure(settings: Settings, layout: Layout) -> None:
 
 
 def start(component: Component, layout: Layout, steps: Steps, *, ready: Callable[[], bool] | None = None) -> None:
-    """Starts one component unless it runs, and waits until it serves."""
+    """Start a component unless it runs, and wait until it is ready."""
 
     def answers() -> bool:
         if ready is not None:
@@ -58,7 +58,7 @@ def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None
 
 
 def expected(settings: Settings, layout: Layout, programs: Path) -> list[Component]:
-    """The components of a control plane, in the order of their start."""
+    """Return the components of a control plane, in the order of their start."""
     return [
         components.etcd(settings, layout),
         components.apiserver(settings, layout, programs),

@@ -1,4 +1,4 @@
-"""`make demo`: set everything up, then take one resource through its lifecycle on a real Kubernetes."""
+"""`make demo`: creates a real Kubernetes, then takes one resource through its lifecycle."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def _forwarded(target: Target, service: str) -> Iterator[str]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.search(r"127\.0\.0\.1:(\d+)", line)
-        if found is None:
+        match = re.search(r"127\.0\.0\.1:(\d+)", line)
+        if match is None:
             raise ClusterError(f"kubectl port-forward printed {line!r}: check that the Service {service} exists")
-        yield f"http://127.0.0.1:{found[1]}"
+        yield f"http://127.0.0.1:{match[1]}"
     finally:
         process.terminate()
         process.wait(10)
@@ -62,7 +62,10 @@ def _embedded(steps: Steps) -> Target:
 
 
 def _current() -> Target:
-    """Use the current cluster, where the operator must be installed: its nodes pull the images from a registry."""
+    """Return the user's current cluster as the target.
+
+    The operator must be installed, and nodes pull images from a registry.
+    """
     kube = Kubectl()
     try:
         kube("get", "crd", CRD)
@@ -114,7 +117,7 @@ make cluster-down removes it."""
     help="Cluster to use: an embedded one-node cluster, or the cluster of the current kubeconfig context.",
 )
 def main(cluster: str) -> None:
-    """Run the demo end to end and check every step."""
+    """Run the whole demo, and check every step."""
     steps = Steps()
     try:
         if cluster == "embedded":

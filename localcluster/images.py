@@ -1,7 +1,7 @@
-"""Build the project's images with buildah on a Debian base made here, and load them into a running cluster.
+"""Builds the project's images with buildah, and loads them into a running cluster.
 
-Nothing is pulled from an image registry: debootstrap creates the base, and apt, pip and uv install the rest with the
-settings of this machine. An image whose inputs have not changed is not built again.
+Nothing is pulled from an image registry: debootstrap creates the base image, and apt, pip and uv install everything
+else with the settings of this machine. An image whose inputs have not changed is not built again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ TARGETS = {
     "runtime-vllm": "localhost/megatron-runtime-vllm:dev",
 }
 DEFAULT_TARGETS = ("operator", "runtime")
-"""What is built if no target is named: `runtime-vllm` needs 8 GB, and vLLM engines alone use it."""
-# The files that .dockerignore includes, and the two files that define the build.
+"""The targets that are built by default.
+
+`runtime-vllm` is not among them: it needs 8 GB, and only vLLM engines use it.
+"""
+# The inputs of an image: the files that .dockerignore includes, and the two files that define the build.
 INPUTS = (
     "Dockerfile",
     ".dockerignore",
@@ -57,7 +60,7 @@ BUILD_FOLDER = "/run/megatron-build"
 
 
 def inputs_digest(repository: Path, base: str) -> str:
-    """Return a digest of all files of an image, and of its base."""
+    """Return a digest of all inputs of the images. base: digest of the base image."""
     digest = hashlib.sha256(base.encode())
     for name in INPUTS:
         path = repository / name
@@ -69,7 +72,7 @@ def inputs_digest(repository: Path, base: str) -> str:
 
 
 def build(targets: Sequence[str], steps: Steps, *, repository: Path = REPOSITORY) -> list[store.Image]:
-    """Builds the named targets where their inputs changed, and returns their images."""
+    """Build the targets whose inputs have changed, and return the images of all targets."""
     unknown = [target for target in targets if target not in TARGETS]
     if unknown:
         raise ClusterError(f"image {', '.join(unknown)} is unknown; there are {', '.join(TARGETS)}")
@@ -110,7 +113,7 @@ def _build(target: str, repository: Path, base: str, step: Step) -> None:
             "--build-arg=UV_NO_CACHE=false",
             f"--build-arg=UV_CONFIG_FILE={BUILD_FOLDER}/uv.toml",
             f"--build-arg=PIP_CONFIG_FILE={BUILD_FOLDER}/pip.conf",
-            "--build-arg=VLLM_CPU=1",  # the node has no GPU
+            "--build-arg=VLLM_CPU=1",  # build vLLM for CPUs, because the node has no GPU
             *(f"--build-arg={name}" for name in clientconfig.PROXY_VARIABLES if name in os.environ),
             *(mount.argument() for mount in mounts),
         ]
@@ -118,9 +121,9 @@ def _build(target: str, repository: Path, base: str, step: Step) -> None:
 
 
 def _stamp(target: str, inputs: str) -> str | None:
-    """Return the stamp of the image with the target's name: its inputs and its digest; None if there is no image.
+    """Return the stamp of a target's image, from its inputs and its digest; None if there is no image.
 
-    The stamp is a file beside the store, not a label of the image, because buildah's layer cache ignores labels.
+    The stamp is a file next to the store, not a label of the image, because buildah's layer cache ignores labels.
     """
     image = store.find(TARGETS[target])
     return f"{inputs} {image.digest}" if image is not None else None
@@ -136,7 +139,7 @@ def _last_stamp(target: str) -> str:
 
 
 def _stream(command: Sequence[str], log: Path, step: Step) -> None:
-    """Run a build and show its current instruction; `log` contains the whole output."""
+    """Run a build, and show its current instruction. log: receives the whole output."""
     environment = {**os.environ, "TMPDIR": str(_scratch())}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -187,13 +190,13 @@ def _debootstrap(suite: str, mirror: str, components: list[str], root: Path) -> 
         shutil.rmtree(root / name, ignore_errors=True)
     (root / "var/cache/apt/archives/partial").mkdir(parents=True)
     (root / "var/lib/apt/lists/partial").mkdir(parents=True)
-    # debootstrap copies these from this machine.
+    # Clear the files that debootstrap copies from this machine.
     (root / "etc/resolv.conf").write_text("")
     (root / "etc/hostname").write_text("localhost\n")
 
 
 def _distribution() -> tuple[str, str, list[str]]:
-    """Return codename, mirror and components of this machine from apt's configuration."""
+    """Return codename, mirror and components of this machine's distribution, from apt's configuration."""
     release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
     suite = release.get("VERSION_CODENAME", "").strip('"')
     listing = run(
@@ -208,7 +211,10 @@ def _distribution() -> tuple[str, str, list[str]]:
 
 
 def archive(listing: str, suite: str) -> tuple[str, list[str]]:
-    """Return the mirror with the suite's main component, and all components there. Ubuntu's venv is in universe."""
+    """Return the mirror that has the suite's main component, and all components on it.
+
+    All are needed, because Ubuntu's venv is in universe.
+    """
     lines = [line.split() for line in listing.splitlines()]
     mirror = next((uri for uri, codename, component in lines if (codename, component) == (suite, "main")), "")
     return mirror, list(
@@ -238,7 +244,7 @@ def _scratch() -> Path:
 
 @contextlib.contextmanager
 def _exclusive(steps: Steps) -> Iterator[None]:
-    """Allow one build at a time on the store. Unmount what a killed build left, before and after."""
+    """Hold the lock of the image store. Before and after, unmount the mounts that a killed build has left."""
     with locked(_scratch() / ".lock", steps, reason="another image build"):
         try:
             _forget_interrupted()
@@ -248,7 +254,10 @@ def _exclusive(steps: Steps) -> Iterator[None]:
 
 
 def _forget_interrupted() -> None:
-    """Remove working containers and mounts, which no other build uses while this one holds the lock."""
+    """Remove working containers and mounts of interrupted builds.
+
+    The caller must hold the lock, so no other build uses them.
+    """
     if (store.root() / "storage").exists():
         run(store.buildah("rm", "--all"), check=False)
         unmount_below(store.root())

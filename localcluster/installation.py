@@ -1,4 +1,4 @@
-"""The operator on a cluster: images, node and chart, for the demo and the end-to-end tests."""
+"""Installs the operator on a cluster, with images, node and chart, for the demo and the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ RELEASE = "megatron"
 OPERATOR_NAMESPACE = "megatron-system"
 CHART = REPOSITORY / "charts" / "megatron-inference"
 _VALUES = {"operator": "operator", "runtime": "runtime", "vllm": "runtime-vllm"}
-"""The image of each value of the chart."""
+"""Build target of the image for each value of the chart."""
 
 
 def prepare(cluster: LocalCluster, steps: Steps) -> Path:
-    """Node up, images built and loaded; programs and images are built side by side. Returns the path of helm."""
+    """Start the node, build and load the images, and return the path of helm.
+
+    Programs and images are built in parallel.
+    """
     packages.ensure([*packages.NODE, *packages.IMAGES], steps)
     with ThreadPoolExecutor(1) as pool:
         built = pool.submit(images.build, images.DEFAULT_TARGETS, steps)
@@ -35,7 +38,7 @@ def prepare(cluster: LocalCluster, steps: Steps) -> Path:
 def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: Sequence[str] = ()) -> None:
     """Install or upgrade the chart with the images built here, and wait until the operator is ready.
 
-    values: further `--set` assignments; they win.
+    values: further `--set` assignments, which take precedence.
     """
     with steps.step("helm upgrade --install: the operator is ready"):
         defaults = [
@@ -49,7 +52,7 @@ def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: S
         run([helm, *kubeconfig, "upgrade", "--install", RELEASE, CHART, *namespace, *chosen])
         system = kube.in_namespace(OPERATOR_NAMESPACE)
         if not values:
-            # The tag of a development image stays the same when its content changes.
+            # Restart the pods, because the tag of a development image stays the same when its content changes.
             system("rollout", "restart", "deployment", "-l", f"app.kubernetes.io/instance={RELEASE}")
         try:
             system("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={RELEASE}", "--timeout=300s")

@@ -1,4 +1,4 @@
-"""kubectl as a function. The demo and the end-to-end tests change a cluster only through it, as a user does."""
+"""Calls kubectl. The demo and the end-to-end tests change a cluster only by kubectl, as users do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Kubectl:
         return [self.executable, *kubeconfig, "--namespace", self.namespace, *arguments]
 
     def __call__(self, *arguments: str, stdin: str | None = None, timeout: float = PATIENCE_SECONDS) -> str:
-        """Run and return standard output. Raises CommandError with everything it printed."""
+        """Run kubectl, and return its standard output. Raises CommandError with all output if it fails."""
         command = self.command(*arguments)
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout, env=self.environment, check=False
@@ -69,7 +69,7 @@ class Kubectl:
         return self("wait", what, f"--for={condition}", f"--timeout={seconds:g}s", timeout=seconds + 15)
 
     def wait_state(self, name: str, state: str, *, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
-        """Wait until status.state is `state` and return the status."""
+        """Wait until the resource's status.state is `state`, and return the status."""
         self.wait(f"mi/{name}", f"jsonpath={{.status.state}}={state}", seconds=seconds)
         status: dict[str, Any] = self.json("mi", name)["status"]
         return status
@@ -78,7 +78,7 @@ class Kubectl:
         return str(self.json("service", service)["spec"]["clusterIP"])
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Events about the resource `name`, oldest first."""
+        """Return the events about the resource `name`, oldest first."""
         items = self.json(
             "events", "--field-selector", f"involvedObject.kind=MegatronInference,involvedObject.name={name}"
         )

@@ -1,9 +1,9 @@
-"""Load an image from buildah's store into containerd's without copying its layers.
+"""Loads an image from buildah's store into containerd's store without copying its layers.
 
 Both store a layer as the folder that overlayfs mounts. Each layer that containerd lacks becomes a snapshot whose files
 are hard links to buildah's, which takes seconds and no disk space. No process writes to these files, because a
-container's changes go to its own upper folder. Then manifest and configuration are imported. The layers' archives are
-not needed, because containerd unpacks only layers without a snapshot.
+container's changes go to its own upper folder. Then the manifest and the configuration are imported. Archives of the
+layers are not needed, because containerd unpacks only layers without a snapshot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 
 
 def chain_ids(digests: Iterable[str]) -> list[str]:
-    """The name of each layer's snapshot: the digest of all layers up to it (OCI image specification, ChainID)."""
+    """Return the name of each layer's snapshot: the digest of all layers up to it (ChainID of the OCI image format)."""
     chain: list[str] = []
     for digest in digests:
         chained = f"{chain[-1]} {digest}" if chain else None
@@ -38,7 +38,7 @@ def chain_ids(digests: Iterable[str]) -> list[str]:
 
 
 def load(image: Image, layout: Layout, steps: Steps) -> None:
-    """Make the image available to pods. Layers that exist already are skipped."""
+    """Make an image available to pods. Layers that exist already are skipped."""
     with steps.step(f"load {image.reference}") as step:
         if runtime.image_digest(layout, image.reference) == image.digest:
             step.note("is there")
@@ -55,7 +55,7 @@ def load(image: Image, layout: Layout, steps: Steps) -> None:
         archive.write_bytes(bare_archive(image))
         runtime.ctr(layout, "images", "import", str(archive))
         archive.unlink()
-        # The image now references its snapshots, which are deleted with it.
+        # From now on the image references its snapshots, so containerd deletes them together with it.
         for snapshot in chain_ids(layer.digest for layer in image.layers):
             runtime.ctr(layout, "snapshots", "label", snapshot, f"{GC_ROOT}=")
         runtime.remove_stale_ids(layout)
@@ -64,7 +64,7 @@ def load(image: Image, layout: Layout, steps: Steps) -> None:
 
 def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> None:
     key = f"load-{snapshot}"
-    # Remove the remains of an interrupted load.
+    # Remove what an interrupted load has left.
     runtime.ctr(layout, "snapshots", "remove", key, check=False)
     runtime.ctr(layout, "snapshots", "prepare", key, *([parent] if parent else []))
     target = writable_folder(runtime.ctr(layout, "snapshots", "mounts", "/", key).stdout)
@@ -73,10 +73,10 @@ def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> Non
 
 
 def copy_command(source: Path, target: Path, *, same_device: bool) -> list[str]:
-    """Copies a layer with all attributes, as hard links where one file system holds both.
+    """Return the command that copies a layer with all attributes. same_device: create hard links instead of copies.
 
     A running buildah mounts its overlay folder onto itself, and the kernel creates no links across mounts. The links
-    are therefore created in a separate mount namespace, from which that mount is detached.
+    are therefore created in a separate mount namespace without this mount.
     """
     if not same_device:
         return ["cp", "--archive", "--reflink=auto", f"{source}/.", f"{target}/"]
@@ -87,7 +87,7 @@ def copy_command(source: Path, target: Path, *, same_device: bool) -> list[str]:
 
 
 def writable_folder(mount_command: str) -> Path:
-    """The folder of a prepared snapshot, from the mount command that `ctr` prints for it."""
+    """Return the folder of a prepared snapshot, given the mount command that `ctr` prints for it."""
     upper = re.search(r"upperdir=([^,\s]+)", mount_command)
     if upper:
         return Path(upper[1])
@@ -98,7 +98,7 @@ def writable_folder(mount_command: str) -> Path:
 
 
 def bare_archive(image: Image) -> bytes:
-    """An OCI layout with manifest and configuration and no layers."""
+    """Return an archive in OCI layout with the manifest and the configuration of an image, without layers."""
     files: dict[str, bytes] = {}
 
     def blob(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""File locks between processes. The kernel releases the lock of a killed process."""
+"""File locks between processes. The kernel releases the lock if the process is killed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from localcluster.progress import Steps
 
 @contextmanager
 def locked(path: Path, steps: Steps, *, reason: str) -> Iterator[None]:
-    """Hold the lock of the file `path`, which is created.
+    """Hold the lock of the file `path`, which is created if needed.
 
-    reason: what a waiting process reports, such as "another build of the same programs".
+    reason: cause of a wait, such as "another build of the same programs".
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:

@@ -1,7 +1,7 @@
-"""Changes of the nodes to the machine outside the state folder, and the record for restoring them.
+"""Changes that nodes make to the machine outside of the state folder, and the record by which they are undone.
 
-The record is in /run, so that it survives a manually removed state folder and not a reboot, like the rules themselves.
-It also ensures one cluster with nodes at a time, because kube-proxy's chains have fixed names.
+The record is in /run. Like the changes, it does not survive a reboot, but it survives the removal of the state folder.
+It also ensures that only one cluster has nodes, because kube-proxy's chains have fixed names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_runtime.protocol import strict_json as json
 RECORD = Path("/run/megatron-localcluster/node.json")
 CAP_SYS_RESOURCE = 24
 
-# Written by the launcher, the kubelet and kube-proxy.
+# Kernel parameters that the launcher, the kubelet and kube-proxy write.
 SYSCTLS = (
     "kernel/keys/root_maxbytes",
     "kernel/keys/root_maxkeys",
@@ -42,11 +42,11 @@ class Footprint:
     """The changes of a node to the machine.
 
     Attributes:
-        state: the state folder of the cluster that owns the node.
-        sysctls: values as they were before.
-        chains: iptables chains that were there before, by address family and table.
-        cgroups: the cgroups of the pods of each node.
-        namespaces: the network namespaces of all nodes but the first.
+        state:      state folder of the cluster to which the node belongs.
+        sysctls:    values before the changes.
+        chains:     iptables chains that existed before, by address family and table.
+        cgroups:    cgroup of the pods of each node.
+        namespaces: network namespaces of all nodes except the first.
     """
 
     state: str
@@ -68,7 +68,7 @@ def facts() -> Machine:
 
 
 def recorded() -> Footprint | None:
-    """Return the record of this machine's node, whichever cluster it belongs to."""
+    """Return the recorded changes to this machine, of whichever cluster has nodes; None if there are none."""
     try:
         return Footprint(**json.loads(RECORD.read_text()))
     except FileNotFoundError:
@@ -78,7 +78,7 @@ def recorded() -> Footprint | None:
 
 
 def claim(settings: Settings, layout: Layout) -> None:
-    """Record this cluster as the machine's node, with all settings to restore, before anything is changed."""
+    """Record that this cluster has nodes, and the settings to restore. Call it before anything is changed."""
     owner = recorded()
     if owner is not None:
         if owner.state != str(layout.state):
@@ -111,7 +111,7 @@ def claim(settings: Settings, layout: Layout) -> None:
 
 
 def prepare(settings: Settings) -> None:
-    """Bridge, network namespaces, forwarding, firewall and cgroups."""
+    """Create the bridge, network namespaces and cgroups, and set up forwarding and the firewall."""
     network.create_bridge(settings)
     _sysctl("net/ipv4/ip_forward").write_text("1")
     network.admit(settings)

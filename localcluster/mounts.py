@@ -1,4 +1,4 @@
-"""Find and unmount mounts below a folder before the folder is removed."""
+"""Unmounts the mounts below a folder before the folder is removed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from localcluster.shell import run
 
 
 def mounts_below(mountinfo: str, folder: Path) -> list[str]:
-    """Mount points at or below `folder` in the text of /proc/self/mountinfo, the latest mount first."""
+    """Return the mount points at or below `folder` in the text of /proc/self/mountinfo, latest mount first."""
     points = [_unescape(line.split()[4]) for line in mountinfo.splitlines()]
     return [point for point in reversed(points) if point == str(folder) or point.startswith(f"{folder}/")]
 
@@ -19,7 +19,10 @@ def _unescape(field: str) -> str:
 
 
 def unmount_below(folder: Path) -> int:
-    """Unmount everything below `folder`. Raises if a mount remains, because removal would delete its content."""
+    """Unmount everything below `folder`, and return the number of mounts.
+
+    Raises ClusterError if a mount remains, because removal of the folder would delete its content.
+    """
     mountinfo = Path("/proc/self/mountinfo")
     points = mounts_below(mountinfo.read_text(), folder)
     for point in points:

@@ -1,6 +1,7 @@
-"""The bridge, and the iptables rules of kube-proxy, the kubelet and the CNI plugins.
+"""Creates and removes the bridge, and removes iptables rules of kube-proxy, the kubelet and the CNI plugins.
 
-The selection of rules to remove is pure: text of `iptables-save` in, text for `iptables-restore` out.
+A pure function selects the rules to remove: it converts the output of `iptables-save` to the input of
+`iptables-restore`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ FAMILIES = ("iptables", "ip6tables")
 
 
 def create_bridge(settings: Settings) -> None:
-    """Creates the bridge before the first pod, because the API server and the DNS listen on its address."""
+    """Create the bridge.
+
+    It must exist before the first pod, because the API server and the DNS listen on its address.
+    """
     if not Path(f"/sys/class/net/{settings.bridge}").exists():
         run(["ip", "link", "add", settings.bridge, "type", "bridge"])
     run(["ip", "address", "replace", settings.bridge_address(settings.nodes[0]), "dev", settings.bridge])
     run(["ip", "link", "set", settings.bridge, "up"])
-    # A reply between pods crosses the bridge without being routed. It must pass iptables there, or the translation of
-    # a ClusterIP is not reversed.
+    # A reply between pods crosses the bridge without being routed. It must pass iptables there, otherwise the
+    # translation of a ClusterIP is not reversed.
     filtered = Path(f"/sys/class/net/{settings.bridge}/bridge/nf_call_iptables")
     if not filtered.exists():
         run(["modprobe", "br_netfilter"], check=False)
@@ -38,7 +42,7 @@ def create_bridge(settings: Settings) -> None:
 def join(settings: Settings, node: Node) -> None:
     """Create the network namespace of a node and connect it to the bridge of node 1.
 
-    The namespace has a bridge of its own, of the same subnet, and no route to anything else.
+    The namespace has a bridge of its own in the same subnet, and no route to other networks.
     """
     assert node.namespace is not None
     if not namespace_path(node.namespace).exists():
@@ -56,7 +60,7 @@ def join(settings: Settings, node: Node) -> None:
 
 
 def connect(node: Node, *, up: bool) -> None:
-    """Connect a node to the others, or cut it off from them: no packet passes its link."""
+    """Connect a node to the other nodes, or disconnect it from them, so that no packet passes."""
     assert node.namespace is not None
     run(["ip", "link", "set", node.namespace, "up" if up else "down"])
 
@@ -71,14 +75,14 @@ def remove_namespaces(namespaces: Collection[str]) -> None:
         if namespace_path(namespace).exists():
             run(["ip", "netns", "delete", namespace])
     folder = namespace_path("")
-    # `ip` mounts this folder onto itself.
+    # `ip` has mounted this folder onto itself.
     if folder.exists() and not any(folder.iterdir()):
         unmount_below(folder)
         folder.rmdir()
 
 
 def admit(settings: Settings) -> None:
-    """Allow traffic between pods and to this node if a firewall's policy is to drop."""
+    """Allow traffic between pods and to this node, in case the firewall drops packets by default."""
     bridge = settings.bridge
     for rule in (["FORWARD", "-i", bridge, "-o", bridge], ["INPUT", "-i", bridge]):
         _insert_rule([*rule, "-j", "ACCEPT"])
@@ -87,24 +91,24 @@ def admit(settings: Settings) -> None:
 def keep_service_traffic(settings: Settings) -> None:
     """Reject connections to a Service that kube-proxy has not translated yet.
 
-    They would leave this machine by its default route, and another host may answer.
+    Otherwise they would leave this machine by its default route, and another host might answer.
     """
     for chain in ("OUTPUT", "FORWARD"):
         _insert_rule([chain, "-d", settings.service_subnet, "!", "-o", settings.bridge, "-j", "REJECT"])
 
 
 def _insert_rule(rule: list[str]) -> None:
-    """Insert a rule unless it is there."""
+    """Insert an iptables rule unless it exists."""
     if run(["iptables", "-w", "-C", *rule], check=False).returncode != 0:
         run(["iptables", "-w", "-I", *rule])
 
 
 def remove_bridge(bridge: str) -> bool:
-    """Remove the bridge and its interfaces; return whether there was one."""
+    """Remove the bridge and its interfaces, and return whether it existed."""
     if not Path(f"/sys/class/net/{bridge}").exists():
         return False
     for link in json.loads(run(["ip", "-json", "link", "show", "master", bridge]).stdout or "[]"):
-        # The peer's network namespace may be removed at this moment, and the link with it.
+        # This may fail, because the link vanishes if its network namespace is removed at this moment.
         run(["ip", "link", "delete", link["ifname"]], check=False)
     run(["ip", "link", "delete", bridge])
     return True
@@ -112,23 +116,23 @@ def remove_bridge(bridge: str) -> bool:
 
 def chains(saved: str) -> dict[str, list[str]]:
     """Return the chains of Kubernetes and CNI in the output of `iptables-save`, by table."""
-    found: dict[str, list[str]] = {}
+    by_table: dict[str, list[str]] = {}
     table = ""
     for line in saved.splitlines():
         if line.startswith("*"):
             table = line[1:].strip()
         elif line.startswith(":") and line[1:].startswith(PREFIXES):
-            found.setdefault(table, []).append(line[1:].split()[0])
-    return found
+            by_table.setdefault(table, []).append(line[1:].split()[0])
+    return by_table
 
 
 def cleanup(saved: str, *, bridge: str, keep: Mapping[str, Collection[str]]) -> str:
     """Return the input of `iptables-restore --noflush` that removes the cluster's rules in `saved`.
 
     Args:
-        saved: output of `iptables-save`.
-        bridge: rules of other chains that name this interface are the launcher's own.
-        keep: chains, by table, that were there before the cluster.
+        saved:  output of `iptables-save`.
+        bridge: interface of the cluster; rules in other chains that name it are the launcher's.
+        keep:   chains, by table, that existed before the cluster.
     """
     doomed = {table: [c for c in names if c not in keep.get(table, ())] for table, names in chains(saved).items()}
     output: list[str] = []
@@ -158,12 +162,12 @@ def _names_interface(words: list[str], bridge: str) -> bool:
 
 
 def saved_rules() -> dict[str, str]:
-    """The rules of both address families."""
+    """Return the output of `iptables-save` for both address families."""
     return {family: run([f"{family}-save"]).stdout for family in FAMILIES}
 
 
 def remove_rules(*, bridge: str, keep: Mapping[str, Mapping[str, Collection[str]]]) -> int:
-    """Removes the cluster's chains and rules; returns how many lines that took."""
+    """Remove the cluster's chains and rules, and return the number of lines for `iptables-restore`."""
     count = 0
     for family, saved in saved_rules().items():
         script = cleanup(saved, bridge=bridge, keep=keep.get(family, {}))

@@ -1,4 +1,4 @@
-"""The nodes' side of the cluster: scheduler and DNS; container runtime, kubelet and Services of each node."""
+"""Starts what nodes need: scheduler and DNS, and the container runtime, kubelet and Services of each node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.protocol import strict_json as json
 
 
 def expected(settings: Settings, layout: Layout, programs: Path, facts: Machine) -> list[Component]:
-    """The components of all nodes, in the order of their start."""
+    """Return the components of all nodes, in the order of their start."""
     first, *further = [_of_node(settings, node, layout, programs, facts) for node in settings.nodes]
     return [
         components.scheduler(settings, layout, programs),
@@ -35,7 +35,7 @@ def _of_node(settings: Settings, node: Node, layout: Layout, programs: Path, fac
 
 
 def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None:
-    """Brings the nodes to Ready; the control plane is up and the machine is claimed."""
+    """Start the nodes, and wait until they are Ready. The control plane must run, and the machine must be claimed."""
     facts = machine.facts()
     write(layout.config / "Corefile", render.corefile(settings, layout))
     start(components.scheduler(settings, layout, programs), layout, steps)
@@ -72,9 +72,9 @@ def configure(settings: Settings, node: Node, layout: Layout, facts: Machine) ->
 
 
 def is_ready(settings: Settings, node: Node, layout: Layout) -> bool:
-    """Whether the API server knows the node as Ready and the kubelet itself is healthy."""
+    """Return whether the API server reports the node as Ready and the kubelet itself is healthy."""
     if not probe.answers(components.kubelet_health(settings, node), layout.pki):
         return False
-    found = probe.fetch(f"{settings.api_url}/api/v1/nodes/{node.name}", layout.pki)
-    conditions = json.loads(found)["status"].get("conditions", []) if found is not None else []
+    body = probe.fetch(f"{settings.api_url}/api/v1/nodes/{node.name}", layout.pki)
+    conditions = json.loads(body)["status"].get("conditions", []) if body is not None else []
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

@@ -1,7 +1,7 @@
-"""The Debian packages that the node needs, and the installation of missing ones.
+"""Installs the Debian packages that the node needs.
 
-A package is installed only if its program is missing, so that another vendor's containerd or runc is used and never
-replaced. The installation starts and enables no service.
+A package is installed only if its program is missing, so another vendor's containerd or runc is used and never
+replaced. The installation neither starts nor enables services.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICY_TEXT = "#!/bin/sh\n# megatron-localcluster: no service starts while its p
 
 @dataclass(frozen=True)
 class Requirement:
-    """A program and its package. A `program` with a slash is a path, else it is searched on PATH."""
+    """A program and its package. If `program` contains a slash, it is a path; otherwise it is looked up on PATH."""
 
     package: str
     program: str
@@ -45,7 +45,7 @@ NODE = (
 )
 IMAGES = (Requirement("buildah", "buildah"), Requirement("debootstrap", "debootstrap"))
 
-# The units that these packages would enable for the next boot.
+# The systemd units that these packages would enable for the next boot.
 UNITS = ("etcd.service", "containerd.service")
 
 
@@ -56,7 +56,7 @@ def present(program: str) -> bool:
 
 
 def missing(requirements: Iterable[Requirement], *, has: Callable[[str], bool] = present) -> list[str]:
-    """Packages to install, each once, in the order given."""
+    """Return the packages to install, each once, in the order of `requirements`."""
     return list(dict.fromkeys(r.package for r in requirements if not has(r.program)))
 
 
@@ -68,7 +68,7 @@ def cni_folder() -> Path:
 
 
 def ensure(requirements: Iterable[Requirement], steps: Steps) -> None:
-    """Install the missing packages. Raises ClusterError where that is not possible, naming them."""
+    """Install the missing packages. Raises ClusterError that names them if they cannot be installed."""
     if missing(requirements):
         with locked(cache_root() / ".packages.lock", steps, reason="another installation of packages"):
             _install(missing(requirements), steps)
@@ -93,7 +93,7 @@ def _install(wanted: list[str], steps: Steps) -> None:
 
 
 class _Quiescent:
-    """Keeps newly installed packages from starting services, now and at the next boot."""
+    """Prevents newly installed packages from starting services, now and at the next boot."""
 
     def __init__(self) -> None:
         self._policy = False

@@ -1,4 +1,4 @@
-"""The cluster's certificates: one authority, one certificate per identity, made by openssl when absent."""
+"""Creates the cluster's certificates with openssl: one authority, and one certificate per identity."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Identity:
 
 
 def identities(settings: Settings) -> list[Identity]:
-    """Server and client certificates of a cluster, the clients with the names that stock RBAC roles are bound to."""
+    """Return the identities of a cluster's servers and clients.
+
+    Clients have the names to which the default RBAC roles are bound.
+    """
     service = "kubernetes.default.svc"
     api_names = ("localhost", "kubernetes", "kubernetes.default", service, f"{service}.cluster.local")
     api_addresses = ("127.0.0.1", settings.kubernetes_service_ip, settings.node_ip)
@@ -49,7 +52,7 @@ def _kubelet(node: Node) -> Identity:
 
 
 def ensure(settings: Settings, layout: Layout) -> None:
-    """Create missing files in `layout.pki`. An existing file is complete, because files are created by rename."""
+    """Create the missing files in `layout.pki`. Existing files are complete, because files are created by rename."""
     layout.pki.mkdir(parents=True, exist_ok=True)
     layout.pki.chmod(0o700)
     if not _has(layout.pki, "ca"):
@@ -97,7 +100,7 @@ def _has(folder: Path, name: str) -> bool:
 
 
 class _Pair:
-    """Yield temporary paths of a key and a certificate, and rename both at the end, the certificate last."""
+    """Yields temporary paths for a key and a certificate, and renames both files at the end, the certificate last."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._final = (folder / f"{name}.key", folder / f"{name}.crt")

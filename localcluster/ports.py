@@ -1,4 +1,4 @@
-"""Allocation of unused ports and subnets."""
+"""Allocates unused ports and subnets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def allocate(options: Options) -> dict[str, int]:
 
 
 def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Network]]:
-    """The IPv4 networks this machine routes to, except the default route and networks of `ignore_device`."""
+    """Return device and IPv4 network of each route of this machine, without the default route and `ignore_device`."""
     routes = json.loads(run(["ip", "-json", "-4", "route", "show"]).stdout or "[]")
     return [
         (route.get("dev", "?"), ipaddress.IPv4Network(route["dst"], strict=False))
@@ -52,7 +52,7 @@ def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Netwo
 
 
 def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]]) -> str | None:
-    """Return the device whose network overlaps `subnet`."""
+    """Return the device whose network overlaps `subnet`; None if there is none."""
     wanted = ipaddress.IPv4Network(subnet)
     return next((device for device, network in networks if network.overlaps(wanted)), None)
 

@@ -1,4 +1,4 @@
-"""Asking a component over HTTP whether it is ready."""
+"""Checks over HTTP whether a component is ready."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def answers(url: str, pki: Path, *, timeout: float = 2.0) -> bool:
-    """Whether `url` answers 200."""
+    """Return whether `url` answers 200."""
     return fetch(url, pki, timeout=timeout) is not None
 
 
 def fetch(url: str, pki: Path, *, timeout: float = 2.0) -> bytes | None:
-    """The body of `url`, or `None` unless it answers 200. Over TLS the client is the cluster's admin.
+    """Return the body of the answer of `url`; None unless its status is 200.
 
-    The serving certificates of controller manager and scheduler are self-signed, so on loopback the server's identity
-    is not checked.
+    Over TLS, the client uses the admin's certificate. The certificates of controller manager and scheduler are
+    self-signed, so on loopback the server's identity is not checked.
     """
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or 0

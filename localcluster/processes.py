@@ -1,7 +1,7 @@
-"""Start, identify and terminate the cluster's processes.
+"""Starts, identifies and terminates the cluster's processes.
 
 A pid alone does not identify a process, because the kernel reuses pids. A process belongs to the cluster if it runs one
-of `PROGRAM_NAMES` with an argument below the cluster's state folder. That also finds processes without a record.
+of `PROGRAM_NAMES` with an argument below the cluster's state folder. This also identifies processes without a record.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def owned_pids(state: Path) -> dict[int, list[str]]:
-    """Every running process of the cluster, with its command line."""
+    """Return the command line of every running process of the cluster, by pid."""
     lines = {int(entry): command_line(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
     return {pid: argv for pid, argv in lines.items() if belongs(argv, state)}
 
@@ -77,7 +77,7 @@ def digest(component: Component) -> str:
 
 
 def running(component_name: str, layout: Layout) -> Record | None:
-    """The record of a component whose process is alive and the cluster's own."""
+    """Return the record of a component if its process runs and belongs to the cluster; otherwise None."""
     try:
         record = Record(**json.loads((layout.run / f"{component_name}.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -114,7 +114,8 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
             env=environment(os.environ),
             start_new_session=True,
         )
-    # Right after exec the kernel shows an empty command line, as for a process that has exited; before it, nsenter's.
+    # Before exec, the kernel shows nsenter's command line; right after it an empty one, as for a process that has
+    # exited.
     while not belongs(command_line(process.pid), layout.state) and process.poll() is None:
         time.sleep(0.001)
     partial = layout.run / f"{component.name}.json.partial"
@@ -123,7 +124,7 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's environment without proxies: the cluster connects to this machine only."""
+    """Return the launcher's environment without proxy variables, because the cluster connects only to this machine."""
     return {key: value for key, value in inherited.items() if key.lower() not in _PROXY_VARIABLES}
 
 
@@ -132,7 +133,10 @@ def log_path(component_name: str, layout: Layout) -> Path:
 
 
 def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], *, seconds: float) -> None:
-    """Wait until `ready`. Raises ClusterError with the end of the log if the process exits or the time is over."""
+    """Wait until `ready` returns true.
+
+    Raises ClusterError with the end of the log if the process exits or after `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while not ready():
         record = running(component.name, layout)
@@ -145,7 +149,7 @@ def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], 
 
 
 def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
-    """Send SIGTERM, after `grace` seconds SIGKILL; return when all processes have exited.
+    """Send SIGTERM, and after `grace` seconds SIGKILL. Return when all processes have exited.
 
     The processes are opened as pidfds first, so that no signal reaches another process with a reused pid.
     """
@@ -191,7 +195,7 @@ def _ended(handle: int, timeout: float) -> bool:
 
 
 def _reap(pid: int) -> None:
-    """Reap a child of this launcher, which would stay a zombie."""
+    """Reap a process if it is a child of this launcher, because it would stay a zombie."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

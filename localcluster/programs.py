@@ -1,7 +1,7 @@
-"""Builds the Go programs of the node and caches them by the module's content and the compiler's version.
+"""Builds the Go programs of the node, and caches them by the module's content and the compiler's version.
 
 A program is built on first use. All checkouts of a user share the cache. A file lock allows one builder at a time, and
-programs are created by rename, so that an existing one is complete.
+programs are created by rename, so an existing program is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from localcluster.shell import follow, run, tail
 
 MODULE = Path(__file__).resolve().parent / "go"
 LINK_PACKAGES = 30
-"""Packages whose compilation takes about as long as linking one program, for the estimate of the time left."""
+"""Number of packages that take about as long to compile as one program takes to link. It serves to estimate durations.
+"""
 _PACKAGE = re.compile(r"[\w.~+/-]+", re.ASCII)
-"""A line of `go build -v`: the path of a package."""
+"""Matches a line of `go build -v` that is the path of a package."""
 MINIMUM_GO = (1, 24)
 KUBERNETES_VERSION = "v1.34.2"
 TRIES = 4
@@ -60,18 +61,18 @@ def ldflags() -> str:
 
 
 def go_version() -> str:
-    """The compiler's version, such as `go1.24.5`; an error with the remedy when there is none or it is too old."""
+    """Return the compiler's version, such as `go1.24.5`. Raises ClusterError if Go is missing or too old."""
     if shutil.which("go") is None:
         raise ClusterError("Go is not installed: put Go 1.24 or newer on PATH (https://go.dev/dl/)")
     version = run(["go", "env", "GOVERSION"], cwd=MODULE).stdout.strip()
-    found = re.match(r"go(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < MINIMUM_GO:
+    match = re.match(r"go(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < MINIMUM_GO:
         raise ClusterError(f"Go is {version or 'unknown'}; Kubernetes 1.34 needs Go 1.24 or newer (https://go.dev/dl/)")
     return version
 
 
 def cache_key(go: str, module: Path = MODULE) -> str:
-    """A digest of everything the programs depend on."""
+    """Return a digest of everything on which the programs depend."""
     digest = hashlib.sha256(f"{go}\0{ldflags()}\0".encode())
     for path in sorted(p for p in module.rglob("*") if p.suffix in {".go", ".mod", ".sum"}):
         digest.update(path.relative_to(module).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -101,9 +102,11 @@ def ensure(names: Iterable[str], steps: Steps) -> Path:
 
 
 class BuildProgress:
-    """What a build of Go programs has done, from the lines of `go build -v` and the programs that it has linked.
+    """The progress of a build of Go programs, from the lines of `go build -v` and the linked programs.
 
-    packages: that will be compiled; 0 while unknown. programs: that will be linked. clock: returns seconds.
+    packages: number of packages to compile; 0 while unknown.
+    programs: number of programs to link.
+    clock:    returns seconds.
     """
 
     def __init__(self, *, packages: int, programs: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -113,7 +116,7 @@ class BuildProgress:
         self._begun = clock()
 
     def text(self) -> str:
-        """Return the progress, with the time left once enough is done to estimate it."""
+        """Return the progress as text, with the remaining time as soon as it can be estimated."""
         compiled = min(self.compiled, self.packages)
         parts = [f"{compiled} of {self.packages} packages", f"{self.linked} of {self.programs} programs"]
         whole = self.packages + LINK_PACKAGES * self.programs
@@ -125,7 +128,7 @@ class BuildProgress:
 
 
 def _build(names: Sequence[str], folder: Path, step: Step) -> None:
-    """Build all in one call, so that linking one program, which uses one CPU, overlaps with compiling another."""
+    """Build all programs in one call, so that linking one program, on one CPU, overlaps with compiling another."""
     flags = ["-mod=readonly", "-trimpath", "-ldflags", ldflags()]
     paths = [PACKAGES[name] for name in names]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -141,7 +144,7 @@ def _build(names: Sequence[str], folder: Path, step: Step) -> None:
 
 
 def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step: Step) -> str | None:
-    """Download the modules and build; return the messages of the compiler if one of both fails."""
+    """Download the modules and build the programs. Return the compiler's messages on failure, otherwise None."""
     environment = {"CGO_ENABLED": "0"}
     messages: deque[str] = deque(maxlen=200)
     modules = 0
@@ -154,7 +157,7 @@ def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step:
             step.detail(f"{modules} modules downloaded")
 
     listing = scratch / "packages"
-    # Packages that are compiled already are not stale. The command also downloads all modules.
+    # List the stale packages, which are not compiled yet. This command also downloads all modules.
     stale = ["sh", "-c", 'out=$1; shift; exec "$@" >"$out"', "sh", str(listing), "go", "list", *flags]
     command = [*stale, "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}", *paths]
     if follow(command, on_download, lambda: None, env=environment, cwd=MODULE):
@@ -177,7 +180,10 @@ def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step:
 
 
 def _drop_old(current: Path, *, keep: int = 2) -> None:
-    """Keep the newest `keep` sets of programs, about 600 MB each: switching between branches does not rebuild."""
+    """Delete all but the newest `keep` sets of programs, of about 600 MB each.
+
+    Several are kept so that switching between branches does not rebuild them.
+    """
     os.utime(current)
     folders = sorted((p for p in current.parent.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
     for folder in folders[keep:]:

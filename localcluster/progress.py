@@ -1,4 +1,4 @@
-"""One line per step with its seconds: a live display on a terminal, plain lines anywhere else. Thread-safe."""
+"""Reports steps and their durations: in a live display on a terminal, otherwise in plain lines. Thread-safe."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 DETAIL_SECONDS = 15.0
-"""Least time between two lines about one step where no live display is possible."""
+"""Minimum seconds between two lines about one step without a live display."""
 
 
 class Step:
-    """The running step. `note` sets its result, `detail` its current activity."""
+    """A running step. `note` sets its result, and `detail` its current activity."""
 
     def __init__(
         self, progress: Progress | None, task: object, title: str, say: Callable[[str], None], interval: float
@@ -30,7 +30,7 @@ class Step:
         self.result = ""
 
     def detail(self, text: str) -> None:
-        """Show the current activity: at once on a terminal, otherwise as a line from time to time."""
+        """Show the current activity: at once on a terminal, otherwise in a line from time to time."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{escape(self._title)} [dim]{escape(text)}[/dim]")  # type: ignore[arg-type]
         elif time.monotonic() - self._last_printed >= self._interval:
@@ -46,7 +46,7 @@ class Steps:
 
     Args:
         quiet: print nothing, for tests that start many clusters.
-        console: where to print; standard error by default, so that output stays usable in a pipe.
+        console: console to print to, by default standard error, so that standard output stays usable in a pipe.
         interval: minimum seconds between two lines about the activity of a step if no live display is possible.
     """
 
@@ -64,7 +64,7 @@ class Steps:
 
     @contextmanager
     def step(self, title: str, *, expect: str = "") -> Iterator[Step]:
-        """Times a step and prints its line. `expect` announces a long step if there is no live display."""
+        """Time a step, and print its line. expect: announcement of a long step, printed without a live display."""
         live = self._enter()
         task = live.add_task(escape(title), total=None) if live else None
         if live is None and expect:

@@ -1,4 +1,4 @@
-"""Every configuration file of the cluster, as pure functions from its settings to text."""
+"""Renders all configuration files of a cluster: pure functions from settings to text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Machine:
     """Properties of the machine that affect the configuration.
 
     Attributes:
-        may_lower_oom_score: whether the launcher holds CAP_SYS_RESOURCE; without it every write below the current
-            oom_score_adj fails, and every sandbox with it.
-        cni_folder: where the CNI plugins are.
+        may_lower_oom_score: whether the launcher has CAP_SYS_RESOURCE. Without it, writing a value below the current
+            oom_score_adj fails, and with it the start of every sandbox.
+        cni_folder: folder of the CNI plugins.
     """
 
     may_lower_oom_score: bool
@@ -32,7 +32,7 @@ class Machine:
 def kubeconfig(settings: Settings, layout: Layout, *, identity: str, server: str | None = None) -> str:
     """Return a kubeconfig with embedded certificates, so that the file can be copied.
 
-    server: URL of the API server; by default the one for processes of this machine.
+    server: URL of the API server; by default the URL for processes on this machine.
     """
 
     def embedded(name: str) -> str:
@@ -117,7 +117,10 @@ def containerd(layout: Layout, machine: Machine) -> str:
 
 
 def cni(settings: Settings, node: Node, layout: Layout) -> str:
-    """A bridge with host-local addresses. No masquerading: pods reach the node and each other, nothing beyond."""
+    """Return the CNI configuration: a bridge with host-local addresses.
+
+    There is no masquerading: pods can reach only the node and each other.
+    """
     first, last = node.pod_ips
     ipam = {
         "type": "host-local",
@@ -131,9 +134,12 @@ def cni(settings: Settings, node: Node, layout: Layout) -> str:
 
 
 def kubelet(settings: Settings, node: Node, layout: Layout, machine: Machine, *, pki: Path) -> str:
-    """Return the kubelet's configuration, without eviction and image garbage collection: disks may be nearly full.
+    """Return the kubelet's configuration.
 
-    layout: the paths of the node. pki: the folder of the cluster's certificates.
+    Eviction and image garbage collection are off, because disks may be nearly full.
+
+    layout: the paths of the node.
+    pki:    the folder of the cluster's certificates.
     """
     return yaml.safe_dump(
         {
@@ -176,7 +182,7 @@ def kubelet(settings: Settings, node: Node, layout: Layout, machine: Machine, *,
 
 
 def resolv_conf(settings: Settings) -> str:
-    """Return resolv.conf without the machine's search domains, whose resolver pods cannot reach."""
+    """Return resolv.conf, without the machine's search domains, because pods cannot reach the machine's resolver."""
     return f"nameserver {settings.node_ip}\n"
 
 

@@ -1,4 +1,4 @@
-"""containerd's client: images and containers of one cluster, through `ctr` on its private socket."""
+"""A client of containerd for the images and containers of one cluster: runs `ctr` on the cluster's private socket."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def images(layout: Layout) -> set[str]:
 
 
 def image_digest(layout: Layout, reference: str) -> str | None:
-    """The digest of the manifest that a name stands for."""
+    """Return the manifest digest of the image with this name; None if there is no such image."""
     table = ctr(layout, "images", "list", f"name=={reference}").stdout.splitlines()[1:]
     return next((line.split()[2] for line in table if line.split()[0] == reference), None)
 
 
 def stale_ids(table: str) -> list[str]:
-    """Names of the form `sha256:…` in the text of `ctr images list` whose image has no other name any more.
+    """Return the names `sha256:…` in the output of `ctr images list` whose images have no other name any more.
 
-    The kubelet's side of containerd makes such a name at an image's first import and keeps it when the tag moves on,
-    which would keep the old layers for ever. Running containers reference their own layers.
+    containerd's CRI plugin creates such a name at the first import of an image, and keeps it when the tag moves to
+    another image, which would keep the old layers for ever. Running containers reference their layers themselves.
     """
     rows = [line.split() for line in table.splitlines()[1:]]
     named = {row[2] for row in rows if not row[0].startswith("sha256:")}
@@ -53,13 +53,13 @@ def remove_stale_ids(layout: Layout) -> None:
 
 
 def snapshots(layout: Layout) -> set[str]:
-    """Names of the committed snapshots."""
+    """Return the names of the committed snapshots."""
     rows = (line.split() for line in ctr(layout, "snapshots", "list").stdout.splitlines()[1:])
     return {row[0] for row in rows if row[-1] == "Committed"}
 
 
 def remove_containers(layout: Layout) -> int:
-    """Delete every container, so that only the image store remains for a later cluster."""
+    """Delete all containers, and return their number. Only the image store remains for a later cluster."""
     containers = ctr(layout, "containers", "list", "--quiet").stdout.split()
     for container in containers:
         ctr(layout, "tasks", "delete", "--force", container, check=False)
@@ -69,7 +69,7 @@ def remove_containers(layout: Layout) -> int:
 
 
 def import_pause(layout: Layout, program: Path) -> None:
-    """Imports the sandbox's image, made here of one static program."""
+    """Import the image of pod sandboxes, which contains one static program."""
     if PAUSE_IMAGE in images(layout):
         return
     archive = layout.run / "pause.tar"
@@ -79,7 +79,7 @@ def import_pause(layout: Layout, program: Path) -> None:
 
 
 def pause_archive(program: bytes) -> bytes:
-    """A docker-archive with one layer and one file, the same bytes for the same program."""
+    """Return a docker-archive with one layer and one file. The same program gives the same bytes."""
     layer = _tar({"pause": (program, 0o755)})
     config = {
         "architecture": "amd64",

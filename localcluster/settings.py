@@ -1,7 +1,7 @@
-"""A cluster's folders, addresses and ports, fixed at its first `up`.
+"""The folders, addresses and ports of a cluster, which are fixed at its first `up`. Pure except for `load` and `save`.
 
-Pure except for `load` and `save`. Everything a cluster writes lies under `Layout.state`; what clusters share (built
-programs, base system, image layers) lies under `cache_root()`.
+A cluster writes only to `Layout.state`, and to `cache_root()`, which has what clusters share: built programs, the base
+system and image layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_runtime.protocol import strict_json as json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Unix socket paths end at 107 bytes; the longest below the state folder is a socket in the kubelet's folder of a node.
+# The path of a Unix socket has at most 107 bytes. The longest one is in the kubelet's folder of a node.
 MAX_STATE_PATH = 63
 MAX_NODES = 4
 
@@ -50,8 +50,8 @@ class Options:
     """Options of the caller; `None` leaves the choice to the launcher.
 
     Attributes:
-        api_port: port of the API server; an explicit port that is taken is an error, by default a free one is found.
-        pod_subnet: IPv4 network of the nodes and the pods; its first address is the first node.
+        api_port: port of the API server; by default a free port; an explicit port that is in use is an error.
+        pod_subnet: IPv4 network of nodes and pods. Its first address is the address of the first node.
         service_subnet: IPv4 network of ClusterIPs.
         nodes: number of nodes, 1 to `MAX_NODES`; 1 by default.
     """
@@ -67,12 +67,12 @@ class Node:
     """One node of a cluster.
 
     Attributes:
-        index: the number of the node. Node 1 is the machine itself, beside the control plane.
-        ip: address of the node's bridge: its kubelet, and the gateway of its pods.
-        pod_ips: first and last address for pods.
-        cgroup: the cgroup of the node's pods.
-        namespace: network namespace of the node's processes, and the name of the veth interface that connects it to
-            the bridge of node 1; None for node 1.
+        index:     number of the node. Node 1 is the machine itself, which also runs the control plane.
+        ip:        address of the node's bridge, which its kubelet uses, and the gateway of its pods.
+        pod_ips:   first and last address for pods.
+        cgroup:    the cgroup of the node's pods.
+        namespace: network namespace of the node's processes, and the name of the veth interface that connects it to the
+                   bridge of node 1; None for node 1.
     """
 
     index: int
@@ -84,13 +84,16 @@ class Node:
 
     @property
     def suffix(self) -> str:
-        """Suffix that distinguishes names of components and certificates of this node from the names of node 1."""
+        """Suffix of the names of this node's components and certificates; empty for node 1."""
         return "" if self.index == 1 else f"-{self.index}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One cluster's identity. Written to `cluster.json` at the first `up` and constant until `down`."""
+    """The fixed settings of a cluster.
+
+    They are written to `cluster.json` at the first `up`, and constant until `down`.
+    """
 
     name: str
     control_plane_only: bool
@@ -105,9 +108,9 @@ class Settings:
 
     @property
     def possible_nodes(self) -> list[Node]:
-        """The nodes that the cluster may grow to.
+        """The nodes that the cluster can have.
 
-        Each has an equal part of the pod subnet: first its own address, then those of its pods.
+        Each has an equal part of the pod subnet: the node's address, then addresses of pods.
         """
         parts = ipaddress.IPv4Network(self.pod_subnet).subnets(prefixlen_diff=(MAX_NODES - 1).bit_length())
         return [self._node(index, part) for index, part in zip(range(1, MAX_NODES + 1), parts, strict=True)]
@@ -125,7 +128,7 @@ class Settings:
 
     @property
     def node_ip(self) -> str:
-        """The address of node 1: the control plane and the cluster's DNS."""
+        """The address of node 1, at which the control plane and the cluster's DNS listen."""
         return self.nodes[0].ip
 
     def bridge_address(self, node: Node) -> str:
@@ -138,7 +141,7 @@ class Settings:
 
     @property
     def bridge(self) -> str:
-        """Interface names end at 15 bytes, so the name is a digest of the cluster's."""
+        """The name of the bridge: a digest of the cluster's name, because interface names have at most 15 bytes."""
         return "mlc" + hashlib.sha256(self.name.encode()).hexdigest()[:8]
 
     @property
@@ -156,7 +159,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths of one cluster or node, all below `state`."""
+    """The paths of one cluster or node, all below `state`."""
 
     state: Path
 
@@ -170,7 +173,7 @@ class Layout:
 
     @property
     def bin(self) -> Path:
-        """Links to the programs for users of the cluster: kubectl, helm."""
+        """Folder with links to the programs for users of the cluster: kubectl and helm."""
         return self.state / "bin"
 
     @property
@@ -187,12 +190,12 @@ class Layout:
 
     @property
     def audit_log(self) -> Path:
-        """The audit log of a control plane's API server, one JSON object per line."""
+        """Path of the audit log of a control plane's API server, with one JSON object per line."""
         return self.logs / "audit.log"
 
     @property
     def run(self) -> Path:
-        """Process records, and the machine's previous settings."""
+        """Folder of the process records and of the machine's previous settings."""
         return self.state / "run"
 
     @property
@@ -209,7 +212,7 @@ class Layout:
 
     @property
     def containerd_root(self) -> Path:
-        """Images and snapshots: the one folder that `down` keeps."""
+        """Folder of images and snapshots, the only one that `down` keeps."""
         return self.state / "containerd"
 
     @property
@@ -224,7 +227,7 @@ class Layout:
         return self.config / f"{identity}.kubeconfig"
 
     def of_node(self, index: int) -> Layout:
-        """Return the paths of a node: node 1 shares the cluster's folder, others have one below it."""
+        """Return the paths of a node. Node 1 uses the cluster's folder; each other node has a folder below it."""
         return self if index == 1 else Layout(self.state / f"node-{index}")
 
     def nested(self) -> list[Layout]:
@@ -263,7 +266,7 @@ def save(settings: Settings, layout: Layout) -> None:
 
 
 def load(layout: Layout) -> Settings | None:
-    """The recorded settings; `None` when there are none or another version of the launcher wrote them."""
+    """Return the recorded settings; None if there are none, or if another version of the launcher wrote them."""
     try:
         fields = json.loads(layout.settings.read_text())
         return Settings(**fields) if set(fields["ports"]) == set(PORT_NAMES) else None
@@ -272,7 +275,7 @@ def load(layout: Layout) -> Settings | None:
 
 
 def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
-    """Return the options that differ from an existing cluster's settings. A cluster may grow."""
+    """Return messages about options that contradict an existing cluster's settings. More nodes are no contradiction."""
     wanted = {
         "--api-port": (options.api_port, settings.ports["apiserver"]),
         "--pod-subnet": (options.pod_subnet, settings.pod_subnet),

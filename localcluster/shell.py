@@ -1,4 +1,4 @@
-"""Running other programs: their output captured, or followed line by line, and failures as readable errors."""
+"""Runs other programs, captures or follows their output, and reports failures as readable errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(
     check: bool = True,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; with `check`, a failure raises an error with the last lines of its output."""
+    """Run a program to its end. check: raise ClusterError with the last lines of the output if the program fails."""
     argv = [str(part) for part in command]
     result = subprocess.run(
         argv,
@@ -54,9 +54,10 @@ def follow(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Run a program to its end, without standard input and output; return its exit code.
+    """Run a program to its end, without standard input and output, and return its exit code.
 
-    on_line: called with each line of its standard error. on_tick: called every TICK_SECONDS.
+    on_line: called with each line of its standard error.
+    on_tick: called every TICK_SECONDS.
     """
     lines: queue.Queue[str | None] = queue.Queue()
 

@@ -1,4 +1,4 @@
-"""Reads images in buildah's store (the containers-storage layout, overlay driver): manifest, configuration, layers."""
+"""Reads the manifest, configuration and layers of images in buildah's store (containers-storage, overlay driver)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.protocol import strict_json as json
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, unpacked: `folder` holds its files as overlayfs wants them, whiteouts included."""
+    """An unpacked layer. folder: its files in overlayfs's form, including whiteouts."""
 
     digest: str
     folder: Path
@@ -23,7 +23,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Image:
-    """One image: the manifest and configuration as they were written, and its layers from the lowest up."""
+    """An image: the original bytes of its manifest and configuration, and its layers, lowest first."""
 
     reference: str
     manifest: bytes
@@ -40,13 +40,13 @@ def root() -> Path:
 
 
 def buildah(*arguments: str) -> list[str]:
-    """A buildah command line on the launcher's own store, apart from the user's."""
+    """Return a buildah command line that uses the launcher's store instead of the user's."""
     own = ["--root", str(root() / "storage"), "--runroot", str(root() / "run"), "--storage-driver", "overlay"]
     return ["buildah", *own, *arguments]
 
 
 def find(reference: str, *, storage: Path | None = None) -> Image | None:
-    """The image of that name, or `None`."""
+    """Return the image with the name `reference`; None if there is none."""
     storage = storage or root() / "storage"
     entry = next(
         (image for image in _table(storage / "overlay-images" / "images.json") if _named(image, reference)), None
@@ -78,7 +78,10 @@ def _named(image: dict[str, Any], reference: str) -> bool:
 
 
 def _data(storage: Path, image: str, key: str) -> bytes:
-    """An image's file; names with other characters than letters and digits are stored in base 64."""
+    """Return the content of an image's file `key`.
+
+    Names with other characters than letters and digits are stored in base64.
+    """
     folder = storage / "overlay-images" / image
     plain = folder / key
     return (plain if plain.exists() else folder / ("=" + base64.b64encode(key.encode()).decode())).read_bytes()

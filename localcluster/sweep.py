@@ -1,4 +1,4 @@
-"""Taking a cluster off the machine, whatever state a previous run left it in."""
+"""Removes a cluster from the machine, whatever state a previous run has left it in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from localcluster.mounts import unmount_below
 from localcluster.progress import Steps
 from localcluster.settings import Layout
 
-# Their data is removed a moment later: nothing is gained by letting them end politely, which can take a minute.
+# Their data is removed right after, so a graceful shutdown, which can take a minute, has no benefit.
 _NO_GRACE = frozenset(
     {
         "etcd",
@@ -28,7 +28,7 @@ _NO_GRACE = frozenset(
     }
 )
 
-# Places that no option of the kubelet, containerd or the CNI library moves.
+# Paths that no option of the kubelet, containerd or the CNI library changes.
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
 SHIM_SOCKETS = Path("/run/containerd/s")
 CNI_RESULTS = Path("/var/lib/cni/results")
@@ -45,7 +45,7 @@ _STRAY_FOLDERS = (
 
 
 def down(name: str, layout: Layout, steps: Steps, *, purge: bool) -> None:
-    """Ends the cluster's processes and removes what it holds on the machine and on disk."""
+    """Terminate the cluster's processes, and remove its changes to the machine and its files."""
     footprint = machine.recorded()
     if footprint is not None and footprint.state == str(layout.state):
         _require_root(name)
@@ -62,7 +62,7 @@ def down(name: str, layout: Layout, steps: Steps, *, purge: bool) -> None:
 
 
 def end_processes(layout: Layout, steps: Steps) -> None:
-    """Ends every process of the cluster, recorded or not."""
+    """Terminate all processes of the cluster, whether or not they have a record."""
     owned = processes.owned_pids(layout.state)
     if not owned:
         return
@@ -77,7 +77,7 @@ def _end_pods(footprint: Footprint, layout: Layout) -> int:
     for cgroup in footprint.cgroups:
         cgroups.freeze(cgroup, frozen=False)
     processes.send(processes.owned_pids(layout.state), signal.SIGCONT)
-    # The kubelets first: they would restart the pods.
+    # Terminate the kubelets first, because they would restart the pods.
     _terminate(layout, {"kubelet"})
     count = sum(cgroups.remove(cgroup) for cgroup in footprint.cgroups)
     for node in (layout, *layout.nested()):
@@ -94,8 +94,8 @@ def _terminate(layout: Layout, programs: Collection[str], *, grace: float = proc
 
 
 def _restore(footprint: Footprint, layout: Layout) -> str:
-    """Undo the node's changes in the order of their dependencies; return a summary."""
-    # A shim that still ran may have started a process after the first sweep.
+    """Undo the node's changes to the machine, in the order of their dependencies, and return a summary."""
+    # Kill processes a second time: a shim that still ran may have started one after the first time.
     for cgroup in (*footprint.cgroups, cgroups.of_node(footprint.cgroups[0])):
         cgroups.remove(cgroup)
     unmounted = unmount_below(layout.state)
@@ -108,7 +108,7 @@ def _restore(footprint: Footprint, layout: Layout) -> str:
 
 
 def _remove_strays(footprint: Footprint, layout: Layout) -> None:
-    """Remove the files of containerd, the CNI library and the kubelet outside the state folder."""
+    """Remove files of containerd, the CNI library and the kubelet that are outside of the state folder."""
     listening = Path("/proc/net/unix").read_text()
     for socket in SHIM_SOCKETS.glob("*"):
         if str(socket) not in listening:

@@ -1,4 +1,4 @@
-"""The demo on a cluster with the operator: apply a resource, send requests, and take it through every verb.
+"""Runs the demo on a cluster with the operator: applies a resource, sends requests, and executes every verb.
 
 Each step is checked; a failed check raises CheckError.
 """
@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
 MAX_STORY_TOKENS, MIN_STORY_TOKENS = 640, 64
 STORY_SECONDS = 10.0
-"""Approximate duration of a story, during which it is paused, suspended, or loses its engine."""
+"""Approximate duration of the streamed story during which the demo pauses, suspends or kills the engine."""
 FROZEN_SECONDS = 2.0
 ENGINE_METRICS_PORT = 8080
 
@@ -55,8 +55,10 @@ class Stream:
         return self.text
 
     def at_rest(self) -> int:
-        """Return the number of pieces once none has arrived for a second. The resource must be paused: its last pieces
-        may still be on their way."""
+        """Wait until no piece has arrived for a second, and return the number of pieces.
+
+        The resource must be paused. Its last pieces may still arrive.
+        """
         before = -1
         while self.chunks != before:
             before = self.chunks
@@ -65,9 +67,9 @@ class Stream:
 
 
 def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
-    """Return `url` when it answers: kube-proxy adds a Service's pods some moments after they are ready.
+    """Wait until `url` answers, and return it.
 
-    Until then the client gets "connection refused".
+    kube-proxy adds a Service's pods a moment after they are ready. Until then, every connection fails.
     """
     until = time.monotonic() + seconds
     while True:
@@ -92,7 +94,7 @@ class Chat:
         return str(answer.json()["choices"][0]["message"]["content"])
 
     def status_of(self, messages: list[dict[str, str]]) -> int:
-        """Return the HTTP status of a request."""
+        """Return the HTTP status of the answer to a chat request."""
         return httpx.post(self._path, json=self._body(messages, 8), timeout=PATIENCE_SECONDS).status_code
 
     def stream(self, messages: list[dict[str, str]], *, max_tokens: int) -> Stream:
@@ -136,7 +138,7 @@ class Chat:
 
 
 def ask_for_paris(chat: Chat) -> tuple[str, int]:
-    """Return the answer, and the number of tokens that a story of STORY_SECONDS has at this speed."""
+    """Ask a question, and return the answer and the number of tokens that take STORY_SECONDS at this speed."""
     began = time.monotonic()
     answer = chat.ask(QUESTION)
     check("Paris" in answer, f"the answer for the capital of France is {answer!r}")
@@ -146,9 +148,9 @@ def ask_for_paris(chat: Chat) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """The lifecycle of one resource, from apply to delete.
+    """Takes one resource through its lifecycle, from apply to delete.
 
-    reach: returns the URL at which this machine reaches a Service of the namespace.
+    reach: returns the URL by which this machine reaches a Service of the namespace.
     """
 
     kube: Kubectl
@@ -238,13 +240,13 @@ class Walkthrough:
         return int(self._metric(0, "process_resident_memory_bytes")) >> 20
 
     def _metric(self, engine: int, name: str) -> float:
-        """A metric of an engine's first pod, read through the API server."""
+        """Return a metric of an engine's first pod, read through the API server."""
         pod = f"{self.name}-engine-{engine}-0:{ENGINE_METRICS_PORT}"
         text = self.kube("get", "--raw", f"/api/v1/namespaces/{self.kube.namespace}/pods/{pod}/proxy/metrics")
-        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-        check(found is not None, f"{pod} has no metric {name}")
-        assert found is not None
-        return float(found[1])
+        match = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        check(match is not None, f"{pod} has no metric {name}")
+        assert match is not None
+        return float(match[1])
 
     @contextmanager
     def _step(self, title: str) -> Iterator[Callable[[str], None]]:

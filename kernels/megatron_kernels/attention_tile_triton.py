@@ -13,7 +13,7 @@ WIDEN_PRODUCTS = bool(triton.knobs.runtime.interpret)
 
 
 def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:
-    """Check the arguments that the kernels use as addresses. R rows of any kind.
+    """Check the arguments from which the kernels compute addresses. R: number of rows of queries.
 
     Raises:
         ValueError: the message has the argument, its value and the allowed value.
@@ -59,11 +59,11 @@ def softmax_step(
     """Attend from `queries` [R, C] to the cached tokens first … first + BLOCK_TOKENS - 1.
 
     largest, total, sums: the online softmax so far: maximum [R], sum of weights [R], weighted values [R, C].
-    stop:      end of the cached tokens.
+    stop: number of cached tokens.
     last_seen: [R], the last token that each row attends to; every row attends to token `first` or to an earlier one.
-               Read only if MASKED; an unmasked tile is complete, and visible to all rows.
-    window:    number of tokens up to last_seen that a row attends to, if WINDOWED, which implies MASKED; then a row may
-               have attended to no token yet.
+               Used only if MASKED; an unmasked tile is complete, and visible to all rows.
+    window:    number of tokens up to last_seen that a row attends to, if WINDOWED, which implies MASKED; in this case,
+               a row may not have attended to any token yet.
     """
     tokens = first + tl.arange(0, BLOCK_TOKENS)
     present = tokens < stop

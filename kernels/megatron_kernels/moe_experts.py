@@ -3,10 +3,10 @@ token.
 
 Shapes: T tokens, D hidden size, N experts of the model, X of them on this rank, F feed-forward width of an expert,
         G = 2 F (gate and up), J chosen experts of a token, R places in the order of `moe_routing`.
-Types:  float32, bfloat16, float16 alike for x and weights. Products accumulate in float32; the hidden layer before and
-        after SwiGLU, the weighted result of a pair, and the sum are rounded once each.
-Bound:  memory at decode; bytes = (U (G D + D F) + 2 T D) s for U chosen experts, each read once. Compute with many
-        tokens; FLOPs = 2 P (G D + D F) for P pairs.
+Types: float32, bfloat16 or float16, the same for x and weights. Products accumulate in float32; the hidden layer before
+        and after SwiGLU, the weighted result of a pair, and the sum are rounded once each.
+Bound:  memory at decode; bytes = (U (G D + D F) + 2 T D) s for U chosen experts, each read once. With many tokens the
+        bound is compute; FLOPs = 2 P (G D + D F) for P pairs.
 Source: one grouped product over tokens sorted by expert, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
 """
 
@@ -37,10 +37,10 @@ def moe_experts(
     first: int = 0,
     alignment: int,
 ) -> torch.Tensor:
-    """Return y_TD, the weighted sum of each token's chosen experts on this rank.
+    """Return y_TD, the weighted sum of the outputs of each token's chosen experts on this rank.
 
     first:     number of this rank's first expert.
-    alignment: alignment of `routing`: the places of a tile of the product.
+    alignment: alignment with which `routing` was computed, which is the number of places in a tile of the product.
     """
     pairs_TJD = x_TD.new_zeros(*routing.experts_TJ.shape, x_TD.shape[1])
     for number, (gate_up_GD, down_DF) in enumerate(zip(gate_up_XGD, down_XDF, strict=True), first):

@@ -1,9 +1,9 @@
 """The experts of a mixture in Triton: see `moe_experts`. Two grouped products with SwiGLU between them.
 
-A program of a product computes a tile of places, all of one expert, by a tile of columns of that expert's matrix. It
+In each product, a program computes a tile of places of one expert times a tile of columns of the expert's matrix. It
 finds its expert on the device by bisection. There is one program for each tile of the order, whichever experts are
-chosen, so that the launches can be captured. No sum is shared between programs: the first product writes to places, the
-second to pairs, and the pairs of a token are summed in the order of its choices.
+chosen, so that CUDA graphs can capture the launches. No sum is shared between programs: the first product writes to
+places, the second to pairs, and the pairs of a token are summed in the order of its choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from megatron_kernels.tuning import expert_tile
 
 @triton.jit
 def _find_expert(starts, place, num_experts):
-    """Return the last expert whose part begins at or before `place`; experts without tokens have empty parts."""
+    """Return the last expert whose part of the order begins at or before `place`.
+
+    Experts without tokens have empty parts.
+    """
     low, high = 0, num_experts
     while high - low > 1:
         middle = (low + high) // 2
@@ -52,8 +55,11 @@ def _expert_product(
     DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Multiply tiles of x by the matrices of their experts. By default, the rows of x are tokens, and the rows of out
-    places. TO_PAIRS: the rows of x are places, and the rows of out pairs, which are multiplied by their weights."""
+    """Multiply tiles of x by the matrices of their experts.
+
+    By default, the rows of x are tokens, and the rows of out are places. With TO_PAIRS, the rows of x are places, and
+    the rows of out are pairs, whose results are multiplied by the pairs' weights.
+    """
     start = tl.program_id(0) * PLACES
     if start >= tl.load(starts + num_experts):
         return
@@ -101,7 +107,7 @@ def moe_experts(
         raise ValueError(f"alignment={alignment}: must be a power of 2 from 16 on, a tile of the product")
     (tokens, top_k), hidden = routing.experts_TJ.shape, x_TD.shape[1]
     places = len(routing.order_R) // alignment * alignment
-    # No program writes the pairs of experts on other ranks.
+    # No program writes the pairs of other ranks' experts, so they must be zero before.
     is_whole = len(gate_up_XGD) == len(routing.counts_N)
     pairs_PD = (x_TD.new_empty if is_whole else x_TD.new_zeros)(tokens * top_k, hidden)
     if tokens:

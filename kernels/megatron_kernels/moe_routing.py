@@ -1,4 +1,4 @@
-"""The experts of each token with their weights, and the order that groups the tokens by expert.
+"""Chooses the experts of each token with their weights, and computes the order that groups the tokens by expert.
 
 Shapes: T tokens, N experts, J chosen experts of a token, R = T J (token, choice) pairs.
 Types:  logits float32, bfloat16, float16; weights float32, computed in float32; indices int32.
@@ -19,7 +19,7 @@ class Routing:
     """The experts of each token, and the (token, expert) pairs grouped by expert.
 
     weights_TJ, experts_TJ: in descending order of probability; the lower expert number wins a tie.
-    counts_N:   pairs of each expert.
+    counts_N: number of pairs of each expert.
     starts_M:   M = N + 1: the start of each expert's part of `order_R`, and the end of the last part.
     order_R:    pair numbers t * J + j, sorted by expert, then by token. Padded with -1: each part up to the
                 alignment, and all elements after starts_M[-1].
@@ -48,7 +48,7 @@ def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, 
     """Route every token to the `top_k` experts of largest probability.
 
     normalize: divide the chosen probabilities by their sum.
-    alignment: parts of the order are padded to a multiple of it: the tile of a grouped product.
+    alignment: each expert's part of the order is padded to a multiple of it, the rows in a tile of a grouped product.
     """
     tokens, num_experts = logits_TN.shape
     probabilities_TN = logits_TN.float().softmax(dim=-1)

@@ -1,12 +1,13 @@
-"""Expert routing in Triton: see `moe_routing`. Launches whose sizes follow from the shapes, without atomic operations
-and without reads from the device, so that the order is deterministic and the launches can be captured.
+"""Expert routing in Triton: see `moe_routing`.
 
-Up to 64 tokens take one launch of one program. More tokens take three:
+The sizes of the launches depend only on shapes, and there are no atomic operations and no reads from the device. So the
+order is deterministic, and CUDA graphs can capture the launches.
 
-1. One program per block of tokens: probabilities, chosen experts, and the number of choices of each expert.
-2. One program: sums over blocks and experts give the start of each expert's part, and the start of each block in it.
-3. One program per block of tokens: the place of each pair. A token chooses an expert once, so the rank of a pair is the
-   number of earlier tokens of the block that chose the same expert.
+Up to 64 tokens take one launch of one program. More tokens take three launches: 1. One program per block of tokens:
+probabilities, chosen experts, and the number of choices of each expert. 2. One program: sums over blocks and experts
+give the start of each expert's part, and the start of each block in it. 3. One program per block of tokens: the place
+of each pair. A token chooses an expert once, so the rank of a pair is the number of earlier tokens of the block that
+chose the same expert.
 """
 
 from __future__ import annotations
@@ -34,14 +35,16 @@ def _choose_experts(
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
 ):
-    """Write the weights and experts of `rows`. Return the experts [ROWS, CHOICES], and 1 for each (row, expert) that is
-    chosen, [ROWS, EXPERTS]."""
+    """Write the weights and experts of `rows`.
+
+    Returns the experts [ROWS, CHOICES], and a matrix [ROWS, EXPERTS] that is 1 where a row has chosen an expert.
+    """
     columns, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     row_inside = rows < tokens
     inside = row_inside[:, None] & (columns < num_experts)[None, :]
     source = logits + rows.to(tl.int64)[:, None] * stride_logits + columns[None, :]
     scores = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
-    # A row outside has no finite score: its maximum is replaced to avoid NaN.
+    # A row outside of the tensor has no finite score, so its maximum is replaced to avoid NaN.
     largest = tl.where(row_inside, tl.max(scores, axis=1), 0.0)
     exponentials = tl.exp(scores - largest[:, None])
     remaining = tl.where(inside, exponentials, -1.0)
@@ -87,11 +90,11 @@ def _route(
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the whole routing for tokens that one program holds."""
+    """Compute the whole routing in one program, for few tokens."""
     for first in range(0, size, BLOCK):
         index = first + tl.arange(0, BLOCK)
         tl.store(order + index, tl.full((BLOCK,), -1, tl.int32), mask=index < size)
-    # Other threads of the program write places over these.
+    # Wait until all threads have read these values, which places overwrite.
     tl.debug_barrier()
     rows = tl.arange(0, ROWS)
     chosen_experts, has_chosen = _choose_experts(
@@ -162,7 +165,7 @@ def _choose(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
-    """Replace the counts of every block by the start of the block's pairs of each expert in `order`."""
+    """Replace each block's number of pairs of an expert by the index in `order` at which these pairs begin."""
     columns = tl.arange(0, EXPERTS)
     inside = columns < num_experts
     total = tl.zeros((EXPERTS,), tl.int32)

@@ -1,4 +1,4 @@
-"""The signatures of the operations. Each operation is documented by its reference, in the file of the same name."""
+"""The signatures of the operations. The file with the name of an operation documents it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Shapes: B sequences, H query heads, K key-value heads (H a multiple of K), C head size, P pages, X tokens of a
         page, E = 2 K C (keys of all heads, then values), M pages of the longest block table, S cached tokens.
-Types:  float32, bfloat16, float16 alike for queries and cache; block tables and lengths int32. Products accumulate in
-        float32, the softmax is float32, the result is rounded once.
+Types: float32, bfloat16 or float16, the same for queries and cache; block tables and lengths int32. Products accumulate
+        in float32, the softmax is float32, the result is rounded once.
 Bound:  memory; bytes = (S E + 2 B H C) s, S the sum of the lengths: every cached key and value is read once, for all
         query heads that share it.
 Source: split-KV with a second reduction is Flash-Decoding (Dao et al. 2023); pages are vLLM's PagedAttention (Kwon et
@@ -33,8 +33,8 @@ def paged_decode(
     """Return softmax(scale q k^T) v, [B, H, C].
 
     q_BHC:     may be a strided view of the fused QKV product.
-    lengths_B: cached tokens of each sequence, including the new one. 0 means a padding row: its result is zeros, and
-               its block table is not read.
+    lengths_B: number of cached tokens of each sequence, including the new one. 0 means a padding row: its result is
+               zeros, and its block table is not read.
     scale:     None means C ** -0.5.
     window:    number of last cached tokens to attend to, including the new one; None means all.
     """

@@ -15,7 +15,7 @@ from megatron_kernels.attention_tile_triton import LOG2_E, WIDEN_PRODUCTS, check
 from megatron_kernels.tuning import MIN_DOT_ROWS, DecodeTuning, decode_tuning, next_power_of_2
 
 REDUCE_BLOCK = 16
-"""Parts that one step of the reduction adds."""
+"""Number of parts that one step of the reduction adds."""
 
 
 @triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table", "window"])
@@ -47,8 +47,12 @@ def _decode_part(
     WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Write out [B, H, C] if there is one part; else parts [B, H, splits, C], the normalized result of each part, and
-    logs [B, H, splits], the base-2 logarithm of its sum of weights: -inf, and no result, for an empty part."""
+    """Compute one part of a sequence for one key-value head.
+
+    If there is only one part, write out [B, H, C]. Otherwise write parts [B, H, splits, C], the normalized result of
+    the part, and logs [B, H, splits], the base-2 logarithm of its sum of weights. An empty part has no result, and the
+    logarithm -inf.
+    """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
     heads = kv_head * GROUP + rows
@@ -115,8 +119,9 @@ def _decode_part(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the parts of one head, weighted by their sums of weights, block by block in the order of their tokens. Empty
-    parts at the end add zero, which changes no bit.
+    """Add the parts of one head, weighted by their sums of weights, in blocks and in the order of their tokens.
+
+    Empty parts at the end add zero, so they do not change the result.
     """
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIMS)
@@ -132,7 +137,7 @@ def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl
         splits = first + tl.arange(0, BLOCK)
         logarithms = tl.load(logs + head * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
         weights = tl.exp2(logarithms - largest)
-        # An empty part has no result.
+        # The memory of an empty part is not initialised.
         inside = (logarithms > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
         values_at = parts + (head * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
         total += tl.sum(weights, axis=0)

@@ -1,10 +1,11 @@
-"""Causal attention of several new tokens per sequence over a paged KV cache that holds them already.
+"""Causal attention of several new tokens per sequence over a paged KV cache, which contains the new tokens already.
 
 Shapes: T new tokens of B sequences, sequence by sequence, H query heads, K key-value heads, C size of a head, P pages,
         X tokens of a page, E = 2 K C (keys of all heads, then values), M pages of the longest block table.
 Types:  as in `paged_decode`.
-Bound:  compute for long prompts; FLOPs = 4 H C sum over sequences of (n L - n (n - 1) / 2) for n new tokens in a
-        context of L: new token i attends to L - n + i + 1 tokens, with 2 C for each score and 2 C for each value.
+Bound: compute for long prompts; FLOPs = 4 H C times the sum over sequences of (n L - n (n - 1) / 2), for n new tokens
+        in a context of L. New token i attends to L - n + i + 1 tokens, with 2 C FLOPs for each score and 2 C for each
+        value.
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691) over pages; query blocks of all sequences in one launch whose size
         does not depend on their lengths, as in vLLM's unified attention.
 """
@@ -34,9 +35,9 @@ def paged_prefill(
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v, [T, H, C]; a new token attends to itself and the tokens before it.
 
-    lengths_B:      cached tokens of each sequence, including the new ones, which are the last.
-    query_starts_B: int32 [B + 1], ascending; the start of each sequence's new tokens, then the end of all. The rows of
-                    `q_THC` from the end on are padding: their result is zeros.
+    lengths_B: number of cached tokens of each sequence, including the new tokens at its end.
+    query_starts_B: int32 [B + 1], ascending; the row of each sequence's first new token, then the row after all new
+                    tokens. Rows of `q_THC` from this one on are padding, and their result is zeros.
     window:         maximum number of tokens that a new token attends to, including itself; None means all.
     """
     _, num_heads, head_dim = q_THC.shape

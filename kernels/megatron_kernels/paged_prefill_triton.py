@@ -29,7 +29,7 @@ def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
     return low
 
 
-# The first sequence may be any row of its tables.
+# Triton must not specialise on these addresses, because the first sequence may be any row of the tables.
 @triton.jit(
     do_not_specialize=["num_sequences", "stride_table", "window"],
     do_not_specialize_on_alignment=["block_table", "lengths"],
@@ -141,7 +141,7 @@ def _prefill_block(
             WIDEN,
         )
     if WINDOWED:
-        total = tl.where(total > 0.0, total, 1.0)  # a row after the last query may have attended to no token
+        total = tl.where(total > 0.0, total, 1.0)  # a row after the last query may not have attended to any token
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     out_row = row_index * num_kv_heads * GROUP + heads
     tl.store(out + out_row[:, None] * HEAD_DIM + dims[None, :], result, inside)

@@ -1,12 +1,12 @@
-"""Normalise and rotate queries and keys, and append keys and values to the paged cache.
+"""Normalises and rotates queries and keys, and appends keys and values to the paged KV cache.
 
 Shapes: T tokens, H query heads, K key-value heads, C size of a head, F = C / 2 rotary pairs, Q = (H + 2 K) C (queries,
         keys, values), P pages, X tokens of a page, E = 2 K C (keys, then values).
-Types:  float32, bfloat16, float16 alike for qkv and cache; cos and sin of any float type; slots int64. Computed in
-        float32, queries and keys rounded once, values copied bit by bit.
+Types: float32, bfloat16 or float16, the same for qkv and cache; cos and sin of any float type; slots int64. Queries and
+        keys are computed in float32 and rounded once; values are copied unchanged.
 Bound:  memory; bytes = (2 T Q + 4 T F) s without norm weights: qkv read, queries and cache written, cos and sin read.
 Source: RMSNorm of queries and keys as in Qwen3, or over all heads as in OLMo 2 (arXiv:2501.00656); rotary embedding of
-        Su et al. 2021, arXiv:2104.09864, in the layout of halves (pair i is elements i and i + F).
+        Su et al. 2021, arXiv:2104.09864, in which pair i consists of elements i and i + F.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def qk_norm_rope_append(
     """Overwrite the queries of `qkv_TQ`, and write keys and values to the cache. The keys of `qkv_TQ` do not change.
 
     cos_TF, sin_TF: cosine and sine of the tokens' angles; rows may be strided, so they can be views of a wider table.
-    slots_T:        cache row of each token, page * X + offset; padding has a negative one and is not written.
-    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2 they are [H C] and
-                        [K C], of RMSNorm over all heads.
+    slots_T: cache row of each token, page * X + offset. Padding has a negative row, and is not written.
+    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2 they are weights [H C]
+                        and [K C] of RMSNorm over all heads.
     mean_squares_T2:    float32, contiguous: mean squares of each token's queries and keys, over all heads of the model.
     """
     heads_TNC = qkv_TQ.unflatten(1, (num_heads + 2 * num_kv_heads, -1))

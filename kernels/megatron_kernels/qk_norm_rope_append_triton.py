@@ -81,7 +81,7 @@ def _norm_rope_append(
             key_x, key_y = _normalize(x, y, k_norm, pairs, pairs_inside, epsilon, HALF)
         x = tl.where(is_query[:, None], query_x, key_x)
         y = tl.where(is_query[:, None], query_y, key_y)
-    # Values are copied bit by bit.
+    # Values are copied unchanged.
     new_first = tl.where(is_rotated[:, None], (x * cosine - y * sine).to(first.dtype), first)
     new_second = tl.where(is_rotated[:, None], (y * cosine + x * sine).to(first.dtype), second)
     queries_inside = inside & is_query[:, None]

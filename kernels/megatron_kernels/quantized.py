@@ -1,4 +1,4 @@
-"""Matrices in the formats of GGUF files: rows of blocks, each of small integers with their scale.
+"""Matrices in the quantized formats of GGUF files. A row consists of blocks of small integers with a scale.
 
 N rows, K columns, B bytes of a row.
 """
@@ -63,7 +63,7 @@ BLOCK_SIZES = {
     IQ4_NL: (32, 18),
     IQ4_XS: (256, 136),
 }
-"""GGML type -> values of a block, bytes of a block."""
+"""Number of values and number of bytes of a block, by GGML type."""
 SCALES = {
     Q4_0: slice(0, 2),
     Q4_1: slice(0, 4),
@@ -77,8 +77,9 @@ SCALES = {
     Q6_K: slice(208, 210),
     **dict.fromkeys((IQ1_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS), slice(0, 2)),
 }
-"""Quantised GGML type -> the bytes of a block that are float16; all other bytes are small integers. The scale of IQ1_M
-is in parts of other bytes: its values are validated instead.
+"""The bytes of a block that are float16 numbers, by quantized GGML type; all other bytes are small integers.
+
+IQ1_M is missing, because parts of other bytes form its scale; its values are validated instead.
 """
 _HALF_EXPONENT = 0x7C00
 PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
@@ -102,20 +103,20 @@ class QuantizedTensor:
         return dequantize(self.kind, self.blocks_NB, self.shape)
 
     def is_finite(self) -> bool:
-        """Return whether all values are finite, which depends on the scales and offsets of the blocks only."""
+        """Return whether all values are finite. This depends only on the scales and offsets of the blocks."""
         where = SCALES[self.kind]
         words = self.blocks_NB.reshape(-1, BLOCK_SIZES[self.kind][1]).view(torch.int16)
-        # A float16 that is not finite has all bits of its exponent set.
+        # In a float16 that is not finite, all bits of the exponent are set.
         exponents = words[:, where.start // 2 : where.stop // 2] & _HALF_EXPONENT
         return bool(exponents.amax() < _HALF_EXPONENT)
 
     def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
-        """Return some of the rows."""
+        """Return the matrix of some rows, as a view if possible."""
         blocks_NB = self.blocks_NB[index]
         return QuantizedTensor(self.kind, (len(blocks_NB), self.shape[1]), blocks_NB)
 
     def columns(self, part: slice) -> QuantizedTensor:
-        """Return some of the columns: whole blocks."""
+        """Return the matrix of some columns, which must be whole blocks."""
         values, size = BLOCK_SIZES[self.kind]
         start, stop, _ = part.indices(self.shape[1])
         if start % values or stop % values:
@@ -161,7 +162,7 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the 32 values of each block of 16 bytes: all low halves, then all high halves."""
+    """Return the 32 four-bit values of each block of 16 bytes: the low halves of all bytes, then the high halves."""
     values = torch.empty(len(packed), 2, 16)
     values[:, 0] = packed & 15
     values[:, 1] = packed >> 4
@@ -169,4 +170,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 _FORMATS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0}
-"""Implemented in torch, several times as fast as the gguf package, with the same values."""
+"""Dequantization function of each GGML type.
+
+In torch they are several times as fast as the gguf package, with equal values.
+"""

@@ -37,19 +37,21 @@ class Backend(StrEnum):
 
 
 _MODULES = {"sample": "sampling"}
-"""Operations whose file is not named like the function."""
+"""Module names of the operations whose file has another name than the function."""
 
 
 class KernelError(ValueError):
-    """An operation cannot run with the implementation that its switch selects. The message has the switch, the value
-    and the remedy.
+    """An operation cannot run with the implementation that its switch selects.
+
+    The message names the switch, the value and the remedy.
     """
 
 
 class KernelsMissingError(KernelError):
-    """A CUDA device has no fast kernels. An engine reports it in its termination message.
+    """No fast kernels can run on a CUDA device. An engine reports this error in its termination message.
 
-    reason: the machine-readable cause. remedy: what the user can do.
+    reason: machine-readable cause.
+    remedy: what the user can do.
     """
 
     reason = "GpuKernelsMissing"
@@ -61,7 +63,7 @@ class KernelsMissingError(KernelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """One switch per operation; None selects the default of the device."""
+    """One switch per operation. None selects the device's default implementation."""
 
     add_rms_norm: Backend | None = None
     swiglu: Backend | None = None
@@ -92,7 +94,7 @@ class KernelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The selected operations. `backends`: the implementation of each, for logs and reports."""
+    """The selected operations. backends: name of the implementation of each operation, for logs and reports."""
 
     add_rms_norm: AddRmsNorm
     swiglu: SwiGlu
@@ -110,8 +112,8 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
 
     Raises:
         KernelError: a backend is not installed, or does not run on the device.
-        KernelsMissingError: Triton, the default of a CUDA device, cannot run. The references, which are many times
-            slower, are used only if a switch names them.
+        KernelsMissingError: Triton, the default of a CUDA device, cannot run. The torch references, which are many
+            times slower, are used only if a switch names them.
     """
     chosen: dict[str, Backend] = {}
     functions: dict[str, Any] = {}

@@ -1,15 +1,16 @@
-"""One token for every row of logits: temperature, top-k, min-p, top-p, and a draw by one counter-based random number.
+"""Samples one token for every row of logits: temperature, top-k, min-p, top-p, and one counter-based random number.
 
 Shapes: N rows, V vocabulary.
 Types:  logits float32, bfloat16, float16; sums of weights float64; tokens int32, log-probabilities float32.
-Bound:  memory; bytes = N V s for one read of the logits, enough for greedy rows. A drawn row is read again for its
-        sum, for the draw, and for every step of a search with top-k or top-p: from the L2 cache if the row fits.
+Bound:  memory; bytes = N V s for one read of the logits, which suffices for greedy rows. Any other row is read again
+        for its sum, for the draw, and for each step of a search with top-k or top-p; these reads hit the L2 cache if
+        the row fits.
 Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tokens of largest weight; among equals, the
         lower id comes first. min_p keeps the tokens with a weight of at least min_p. top_p keeps the smallest set of
-        the most likely of these tokens whose sum reaches top_p of the total. The token is the first, in the order of
-        ids, at which the running sum of kept weights exceeds u times their sum, u the Philox uniform of (seed,
-        position): the same token in any batch. A logit of -inf is the probability 0. A row with NaN, with inf, or only
-        with -inf has the token NOT_FINITE.
+        the most likely remaining tokens whose sum reaches top_p of the total. The sampled token is the first, in the
+        order of ids, at which the running sum of kept weights exceeds u times their sum. u is the uniform Philox number
+        of (seed, position), so the token is the same in any batch. A logit of -inf is the probability 0. A row with
+        NaN, with inf, or only with -inf has the token NOT_FINITE.
 Source: Philox4x32-10 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import torch
 
 NOT_FINITE = -1
-"""Returned instead of a token for a row whose logits are not finite."""
+"""Value that stands for the token of a row whose logits are not finite."""
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
@@ -29,7 +30,7 @@ def bytes_moved(rows: int, vocabulary: int, *, element_size: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the uniform number in (0, 1) of the row, from 52 bits of Philox4x32-10."""
+    """Return a uniform random number in (0, 1) for (seed, position), from 52 bits of Philox4x32-10."""
     x0, x1, x2, x3 = position & _LOW, (position >> 32) & _LOW, 0, 0
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
     for _ in range(10):
@@ -53,12 +54,12 @@ def sample(
     """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N], which are NaN
     for the token NOT_FINITE.
 
-    temperature_N: float32; 0 takes the most likely token, among equals the lowest id.
+    temperature_N: float32; 0 selects the most likely token, and the lowest id among equals.
     top_k_N:       int32; 0 keeps all.
     top_p_N, min_p_N: float32; top_p 0 or 1 and min_p 0 keep all.
-    seeds_N, positions_N: int64; the 64 bits of a seed.
-    processed_NV:  float32; gets the logits that the tokens are drawn from, less the largest one: divided by the
-                   temperature, -inf for removed tokens. Undefined for a row with the token NOT_FINITE.
+    seeds_N, positions_N: int64; a seed is the 64 bits of its element.
+    processed_NV: float32; receives the logits from which the tokens are drawn: minus the largest logit, divided by the
+                   temperature, and -inf for removed tokens. Undefined for a row with the token NOT_FINITE.
     """
     best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers
     is_finite_N = best_N.isfinite()

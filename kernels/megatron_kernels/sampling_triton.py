@@ -1,12 +1,12 @@
 """Sampling in Triton without sorting: see `sampling`. One program computes one row.
 
 The last token that a filter keeps is found by bisection over the bits of weights: non-negative floats are ordered like
-their bits, so a search has at most 30 steps. Each step narrows the range to weights that occur, until one is left. If
-only some of several equal weights are kept, their number is known and the lowest ids are kept. Sums are float64 and
-added in a fixed order, so that the token of a row depends on the row only.
+their bits, so a search has at most 30 steps. Each step narrows the range to weights that occur in the row, until one is
+left. If a filter keeps only some of several equal weights, it keeps the lowest ids. Sums are float64 and added in a
+fixed order, so that the token of a row depends on the row only.
 
 A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer; if they
-fit and are enough to decide, the search reads only the buffer.
+fit and suffice to decide, the search reads only the buffer.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron_kernels.sampling import NOT_FINITE
 from megatron_kernels.tuning import vocabulary_tile
 
 CANDIDATES = 4096
-"""Capacity of a row's buffer in weights."""
+"""Capacity of a row's buffer, in weights."""
 
 _BITS_OF_ONE = tl.constexpr(0x3F800000)
 _CANDIDATE_BITS = tl.constexpr(0x38800000)
-"""Bits of 2^-14: top-k and top-p rarely keep a token that is less likely than the most likely one by this factor."""
+"""Bits of 2^-14, the minimum weight of buffered tokens. top-k and top-p rarely keep a token with a smaller weight."""
 _STEP = tl.constexpr(2.0**-52)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 
 
 @triton.jit
 def _bits(row, columns, vocabulary, largest, temperature):
-    """Return the bits of the weights of `columns`; 0 outside."""
+    """Return the bits of the weights of `columns`; 0 for columns outside of the row."""
     logits = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.exp(tl.div_rn(logits - largest, temperature)).to(tl.int32, bitcast=True)
 
@@ -58,13 +58,13 @@ def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, 
     for first in range(0, vocabulary, BLOCK):
         bits = _bits(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
         is_likely = bits >= _CANDIDATE_BITS
-        found = tl.sum(is_likely.to(tl.int32), axis=0)
-        if found > 0:
+        likely = tl.sum(is_likely.to(tl.int32), axis=0)
+        if likely > 0:
             places = count + tl.cumsum(is_likely.to(tl.int32), axis=0) - 1
             tl.store(buffer + places, bits, mask=is_likely & (places < CAPACITY))
             mass += _total(bits, is_likely)
-        count += found
-    # Other threads of the program read the buffer.
+        count += likely
+    # Wait for all threads, because each reads what others have written to the buffer.
     tl.debug_barrier()
     return count, mass
 
@@ -107,8 +107,11 @@ def _search(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the greatest bits, at least `low`, for which the number or sum of the weights with these bits or more
-    reaches `target`; and the number and sum of the weights with more. The weights from `low` on must reach it."""
+    """Return the greatest threshold, at least `low`, for which the weights with at least these bits reach `target`.
+
+    Also returns the number and the sum of the weights above the threshold. BY_COUNT: `target` is a number of weights,
+    otherwise a sum. The weights from `low` on must reach the target.
+    """
     high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
     count_above = tl.full((), 0, tl.int32)
     mass_above = tl.full((), 0.0, tl.float64)
@@ -143,8 +146,11 @@ def _keep(
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Return (cut, ties, mass). The filters keep all weights whose bits exceed `cut`, and the first `ties` weights that
-    equal it; `mass` is the sum of these."""
+    """Return (cut, ties, mass).
+
+    The filters keep all weights whose bits exceed `cut`, and the first `ties` weights whose bits equal it. `mass` is
+    the sum of all kept weights.
+    """
     cut = tl.full((), 0, tl.int32)
     ties = vocabulary
     mass = tl.full((), 0.0, tl.float64)
@@ -172,18 +178,18 @@ def _keep(
     if limits_mass:
         target = top_p.to(tl.float64) * mass
         num_buffered = tl.where(fits & (likely_mass >= target), num_likely, 0)
-        found, _count, mass_above = _search(
+        last_kept, _count, mass_above = _search(
             row, buffer, vocabulary, num_buffered, largest, temperature, cut, target, False, BLOCK
         )
-        weight = found.to(tl.float32, bitcast=True).to(tl.float64)
+        weight = last_kept.to(tl.float32, bitcast=True).to(tl.float64)
         needed = tl.ceil((target - mass_above) / tl.where(weight > 0.0, weight, 1.0))
-        if found > cut:
+        if last_kept > cut:
             ties = vocabulary
-        # At least one, and at most all: rounding may give one too many.
+        # Keep at least one and at most all of the equal weights: rounding may give one too many.
         ties = tl.minimum(ties, tl.maximum(needed, 1.0).to(tl.int32))
-        whole = _sum_from(row, vocabulary, largest, temperature, found, BLOCK)
+        whole = _sum_from(row, vocabulary, largest, temperature, last_kept, BLOCK)
         mass = tl.minimum(whole, mass_above + ties.to(tl.float64) * weight)
-        cut = found
+        cut = last_kept
     return cut, ties, mass
 
 
@@ -217,7 +223,7 @@ def _draw(row, vocabulary, largest, temperature, cut, ties, target, BLOCK: tl.co
 
 @triton.jit
 def _process(row, processed, vocabulary, largest, temperature, cut, ties, BLOCK: tl.constexpr):
-    """Write the scaled logits of the kept tokens, and -inf for the others."""
+    """Write the scaled logits of the kept tokens, and -inf for all other tokens."""
     ties_before = tl.full((), 0, tl.int32)
     for first in range(0, vocabulary, BLOCK):
         columns = first + tl.arange(0, BLOCK)
@@ -278,7 +284,7 @@ def _sample(
             largest = new_largest
         shift = tl.where(largest > float("-inf"), largest, 0.0)
         total += tl.sum(tl.exp(values - shift).to(tl.float64), axis=0)
-    # NaN and inf make the sum NaN, and it is 0 if all logits are -inf. Tests with NaN are false.
+    # NaN or inf makes the sum NaN, and the sum is 0 if all logits are -inf. Comparisons with NaN are false.
     is_finite = (total > 0.0) & (total < float("inf"))
     temperature = tl.load(temperatures + index)
     # Greedy rows keep all tokens.
@@ -292,7 +298,7 @@ def _sample(
     if PROCESSED:
         divisor = tl.where(temperature > 0.0, temperature, 1.0)
         _process(row, processed + index.to(tl.int64) * vocabulary, vocabulary, largest, divisor, cut, ties, BLOCK)
-    # NaN may have led to any index of a tile.
+    # With NaN, `token` may be any index of a tile, so read column 0 instead.
     chosen = tl.load(row + tl.where(is_finite, token, 0)).to(tl.float32)
     log_prob = chosen - largest - tl.log(total.to(tl.float32))
     tl.store(tokens + index, tl.where(is_finite, token, _NOT_FINITE))

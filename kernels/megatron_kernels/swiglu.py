@@ -1,5 +1,6 @@
-"""SwiGLU, silu(gate) * up, the middle of a gated feed-forward block (Shazeer 2020, arXiv:2002.05202); or GeGLU, with
-the tanh approximation of gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) instead of silu.
+"""The activation of a gated feed-forward block: SwiGLU, silu(gate) * up (Shazeer 2020, arXiv:2002.05202), or GeGLU.
+
+GeGLU has the tanh approximation of gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) instead of silu.
 
 Shapes: T tokens, F feed-forward width, G = 2 F: gate, then up, in each row, as a fused product returns them.
 Types:  float32, bfloat16, float16; computed in float32, rounded once.
@@ -25,7 +26,7 @@ def swiglu(
 ) -> torch.Tensor:
     """Return activation(gate) * up, [T, F].
 
-    gate_up_TG: [T, 2 F], rows contiguous inside; rows may be strided.
+    gate_up_TG: [T, 2 F]; each row must be contiguous, and rows may be strided.
     out_TF:     result; None allocates it.
     """
     gate_TF, up_TF = gate_up_TG.float().chunk(2, dim=-1)

@@ -1,8 +1,9 @@
-"""How a kernel is split into programs, as pure functions of shapes. No autotuning at run time, so that a captured graph
-and a replayed request always use the same split.
+"""Splits kernels into programs, by pure functions of shapes.
+
+There is no autotuning at run time, so a captured graph and a replayed request always use the same split.
 
 The values follow from the granularity of the hardware (32 lanes per warp, 16-byte loads, tensor-core tiles of 16 rows).
-Of these, only SPLIT_TOKENS was compared with other values on a GPU.
+Only SPLIT_TOKENS was compared with other values on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Tile:
     """Launch parameters of an element-wise kernel.
 
     block:     elements per program.
-    num_warps: warps per program.
+    num_warps: number of warps per program.
     """
 
     block: int
@@ -99,9 +100,9 @@ def decode_tuning(
     num_sms: int,
     split_tokens: int = SPLIT_TOKENS,
 ) -> DecodeTuning:
-    """Return the split of a decode step over its cached tokens.
+    """Return how decode attention splits its cached tokens into programs.
 
-    There are enough splits for two programs per multiprocessor, of at least `split_tokens` each, at most 64.
+    There are enough splits for two programs per multiprocessor, but at most 64, of at least `split_tokens` tokens each.
 
     max_tokens: the longest context that the launch supports (the limit of a graph, not the longest of the batch).
     """
@@ -120,8 +121,9 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
 
 
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
-    """Return the heads of a program for heads of one token: up to 2048 elements if there are enough tokens to fill the
-    device, otherwise at most 4 heads.
+    """Return the number of heads of one token per program.
+
+    These are up to 2048 elements if there are enough tokens to fill the device, otherwise at most 4 heads.
     """
     maximum = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
     return min(maximum, next_power_of_2(num_heads))
@@ -135,27 +137,30 @@ def routing_rows(tokens: int) -> int | None:
 
 
 def routing_block(num_experts: int) -> int:
-    """Return the tokens of a program of expert routing: 4096 (token, expert) elements, at most 64 tokens."""
+    """Return the number of tokens per program of expert routing: 4096 (token, expert) elements, at most 64 tokens."""
     return max(1, min(64, 4096 // next_power_of_2(num_experts)))
 
 
 def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the places of a tile of the experts' products, to which each expert's part of the order is aligned: the
-    minimum of a tensor-core product, or 64 if an expert gets 32 or more tokens on average.
+    """Return the number of places in a tile of the experts' products, to which each expert's part of the order is
+    aligned.
+
+    It is the minimum of a tensor-core product, or 64 if an expert gets 32 or more tokens on average.
     """
     return 64 if tokens * top_k >= 32 * num_experts else MIN_DOT_ROWS
 
 
 def expert_tile(places: int) -> ExpertTile:
-    """Return the tile of the experts' matrix products, given its number of rows."""
+    """Return the tile of the experts' matrix products, given the number of its rows."""
     if places <= MIN_DOT_ROWS:
         return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
     return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)
 
 
 def vocabulary_tile(vocabulary: int, element_size: int) -> Tile:
-    """Return the tile of a loop over a row of logits: 32 bytes per lane if there are enough. With 16 float32 logits per
-    lane, the kernel would spill registers.
+    """Return the tile of a loop over a row of logits: 32 bytes per lane if the row is long enough.
+
+    With 16 float32 logits per lane, the kernel would spill registers.
     """
     block = min(4096, max(32, next_power_of_2(vocabulary)))
     return Tile(block, max(1, block * element_size // 1024))

@@ -1,1 +1,1 @@
-"""The commands of users: `kubectl megatron`, its live views and its dashboard."""
+"""The command line for users, `kubectl megatron`, with its live views and its dashboard."""

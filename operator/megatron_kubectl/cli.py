@@ -1,7 +1,7 @@
-"""kubectl megatron: resources and their pods on the command line, the verbs, and the dashboard.
+"""The commands of `kubectl megatron`, which show and control resources and their pods.
 
-kubectl finds `kubectl-megatron` on PATH. Modules that only one command needs are imported by that command, because the
-start of the program is most of the time of a command.
+kubectl looks for the program `kubectl-megatron` on PATH. Modules that only one command needs are imported by that
+command, because most of a command's time is the start of the program.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Complete the name of a resource. Without a cluster, it completes nothing."""
+    """Return the names of resources for shell completion; an empty list if no cluster answers."""
     where = {key: context.params.get(key) for key in ("namespace", "context")}
     try:
         with ResourceClient(**where) as client:
@@ -79,7 +79,7 @@ _timeout = click.option(
 
 @contextlib.contextmanager
 def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClient]:
-    """Yield the client of a command, whose failures end the command with their message."""
+    """Yield the client of a command. A ClusterError in the block ends the command with the error's message."""
     try:
         with ResourceClient(namespace=namespace, context=context) as client:
             yield client
@@ -116,7 +116,7 @@ def list_(*, namespace: str | None, context: str | None, all_namespaces: bool, o
 
 
 def _list_table(resources: list[dict[str, Any]], *, wide: bool, namespaces: bool) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows of a list."""
+    """Return the headers and rows of the table of resources."""
     now = datetime.now(UTC)
     columns: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
         **({"NAMESPACE": lambda _, view: view["namespace"]} if namespaces else {}),
@@ -302,7 +302,10 @@ def rollout_status(
 
 
 def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet: bool) -> dict[str, Any]:
-    """Print the progress of a rollout until it is done. Raises ClusterError if it fails or does not end in time."""
+    """Print the progress of a rollout until it is complete.
+
+    Raises ClusterError if it fails or does not complete in time.
+    """
     shown = ""
     for resource in client.versions(name, timeout_seconds=timeout):
         progress = rollout(resource)
@@ -392,8 +395,9 @@ for _name in VERBS:
 
 
 def complete() -> None:
-    """Complete the last argument of a command: the program `kubectl_complete-megatron`, which kubectl's own completion
-    runs. Writes one candidate a line, with its help after a tab, and a line that excludes file names.
+    """Run the program `kubectl_complete-megatron`, by which kubectl completes the last argument of a command.
+
+    It writes one candidate per line, with its help after a tab, and a line that excludes file names.
     """
     from click.shell_completion import ShellComplete
 

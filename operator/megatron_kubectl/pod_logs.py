@@ -1,4 +1,4 @@
-"""Logs of the pods of a resource, interleaved: `kubectl megatron logs`."""
+"""Interleaves the logs of the pods of a resource, for `kubectl megatron logs`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Line:
-    """One line of a log. at: time of the kubelet in RFC 3339."""
+    """One line of a log. at: time at which the kubelet received the line, in RFC 3339."""
 
     at: str
     pod: str
@@ -39,7 +39,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which pods of a resource. component: None means all. engine: name of an engine, None means all."""
+    """A selection of a resource's pods.
+
+    component: None means all components.
+    engine:    name of an engine; None means all.
+    """
 
     resource: str
     component: str | None = None
@@ -65,10 +69,9 @@ def _states(pod: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def selected_pods(client: ResourceClient, selection: Selection) -> list[Object]:
-    """Return the pods of a selection by name.
+    """Return the pods of a selection, sorted by name.
 
-    Raises:
-        ClusterError: there are none; the message names those that there are.
+    Raises: ClusterError: the selection is empty; the message names the existing pods.
     """
     known = client.pods(selection.resource)
     matching = sorted(filter(selection.has, known), key=lambda pod: str(pod["metadata"]["name"]))
@@ -104,7 +107,7 @@ def read_log(
 def merged(
     client: ResourceClient, pods: Sequence[Mapping[str, Any]], *, tail: int | None, previous: bool, errors: list[str]
 ) -> Iterator[Line]:
-    """Yield the present lines of all logs, in order of time. A log that cannot be read is added to `errors`."""
+    """Yield the existing lines of all logs in order of time. A log that cannot be read is added to `errors`."""
 
     def lines(pod: Mapping[str, Any]) -> Iterator[Line]:
         try:
@@ -112,7 +115,7 @@ def merged(
         except ClusterError as error:
             errors.append(str(error))
 
-    # One connection for each pod is open at a time, and the lines of no log are kept in memory.
+    # There is one open connection per pod, and no log is kept in memory.
     yield from heapq.merge(*map(lines, pods), key=lambda line: line.at)
 
 
@@ -127,7 +130,7 @@ class LogFollower:
         self._followed: set[str] = set()
 
     def lines(self) -> Iterator[Line]:
-        """Yield lines as they arrive, for ever. Raises ClusterError."""
+        """Yield lines as they arrive. The generator never ends. Raises ClusterError."""
         threading.Thread(target=self._guard, args=(self._watch,), daemon=True).start()
         while True:
             line = self._lines.get()
@@ -142,8 +145,9 @@ class LogFollower:
             self._lines.put(error)
 
     def _watch(self) -> None:
-        """Follow each container once. Containers that run already are followed from their last lines, others from their
-        start.
+        """Follow each container once.
+
+        Containers that already run are followed from their last lines, others from their start.
         """
         path = POD.path(self._client.namespace)
         selector = f"{LABEL_INSTANCE}={self._selection.resource}"
@@ -179,4 +183,4 @@ class LogFollower:
         except ClusterError as error:
             if error.code in (401, 403):
                 raise
-            # The pod has ended; a container that replaces it is followed by the watch.
+            # The container has ended. If another container replaces it, the watch follows that one.

@@ -1,7 +1,7 @@
-"""Requests to the API server through `kubectl proxy`, so that kubectl reads the kubeconfig and logs in.
+"""Sends requests to the API server through `kubectl proxy`, so that kubectl reads the kubeconfig and logs in.
 
-The proxy listens on a Unix socket in a directory that only this user may read. It ends with this process, also if this
-process is killed. The modules for it are in the standard library, which keeps the plugin a small file.
+The proxy listens on a Unix socket in a directory that only this user may read. It exits when this process exits, even
+if this process is killed. Only modules of the standard library are needed, which keeps the plugin a small file.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megatron_runtime.protocol import strict_json as json
 REQUEST_SECONDS = 15.0
 MERGE_PATCH = "application/merge-patch+json"
 
-# The shell waits for the end of its standard input, which this process holds open. Then it ends kubectl and removes the
-# directory of the socket.
+# The shell waits for the end of its standard input, which this process holds open. Then it terminates kubectl, and
+# removes the directory of the socket.
 _GUARD = 'folder=$1; shift; "$@" & exec >&- 2>&-; read -r _; kill $!; rm -rf "$folder"'
 
 _LOG_LINE = re.compile(r"[IWEF]\d{4} ")
-"""kubectl's own log, such as of requests that were cancelled."""
+"""Matches lines of kubectl's own log, for example about cancelled requests."""
 
 
 class ClusterError(Exception):
-    """The API server is unreachable or rejected a request. The message has the object and the cause.
+    """The API server is unreachable or has rejected a request. The message names the object and the cause.
 
-    code: HTTP status of a rejection, or 0.
+    code: HTTP status of the rejection; 0 if the API server is unreachable.
     """
 
     def __init__(self, message: str, *, code: int = 0) -> None:
@@ -56,7 +56,7 @@ def _kubectl(context: str | None) -> list[str]:
 
 
 class ContextQuery:
-    """Reads the current context of the kubeconfig, or another one, while the caller continues."""
+    """Reads the current or another context of the kubeconfig in a child process, while the caller continues."""
 
     def __init__(self, context: str | None) -> None:
         command = [*_kubectl(context), "config", "view", "--minify", "-o", "json"]
@@ -64,10 +64,9 @@ class ContextQuery:
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def result(self) -> tuple[str, str]:
-        """Return name and namespace of the context.
+        """Return the name and the namespace of the context.
 
-        Raises:
-            ClusterError: there is no such context, or no kubeconfig.
+        Raises: ClusterError: the context or the kubeconfig does not exist.
         """
         output, errors = self._process.communicate()
         if self._process.returncode:
@@ -94,9 +93,10 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class KubectlProxy:
-    """A running `kubectl proxy`. Its methods may be called by several threads.
+    """A running `kubectl proxy`. Thread-safe.
 
-    What a login plugin of kubectl writes to standard error, such as the address of a dialog, appears on this process's.
+    Messages of kubectl's login plugins, such as the address of a dialog, are forwarded to the standard error of this
+    process.
 
     Raises:
         ClusterError: kubectl is missing or cannot use the kubeconfig.
@@ -111,7 +111,7 @@ class KubectlProxy:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C must not end it before the requests of this process
+            start_new_session=True,  # Ctrl-C must not end kubectl before this process has ended its requests
         )
         assert self._process.stdout is not None
         self._serves = False
@@ -132,13 +132,13 @@ class KubectlProxy:
                 say(text, err=True)
 
     def errors(self) -> str:
-        """Return the last lines that kubectl wrote to standard error, after its end."""
-        self._reading.join(timeout=1)  # a login plugin that still runs keeps standard error open
+        """Return the last lines that kubectl wrote to standard error. Call it after kubectl has exited."""
+        self._reading.join(timeout=1)  # do not wait forever: a login plugin that still runs keeps standard error open
         return " ".join(self._last_errors).strip().removeprefix("error: ") or "it wrote no error"
 
     @property
     def output(self) -> IO[bytes]:
-        """Standard output of kubectl, which is silent until kubectl exits."""
+        """The standard output of kubectl, which writes nothing more until it exits."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -151,7 +151,7 @@ class KubectlProxy:
         self.close()
 
     def close(self) -> None:
-        """End the proxy."""
+        """Stop the proxy."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -168,9 +168,9 @@ class KubectlProxy:
         content_type: str = "application/json",
         about: str = "",
     ) -> dict[str, Any]:
-        """Send one request and return the object of the answer.
+        """Send one request, and return the object in the answer.
 
-        about: the object in the message of an error; the path if empty.
+        about: name of the object for error messages; empty: the path.
 
         Raises:
             ClusterError
@@ -196,12 +196,12 @@ class KubectlProxy:
         headers: Mapping[str, str] | None = None,
         seconds: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send one request; yield the answer, of any status, while it arrives.
+        """Send one request, and yield the answer, whatever its status, before its body has arrived.
 
-        seconds: longest time without a byte; None: no limit.
+        seconds: maximum time without a received byte; None: no limit.
 
         Raises:
-            ClusterError: the API server does not answer, or the answer breaks off.
+            ClusterError: the API server does not answer, or the answer is incomplete.
         """
         connection = _UnixConnection(self.socket, timeout=seconds)
         given = {key: value for key, value in (query or {}).items() if value is not None}
@@ -221,7 +221,7 @@ class KubectlProxy:
 
 
 def rejection(code: int, text: bytes, *, about: str) -> ClusterError:
-    """Return the error of an answer: the API server's Status, or the error text of the proxy if the API server did not
+    """Return the error for an answer: from the API server's Status, or from the proxy's text if the API server did not
     answer.
     """
     try:

@@ -1,4 +1,4 @@
-"""API requests of the command line tools: read a resource, patch its desired state, wait."""
+"""The API requests of the command line: read resources, patch their desired state, and wait for changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Object = dict[str, Any]
 
 
 def current_context(context: str | None) -> tuple[str, str]:
-    """Return name and namespace of a context of the kubeconfig; None means the current one. Raises ClusterError."""
+    """Return the name and the namespace of a context of the kubeconfig. Raises ClusterError.
+
+    context: None means the current context.
+    """
     return ContextQuery(context).result()
 
 
@@ -36,13 +39,13 @@ class ResourceClient:
     """
 
     def __init__(self, *, namespace: str | None = None, context: str | None = None) -> None:
-        # Both programs start at the same time.
+        # Start this program at the same time as the proxy.
         query = ContextQuery(context) if namespace is None else None
         try:
             self.api = KubectlProxy(context=context)
         except ClusterError:
             if query is not None:
-                query.result()  # its error is more exact
+                query.result()  # raise the error of the query, which is more exact
             raise
         try:
             self.namespace: str = query.result()[1] if query is not None else str(namespace)
@@ -84,7 +87,7 @@ class ResourceClient:
                 return items
 
     def resources(self, *, all_namespaces: bool) -> list[Object]:
-        """Return the resources of the namespace, or of all."""
+        """Return the resources of the client's namespace, or of all namespaces."""
         namespace = None if all_namespaces else self.namespace
         about = f"{CRD_NAME} in {'all namespaces' if all_namespaces else f'namespace {namespace}'}"
         return self.list_all(RESOURCE.path(namespace), about=about)
@@ -95,8 +98,8 @@ class ResourceClient:
         return self.list_all(POD.path(self.namespace), about=about, labelSelector=f"{LABEL_INSTANCE}={name}")
 
     def operator_problem(self) -> str | None:
-        """Return what is wrong with the operators of this namespace: none runs, or several do. None if one runs."""
-        # The user's clock may differ from that of the operators, so the time is that of the API server's answer.
+        """Return the problem if no operator or more than one serves this namespace; None if exactly one does."""
+        # Use the time in the API server's answer, because the user's clock may differ from the operators' clocks.
         with self.api.open("GET", LEASE.path(None), seconds=30) as answer:
             text = answer.read()
         if answer.status in (401, 403):
@@ -111,11 +114,11 @@ class ResourceClient:
         return self._call("GET", name)
 
     def patch_spec(self, name: str, **fields: Any) -> Object:
-        """Merge-patch fields of the spec."""
+        """Merge-patch fields of the spec, and return the resource."""
         return self._call("PATCH", name, {"spec": fields})
 
     def annotate(self, name: str, annotations: dict[str, str]) -> Object:
-        """Merge-patch annotations."""
+        """Merge-patch annotations, and return the resource."""
         return self._call("PATCH", name, {"metadata": {"annotations": annotations}})
 
     def watch(self, path: str, *, version: str, seconds: float, **query: Any) -> Iterator[Object]:
@@ -129,10 +132,9 @@ class ResourceClient:
                     yield json.loads(line)
 
     def versions(self, name: str, *, timeout_seconds: float) -> Iterator[Object]:
-        """Yield the resource, then each change of it. Ends after the timeout.
+        """Yield the resource, then each of its new versions, until the timeout.
 
-        Raises:
-            ClusterError: the resource is deleted, or a request fails.
+        Raises: ClusterError: the resource is deleted, or a request fails.
         """
         deadline = time.monotonic() + timeout_seconds
         resource = self.get(name)
@@ -146,7 +148,7 @@ class ResourceClient:
                 if event["type"] == "DELETED":
                     raise ClusterError(f"{name}: was deleted")
                 if event["type"] == "ERROR":
-                    # The version is too old for the API server: begin again with the present one.
+                    # The version is too old for the API server: start again with the current version.
                     resource = self.get(name)
                     yield resource
                     break
@@ -155,15 +157,13 @@ class ResourceClient:
                 if time.monotonic() > deadline:
                     return
             if time.monotonic() - begun < 0.1:
-                time.sleep(0.5)  # an API server that ends watches at once must not be asked in a loop
+                time.sleep(0.5)  # avoid a busy loop if the API server ends watches at once
 
     def wait(self, name: str, done: Callable[[Object], bool], *, goal: str, timeout_seconds: float) -> Object:
-        """Wait until a condition of the resource holds. Return the resource.
+        """Wait until `done` is true for the resource, and return the resource.
 
-        goal: what the condition means, after "not".
-
-        Raises:
-            ClusterError: timeout; the message says what the resource waits for.
+        goal: description of the goal that can follow "not" in a message. Raises: ClusterError: timeout; the message
+        names what the resource waits for.
         """
         resource: Object = {}
         for resource in self.versions(name, timeout_seconds=timeout_seconds):
@@ -173,7 +173,9 @@ class ResourceClient:
         raise ClusterError(f"{name}: not {goal} after {timeout_seconds:g} s: waiting for {waiting}")
 
     def wait_state(self, name: str, state: str, *, timeout_seconds: float) -> Object:
-        """Wait until the operator has observed the current spec and reports `state` as settled. Return the resource."""
+        """Wait until the operator has processed the current spec and reports `state` as settled, and return the
+        resource.
+        """
 
         def reached(resource: Mapping[str, Any]) -> bool:
             return is_settled(resource) and resource["spec"].get("desiredState", "Running") == state

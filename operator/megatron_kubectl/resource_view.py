@@ -1,4 +1,4 @@
-"""What lists and tables show of resources and pods. Pure."""
+"""Computes what lists and tables show about resources and pods. All functions are pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def label(item: Mapping[str, Any], name: str) -> str:
 
 
 def age(resource: Mapping[str, Any], now: datetime) -> str:
-    """Return the age of an object as kubectl shows it: its largest unit."""
+    """Return the age of an object as kubectl shows it, in its largest unit."""
     created = resource["metadata"].get("creationTimestamp")
     if not created:
         return "-"
@@ -77,8 +77,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def rollout(resource: Mapping[str, Any]) -> Object:
     """Return the progress of a rollout.
 
-    done:   every engine has the current revision and serves, or the resource is in another requested state.
-    failed: why waiting does not help; empty while it may.
+    done:   every engine has the current revision and serves, or the requested state is not Running.
+    failed: reason why waiting does not help; empty if waiting may help.
     text:   progress in one sentence.
     """
     spec, status = resource.get("spec") or {}, resource.get("status") or {}

@@ -1,4 +1,4 @@
-"""Rates and latencies of one resource, from the metrics pages of its pods. Pure."""
+"""Computes rates and latencies of one resource from the metrics pages of its pods. All functions are pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNREACHABLE = (
     "if the cluster enforces NetworkPolicies, name the API server's addresses in the chart's value "
     "networkPolicy.apiServer"
 )
-"""The remedy if the API server's proxy does not reach the metrics of a pod."""
+"""The remedy if the API server's proxy cannot reach the metrics of a pod."""
 INTERVAL_SECONDS = 5.0
 WINDOW_SECONDS = 900.0
 MAX_SAMPLES = int(WINDOW_SECONDS / INTERVAL_SECONDS)
@@ -39,7 +39,7 @@ CACHE_QUERIES = "megatron_prefix_cache_queries_total"
 TOKENS = "megatron_generation_tokens_total"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-"""Tokens of speculation. Only engines that speculate have them."""
+"""Metrics of speculative decoding, which only engines with speculation have."""
 EPOCH = "megatron_generation_epoch"
 QUEUED = "megatron_coordinator_queued_requests"
 TTFT = "megatron_time_to_first_token_seconds"
@@ -66,11 +66,13 @@ class PodMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineSample:
-    """One engine at one time. None: its metrics page lacks the metric, or a rate has no earlier page to compare with.
+    """The metrics of one engine at one time.
 
-    queued_tokens:   prompt tokens that are not computed and not in the prefix cache; only of native engines.
-    prefix_hit_rate: share of the looked-up prompt tokens found in the prefix cache since the engine started.
-    draft_hit_rate:  share of the draft tokens of speculation that the model accepted since then.
+    A value is None if the metrics page lacks it, or if a rate has no earlier page to compare with.
+
+    queued_tokens:   number of prompt tokens that are neither computed nor in the prefix cache; only for native engines.
+    prefix_hit_rate: share of the looked-up prompt tokens that were in the prefix cache, since the engine started.
+    draft_hit_rate:  share of the draft tokens of speculation that the model accepted, since the engine started.
     """
 
     running: float | None = None
@@ -85,9 +87,12 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Metrics of a resource at one time. Latencies are quantiles in seconds over the interval; None without requests.
+    """The metrics of a resource at one time.
 
-    at: Unix time. queued: requests that wait in the coordinator.
+    Latencies are quantiles, in seconds, over the interval; None without requests.
+
+    at:     Unix time.
+    queued: number of requests that wait in the coordinator.
     """
 
     at: float
@@ -105,9 +110,7 @@ class Sample:
 
 def parse_page(text: str) -> PodMetrics:
     """Return the shown metrics of a page in the Prometheus text format. Values that are not finite are left out.
-
-    Raises:
-        ValueError: it is no such page.
+    Raises: ValueError: the text is not in this format.
     """
     values: defaultdict[str, float] = defaultdict(float)
     buckets: dict[str, dict[float, float]] = {}
@@ -129,7 +132,7 @@ def parse_page(text: str) -> PodMetrics:
 def quantile(counts: Mapping[float, float], share: float) -> float | None:
     """Return a quantile of cumulative counts by upper bound, interpolated within its bucket as Prometheus does.
 
-    None without observations. The highest finite bound stands for all greater values.
+    Return None without observations. Values above the highest finite bound count as this bound.
     """
     bounds = sorted(counts)
     if not bounds or counts[bounds[-1]] <= 0:
@@ -146,7 +149,7 @@ def quantile(counts: Mapping[float, float], share: float) -> float | None:
 
 
 def _increase(new: float, old: float) -> float:
-    """Return the increase of a counter, which begins at 0 again if its process restarts."""
+    """Return the increase of a counter, which starts at 0 again if its process restarts."""
     return new - old if new >= old else new
 
 
@@ -201,9 +204,9 @@ def make_sample(
 
 
 def metrics_key(pod: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the component and name under which a pod's metrics count; None for pods without metrics of their own.
+    """Return the component and name to which a pod's metrics belong; None for pods that have no metrics.
 
-    The first pod of an engine reports for all its ranks.
+    The first pod of an engine reports the metrics of all its ranks.
     """
     component, name = label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
     if component == ENGINE:

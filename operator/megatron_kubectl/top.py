@@ -1,4 +1,4 @@
-"""Load of the engines of a resource: `kubectl megatron top`."""
+"""Shows the load of the engines of a resource, for `kubectl megatron top`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from megatron_operator.resource.names import PORT_HEALTH
 
 METRICS_SECONDS = 5.0
 MAX_PAGE_BYTES = 4 << 20
-"""Longest metrics page that is read."""
+"""Maximum number of bytes of a metrics page that are read."""
 MIN_UNEVEN_TOKENS, UNEVEN_FACTOR = 8192, 4
-"""Load is uneven if the longest queue has at least this many prompt tokens, and this many times those of the
-shortest."""
+"""Thresholds of uneven load.
+
+The load is uneven if the longest queue has at least MIN_UNEVEN_TOKENS prompt tokens, and UNEVEN_FACTOR times the prompt
+tokens of the shortest queue.
+"""
 HEADERS = (
     *("ENGINE", "STATE", "QUEUE", "QUEUED TOKENS", "RUNNING", "KV USE", "PREFIX HITS", "DRAFT HITS", "TOKENS/S"),
     *("EPOCH", "RANKS"),
@@ -44,7 +47,7 @@ class Sampler:
         self._before_at = 0.0
 
     def take(self) -> Object:
-        """Return what `top` shows. Rates are since the last call. Raises ClusterError."""
+        """Return the data that `top` shows. Rates are averages since the last call. Raises ClusterError."""
         resource = self._client.get(self._name)
         pods: dict[str, tuple[str, str]] = {}
         for pod in self._client.pods(self._name):
@@ -84,7 +87,10 @@ class Sampler:
 
 
 def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
-    """Return what `top -o json` prints. error: why metrics of a pod are missing; empty if none are."""
+    """Return the data that `top -o json` prints.
+
+    error: reason why metrics of pods are missing; empty if none are missing.
+    """
     engines = [
         {
             "name": engine["name"],
@@ -107,7 +113,7 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
 
 
 def imbalance(sample: Object) -> list[str]:
-    """Return a line about engines whose queues of prompt tokens differ widely; none without a cause to act.
+    """Return a warning if the engines' queues of prompt tokens differ widely; otherwise no lines.
 
     sample: result of Sampler.take().
     """
@@ -135,7 +141,7 @@ def _engine(sample: EngineSample, epoch: Any) -> Object:
 
 
 def lines(sample: Object) -> list[str]:
-    """Return the view as text."""
+    """Return the lines of text that show a view."""
     latencies = [
         f"{name} {_ms(sample[key]['p50'])}, p95 {_ms(sample[key]['p95'])}"
         for name, key in (("first token", "ttftSeconds"), ("between tokens", "interTokenSeconds"))

@@ -1,1 +1,4 @@
-"""A decoder's step on the CPU: C++ kernels for several instruction sets, called by ctypes."""
+"""C++ kernels that compute the steps of a decoder on the CPU, for several instruction sets.
+
+They are called by ctypes.
+"""

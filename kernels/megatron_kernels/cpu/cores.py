@@ -11,10 +11,12 @@ _SYSTEM = Path("/sys")
 def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int:
     """Return the number of physical cores that this process may use, within the CPU limit of its container.
 
-    Two threads of one core share its vector units and gain nothing. A limit is rounded down to whole CPUs, at least
-    one: the kernel would suspend any further thread in each period while the other threads wait for it.
+    Two threads on one core share its vector units, so a second thread gains nothing. A CPU limit is rounded down to
+    whole CPUs, at least one: with one more thread, the kernel would suspend a thread in each period while the others
+    wait for it.
 
-    system: where sysfs is mounted. cpus: CPUs that the process may use; None means its affinity.
+    system: where sysfs is mounted.
+    cpus:   CPUs that the process may use; None means its affinity.
     """
     if cpus is None:
         cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -24,7 +26,7 @@ def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int
 
 
 def _siblings(system: Path, cpu: int) -> str:
-    """Return an identifier of a CPU's core: the list of the CPUs of that core."""
+    """Return an identifier of a CPU's core: the list of all CPUs of this core, as sysfs writes it."""
     path = system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return path.read_text().strip() if path.is_file() else str(cpu)
 
@@ -33,9 +35,9 @@ def _limit(groups: Path) -> float | None:
     """Return the CPUs that the container's control group allows; None without a limit."""
     both = groups / "cpu.max"
     quota, period = groups / "cpu/cpu.cfs_quota_us", groups / "cpu/cpu.cfs_period_us"
-    if both.is_file():  # version 2
+    if both.is_file():  # cgroup version 2
         allowed, each = both.read_text().split()
-    elif quota.is_file() and period.is_file():  # version 1
+    elif quota.is_file() and period.is_file():  # cgroup version 1
         allowed, each = quota.read_text().strip(), period.read_text().strip()
     else:
         return None

@@ -1,4 +1,7 @@
-"""The library of the CPU kernels: its C ABI by ctypes. src/kernels.h documents the structures and their layouts."""
+"""Loads the library of the CPU kernels, and declares its C ABI for ctypes.
+
+src/kernels.h documents the structures and their layouts.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ ISA_VARIABLE = "MEGATRON_CPU_ISA"
 """Environment variable that selects an instruction set instead of the best one of this CPU."""
 
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = range(11)
-"""Formats of a matrix."""
+"""Number formats of a packed matrix."""
 
 PANEL = 16
-"""Outputs of a panel. Also the divisor of the size of a head and of a page of the cache."""
+"""Number of outputs in a panel. The size of a head and the tokens of a cache page must be multiples of it."""
 
 BFLOAT16_INSTRUCTION_SETS = frozenset(("amx", "avx512_bf16", "neon_i8mm"))
 """Instruction sets that can multiply bfloat16."""
@@ -35,7 +38,7 @@ class Matrix(ctypes.Structure):
 
 
 class Packing(ctypes.Structure):
-    """Rows of a file and the matrix that they are packed into, as in src/operations.h."""
+    """Arguments of packing, as in src/operations.h: rows of a file, and the matrix into which they are packed."""
 
     _fields_ = (
         ("source", c_int64),
@@ -139,14 +142,15 @@ _FUNCTIONS = {
     "megatron_sum_of_values": (c_int64, c_void_p, c_int64, c_uint64, c_void_p),
     "megatron_scales_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64),
 }
-"""Name: result, arguments."""
+"""Type of the result and types of the arguments of each function."""
 
 
 @cache
 def library() -> ctypes.CDLL:
     """Return the library, with the instruction set selected. Calls release the interpreter lock.
 
-    Raises BuildError if it cannot be built, InstructionSetError if ISA_VARIABLE is set to one that this CPU lacks.
+    Raises BuildError if the library cannot be built, and InstructionSetError if ISA_VARIABLE names an instruction set
+    that this CPU lacks.
     """
     loaded = _load()
     loaded.megatron_select(select_instruction_set(instruction_sets(), os.environ).encode())

@@ -1,4 +1,4 @@
-"""The memory of packed weights."""
+"""Allocates the memory of packed weights, in large pages and on all NUMA nodes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pathlib import Path
 import torch
 
 PAGES_THREAD = "megatron-pages"
-"""Name of the thread that joins pages."""
+"""Name of the thread that joins small pages to large ones."""
 _PAGE = 1 << 12
 _LARGE_PAGE = 1 << 21
 _CHUNK = 1 << 26
 _PROVIDED = 1 << 22
 _HUGEPAGE, _NOHUGEPAGE, _POPULATE_WRITE, _COLLAPSE = 14, 15, 23, 25
-"""Advice of madvise(2)."""
+"""Values of the argument `advice` of madvise(2)."""
 _MAX_SECONDS = 2e-3
-"""CPU time in which _PROVIDED bytes of large pages are populated if they come fast."""
+"""Maximum CPU seconds for populating _PROVIDED bytes of large pages. If it takes longer, small pages are used."""
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """System call number of mbind(2) by machine."""
 _INTERLEAVE = 3
-"""MPOL_INTERLEAVE"""
+"""The mode MPOL_INTERLEAVE of mbind(2)."""
 _MASK_WORDS = 16
 _NODES = Path("/sys/devices/system/node/online")
 _REST = 3.0
@@ -37,7 +37,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class _Chunk:
-    """Part of a mapping. start, stop, taken: addresses; from `taken` on it is free."""
+    """A part of a mapping. start, stop, taken: addresses. The memory from `taken` on is free."""
 
     mapping: mmap.mmap
     base: int
@@ -47,11 +47,13 @@ class _Chunk:
 
 
 class WeightMemory:
-    """The memory of one model load. Matrices share large mappings. A mapping is released with its last matrix.
+    """Allocates the memory for one loading of a model.
 
-    Pages are populated in bulk, as pages of 2 MiB while these come fast: 11 GB/s on AMD Zen 4. They do not on a virtual
-    machine whose host reclaims free memory (0.5 GB/s). There, further pages have 4 KiB (1.5 GB/s) and are joined later.
-    Thread-safe.
+    Matrices share large mappings. A mapping is released with its last matrix.
+
+    Pages are populated in bulk, as pages of 2 MiB as long as the kernel provides them fast (11 GB/s on AMD Zen 4). On a
+    virtual machine whose host reclaims free memory, it does not (0.5 GB/s). There, further pages have 4 KiB (1.5 GB/s),
+    and are joined to large pages later. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -60,29 +62,32 @@ class WeightMemory:
         self._chunks: list[_Chunk] = []
 
     def take(self, size: int) -> torch.Tensor:
-        """Return uninitialised memory, uint8 [size], that begins at a page."""
+        """Return uninitialised memory, uint8 [size], that begins at a page boundary."""
         with self._lock:
             chunk = self._chunk_for(size)
             address = chunk.taken
             chunk.taken = min(_round_up(address + size, _PAGE), chunk.stop)
-        # In pieces, because other threads may need memory too.
+        # Populate the memory in pieces, because other threads may need memory too.
         for start in range(address, address + size, _PROVIDED):
             begun = time.thread_time()
             if _advise(start, min(_PROVIDED, address + size - start), _POPULATE_WRITE) != 0:
-                break  # Linux before 5.14: pages come as they are touched
+                break  # Linux before 5.14: pages are populated when they are first accessed
             if time.thread_time() - begun > _MAX_SECONDS:
                 self._is_large = False
-                # Until they are joined.
+                # No large pages here until join_pages().
                 _advise(chunk.start, chunk.stop - chunk.start, _NOHUGEPAGE)
         return torch.frombuffer(chunk.mapping, dtype=torch.uint8, count=size, offset=address - chunk.base)
 
     def take_panels(self, panels: int, size: int) -> torch.Tensor:
-        """Return uninitialised memory, uint8 [panels, size], that begins at a page."""
+        """Return uninitialised memory, uint8 [panels, size], that begins at a page boundary."""
         return self.take(panels * size).view(panels, size)
 
     def join_pages(self) -> threading.Thread:
-        """Begin to join the used memory into pages of 2 MiB, which a step reads faster because each TLB entry covers
-        512 times as much. Return the thread that does it, which works a quarter of the time.
+        """Start a thread that joins the used memory to pages of 2 MiB, and return it.
+
+        The thread sleeps three quarters of the time.
+
+        A step reads large pages faster, because each TLB entry covers 512 times as much memory.
         """
         with self._lock:
             parts = [(weakref.ref(chunk.mapping), chunk.start, chunk.taken) for chunk in self._chunks]
@@ -107,7 +112,10 @@ class WeightMemory:
 
 
 def online_nodes(path: Path = _NODES) -> list[int]:
-    """Return the NUMA nodes of this machine. path: a list of ranges, such as 0-1,4; absent without NUMA."""
+    """Return the NUMA nodes of this machine.
+
+    path: file with a list of ranges, such as 0-1,4. It does not exist without NUMA.
+    """
     if not path.is_file():
         return [0]
     ends = [part.partition("-")[::2] for part in path.read_text().strip().split(",")]
@@ -117,7 +125,7 @@ def online_nodes(path: Path = _NODES) -> list[int]:
 def interleave(address: int, size: int, nodes: list[int]) -> bool:
     """Distribute the pages of unused memory over several NUMA nodes, so that a step reads from all of them at once.
 
-    Returns False if there is one node or the kernel rejects it.
+    Return False if there is only one node, or if the kernel rejects the call.
     """
     number = _MBIND.get(os.uname().machine)
     if len(nodes) < 2 or number is None:
@@ -135,11 +143,11 @@ def _join_pages(parts: list[tuple[weakref.ref[mmap.mmap], int, int]]) -> None:
         for address in range(start, stop - _LARGE_PAGE + 1, _LARGE_PAGE):
             mapping = part()
             if mapping is None:
-                break  # the weights were released
+                break  # the weights have been released
             begun = time.perf_counter()
             _advise(address, _LARGE_PAGE, _HUGEPAGE)
             if _advise(address, _LARGE_PAGE, _COLLAPSE) == errno.EINVAL:
-                return  # Linux before 6.1, or one without such pages
+                return  # Linux before 6.1, or a kernel without large pages
             took = time.perf_counter() - begun
             del mapping
             time.sleep(_REST * took)

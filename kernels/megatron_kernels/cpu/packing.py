@@ -1,4 +1,4 @@
-"""Packing of weights into the panels of src/kernels.h, and of src/matmul_k.h for K-quants."""
+"""Packs weights into the panels that src/kernels.h describes, and src/matmul_k.h for K-quants."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from megatron_kernels.quantized import (
 )
 
 BLOCK = 32
-"""Inputs of a block of the integer formats. Every format needs whole blocks."""
+"""Number of inputs in a block of the integer formats. In every format, the inputs of a matrix must be whole blocks."""
 SUPER_BLOCK = 256
-"""Inputs of a block of the K-quants."""
+"""Number of inputs in a block of the K-quants."""
 PANEL_FORMATS = {
     "float32": FLOAT32,
     "bfloat16": BFLOAT16,
@@ -55,7 +55,7 @@ PANEL_FORMATS = {
     "q5_k": abi.Q5_K,
     "q6_k": abi.Q6_K,
 }
-"""Formats of packed matrices by their names."""
+"""Number formats of packed matrices, by name."""
 INTEGER_FORMATS = frozenset(PANEL_FORMATS.values()) - {FLOAT32, BFLOAT16, FLOAT16}
 _KEPT = {
     Q4_0: INT4,
@@ -70,15 +70,15 @@ _KEPT = {
     Q6_K: abi.Q6_K,
 }
 QUANTIZED_KINDS = frozenset(_KEPT)
-"""GGML types that are packed without a change of any value."""
+"""GGML types that can be packed without changing any value."""
 _DENSE_KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 DENSE_DTYPES = frozenset(_DENSE_KINDS)
-"""Types of dense weights that are packed without an earlier conversion."""
+"""Types of dense weights that can be packed without converting them first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A weight [outputs, inputs] as panels. `data`: uint8 [outputs / PANEL, bytes of a panel]."""
+    """A weight [outputs, inputs] in panels. data: uint8 [outputs / PANEL, bytes of a panel]."""
 
     format: int
     outputs: int
@@ -87,11 +87,11 @@ class PackedMatrix:
 
     @property
     def record(self) -> Matrix:
-        """Argument of the library's functions, valid as long as `data`, which must be contiguous."""
+        """The matrix as an argument of the library's functions, valid as long as `data`, which must be contiguous."""
         return Matrix(self.format, self.inputs, self.outputs, self.data.data_ptr())
 
     def part(self, rows: slice, columns: slice) -> PackedMatrix | None:
-        """Return a view of some rows and columns, with step 1; None unless they are whole panels and blocks."""
+        """Return a view of some rows and columns (slices with step 1); None unless they are whole panels and blocks."""
         block = block_inputs(self.format)
         (row, last_row, _), (column, last_column, _) = rows.indices(self.outputs), columns.indices(self.inputs)
         if row % PANEL or last_row % PANEL or column % block or last_column % block:
@@ -101,13 +101,16 @@ class PackedMatrix:
         return PackedMatrix(self.format, last_row - row, last_column - column, data)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return float32 x_TK, the rows `ids_T` as they were rounded. The matrix must be contiguous."""
+        """Return float32 x_TK, the rows `ids_T` with the values that the format stores.
+
+        The matrix must be contiguous.
+        """
         x_TK, ids = torch.empty(len(ids_T), self.inputs), ids_T.to(torch.int64).contiguous()
         library().megatron_look_up(self.record, ids.data_ptr(), len(ids), x_TK.data_ptr())
         return x_TK
 
     def dequantize(self) -> torch.Tensor:
-        """Return weight_NK in float32, as it was rounded. The matrix must be contiguous."""
+        """Return weight_NK in float32, with the values that the format stores. The matrix must be contiguous."""
         return self.look_up(torch.arange(self.outputs))
 
 
@@ -117,29 +120,30 @@ def fits(outputs: int, inputs: int) -> bool:
 
 
 def block_inputs(format: int) -> int:
-    """Return the inputs of a block: a multiple of them can be packed."""
+    """Return the number of inputs in a block. Matrices whose inputs are a multiple of it can be packed."""
     return SUPER_BLOCK if format in (abi.Q2_K, abi.Q3_K, abi.Q4_K, abi.Q5_K, abi.Q6_K) else BLOCK
 
 
 def panel_bytes(format: int, inputs: int) -> int:
-    """Return the size of PANEL outputs."""
+    """Return the size of a panel, in bytes."""
     size: int = library().megatron_matrix_bytes(Matrix(format, inputs, PANEL, None))
     return size
 
 
 def packed_format(weight: QuantizedTensor, name: str) -> int:
-    """Return the format that a quantized weight is packed in, given the name of the format of dense weights."""
+    """Return the format in which a quantized weight is packed. name: format of dense weights."""
     return _KEPT[weight.kind] if name in ("int8", "int4") else PANEL_FORMATS[name]
 
 
 def pack(
     weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], name: str, memory: WeightMemory | None = None
 ) -> PackedMatrix:
-    """Return a weight packed in the format of this name, directly from its memory.
+    """Return a weight packed in the format `name`, without a copy before.
 
-    weight: one weight, or several of one packed_format() whose rows are concatenated; each must fit on its own.
+    weight: one weight, or several weights with the same packed_format() whose rows are concatenated. Each must fit (see
+            fits()) by itself.
     name: float32, bfloat16, float16, int8 or int4. Quantized weights keep their blocks if it is an integer format.
-    memory: where the panels are allocated; None allocates separately.
+    memory: allocates the panels; None: torch allocates them.
     """
     memory = memory or WeightMemory()
     if isinstance(weight, torch.Tensor):
@@ -163,8 +167,9 @@ def pack(
 
 
 def join(parts: Sequence[PackedMatrix], memory: WeightMemory | None = None) -> PackedMatrix:
-    """Return one contiguous matrix with the rows of `parts`, which share a format: a view if they are adjacent in one
-    storage, else a copy.
+    """Return one contiguous matrix with the rows of `parts`, which must have the same format.
+
+    It is a view if the parts are adjacent in one storage, otherwise a copy.
     """
     first = parts[0]
     outputs, size = sum(part.outputs for part in parts), first.data.shape[1]
@@ -187,7 +192,7 @@ def _are_adjacent(pieces: Sequence[torch.Tensor]) -> bool:
 
 
 def _dense_rows(weight_NK: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int]]:
-    """Return (GGML type, rows, shape) of a dense weight."""
+    """Return GGML type, rows and shape of a dense weight."""
     rows = weight_NK if weight_NK.dtype in _DENSE_KINDS else weight_NK.float()
     outputs, inputs = rows.shape
     return _DENSE_KINDS[rows.dtype], rows, (outputs, inputs)

@@ -11,9 +11,9 @@ from megatron_kernels.cpu.library import library
 
 
 class ThreadPool:
-    """A thread pool of `threads` threads, one of them the caller's. It runs one job at a time.
+    """A pool of `threads` threads, including the caller's. It runs one job at a time.
 
-    handle: argument of the library's functions.
+    handle: the pool as an argument of the library's functions.
     """
 
     def __init__(self, threads: int) -> None:
@@ -24,7 +24,7 @@ class ThreadPool:
             raise MemoryError(f"{threads} threads of the CPU kernels cannot be started")
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the threads of the pool."""
         if self.handle is not None:
             self._library.megatron_destroy_pool(self.handle)
             self.handle = None
@@ -36,5 +36,5 @@ def _thread_pool(threads: int, process: int) -> ThreadPool:
 
 
 def shared_thread_pool() -> ThreadPool:
-    """Return the thread pool of this process, with as many threads as torch."""
+    """Return the thread pool of this process. It has the same number of threads as torch."""
     return _thread_pool(torch.get_num_threads(), os.getpid())

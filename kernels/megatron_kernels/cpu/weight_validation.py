@@ -1,4 +1,4 @@
-"""Validation of weights in the format of their file: their sum, and whether their values or scales are finite."""
+"""Validates weights in the format of their file: computes their sum, and whether their values or scales are finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_kernels.quantized import BLOCK_SIZES, SCALES, QuantizedTensor
 
 _WORD = 8
 _EXPONENTS = {FLOAT16: 0x7C00_7C00_7C00_7C00, BFLOAT16: 0x7F80_7F80_7F80_7F80, FLOAT32: 0x7F80_0000_7F80_0000}
-"""Format of panels of values: the bits of the exponents in eight bytes."""
+"""For formats whose panels contain values: mask of the exponent bits in a word of eight bytes."""
 _SCALES = {
     INT8: (512, PANEL),
     INT5: (320, 2 * PANEL),
@@ -24,13 +24,14 @@ _SCALES = {
     abi.Q5_K: (0, 2 * PANEL),
     abi.Q6_K: (0, PANEL),
 }
-"""Format of panels of integers: offset in bytes and count of the float16 numbers in a block, as in src/kernels.h."""
+"""For formats whose panels contain integers: byte offset and number of the float16 scales in a block (src/kernels.h).
+"""
 
 
 def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
-    """Return (sum of all whole words of eight bytes, whether all scales are finite); None for strided rows.
+    """Return the sum of all whole words of eight bytes, and whether all scales are finite; None for strided rows.
 
-    Equals the results of `quantized.py` and `checkpoints/checkpoint.py` in torch.
+    The results equal the results of `quantized.py` and `checkpoints/checkpoint.py` in torch.
     """
     data = stored.blocks_NB
     if not data.is_contiguous():
@@ -41,7 +42,7 @@ def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
 
 
 def sum_and_finiteness_of_panels(matrix: PackedMatrix) -> tuple[int, bool]:
-    """Return (sum of all words of eight bytes, whether all values or scales are finite)."""
+    """Return the sum of all words of eight bytes, and whether all values or scales are finite."""
     data = matrix.data.contiguous()
     exponents = _EXPONENTS.get(matrix.format)
     if exponents is not None:

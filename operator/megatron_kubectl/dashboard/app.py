@@ -1,9 +1,9 @@
-"""The web application of the dashboard: a page on loopback and the few requests that it may send.
+"""The web application of the dashboard: a page on loopback, and the requests that the page may send.
 
 The page's files contain nothing secret. Everything else travels over one WebSocket per page, which browsers do not
-count against their limit of connections per server. Its first message has the token of this process, which the URL
-carries in its fragment, so that no server, log or Referer header receives it. A page of another site can neither send
-the token nor reach the application by another host name (Host) or origin (Origin).
+count against their limit of connections per server. The first message of a page contains the token of this process. The
+URL has the token in its fragment, which no server, log or Referer header receives. A page of another site does not know
+the token, and the application rejects other host names (Host) and origins (Origin).
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ HOST = "127.0.0.1"
 MANAGER = "kubectl-megatron"
 MAX_MESSAGE_BYTES = 1 << 20
 LOG_LINES = 500
-"""Lines of a log before those that are followed."""
+"""Number of earlier lines of a log that are shown before it is followed."""
 LOG_SILENCE_SECONDS = 3600.0
 LOGIN_SECONDS = 30.0
-"""Time in which a page sends the token."""
+"""Seconds within which a page must send the token."""
 GO_SECONDS = 5.0
-"""Time in which a page that is open and still waits repeats a verb."""
+"""Seconds within which a page must confirm a verb."""
 BEAT_SECONDS = 5.0
-"""Interval of messages without content, by which a page notices that this process has stopped."""
+"""Interval of empty messages, in seconds. A page that receives none knows that this process has stopped."""
 BAD_TOKEN, BAD_MESSAGE = 4401, 4400
-"""Codes of a closed WebSocket."""
+"""Close codes of a WebSocket, for a wrong token and for a malformed message."""
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -83,7 +83,10 @@ logger = logging.getLogger(__name__)
 
 
 def policy(port: int) -> str:
-    """Return the Content-Security-Policy of the page. Not every browser counts WebSockets as 'self'."""
+    """Return the Content-Security-Policy of the page.
+
+    It names the WebSocket, which not every browser counts as 'self'.
+    """
     sockets = " ".join(f"ws://{name}:{port}" for name in _HOSTS)
     return (
         f"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self' {sockets}; img-src 'self'; "
@@ -93,7 +96,7 @@ def policy(port: int) -> str:
 
 
 class RejectedError(Exception):
-    """A request that is answered with a message for the user."""
+    """A request of a page is rejected with a message for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class DashboardSettings:
     port:         port on which the dashboard listens.
     namespace:    namespace that is shown first; empty means all.
     context:      name of the kubeconfig context, for display.
-    verb_seconds: timeout of a verb, until the API server has answered.
+    verb_seconds: timeout, in seconds, of the API server's answer to a verb.
     """
 
     port: int
@@ -150,7 +153,7 @@ class Guard:
 
 
 class Dashboard:
-    """What pages may request. Values for them are asynchronous generators of JSON values."""
+    """The requests that pages may send. Each is an asynchronous generator of JSON values for the page."""
 
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:
         self._api = api
@@ -171,7 +174,7 @@ class Dashboard:
         }
 
     def session(self, token: Any) -> Object | None:
-        """Return the first message to a page, or None if its token is wrong."""
+        """Return the first message for a page; None if the page's token is wrong."""
         settings = self.settings
         given = token.encode() if isinstance(token, str) else b""
         if hmac.compare_digest(given, self.single_use_token.encode()):
@@ -182,7 +185,7 @@ class Dashboard:
         return {**shown, "token": settings.token}
 
     def application(self) -> Starlette:
-        """Return the application."""
+        """Return the ASGI application of the dashboard."""
         files = resources.files(__package__).joinpath("static")
         app = Starlette(
             routes=[
@@ -209,7 +212,7 @@ class Dashboard:
                 yield {"kind": change.kind, "resources": [summary(each) for each in change.objects]}
 
     async def observe(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield everything about one resource."""
+        """Yield the state of one resource, its events, pods and metrics, then each change."""
         async with contextlib.aclosing(self._observer(request).frames()) as frames:
             async for frame in frames:
                 yield frame
@@ -235,7 +238,7 @@ class Dashboard:
             yield f"\nThe log ended unexpectedly: {printable(str(error))}\n"
 
     async def plan(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield what another spec would change, as `megatron-operator plan`."""
+        """Yield the changes that another spec would cause, like `megatron-operator plan`."""
         text = request.get("spec")
         try:
             spec = yaml.safe_load(text) if isinstance(text, str) else None
@@ -248,36 +251,39 @@ class Dashboard:
         try:
             old = resource_of(present, origin=f"{namespace}/{name} in the cluster")
             new = resource_of({**present, "spec": spec}, origin="the edited spec")
-            # The operator applies its pod policy, whose flags are not known here.
+            # The plan lacks the operator's pod policy, whose flags are not known here.
             settings = Settings(runtime_image=DEFAULT_RUNTIME_IMAGE, pod_policy=None)
-            found = preview(old.present_context(settings), new.present_context(settings))
+            planned = preview(old.present_context(settings), new.present_context(settings))
         except (ResourceFileError, RenderError) as error:
             raise RejectedError(str(error)) from error
-        changes = [{"verb": "set", "child": field, "field": "", "restarts": False} for field in found.fields]
+        changes = [{"verb": "set", "child": field, "field": "", "restarts": False} for field in planned.fields]
         changes += [
             {"verb": each.verb, "child": each.child, "field": each.field, "restarts": each.restarts}
-            for each in found.changes
+            for each in planned.changes
         ]
-        engines = [each.child.split()[-1] for each in found.changes if each.restarts and "StatefulSet" in each.child]
-        yield {"changes": changes, "steps": list(found.steps), "restarts": engines}
+        engines = [each.child.split()[-1] for each in planned.changes if each.restarts and "StatefulSet" in each.child]
+        yield {"changes": changes, "steps": list(planned.steps), "restarts": engines}
 
     def _observer(self, request: Request) -> ResourceObserver:
         return self._observers.get(*_names(request))
 
     async def patch(self, request: Request, body: Object) -> Object:
-        """Merge-patch the resource; return its new generation. Without an answer in time, the request is cancelled."""
+        """Merge-patch the resource, and return its new generation.
+
+        Without an answer in time, the request is cancelled.
+        """
         path, seconds = RESOURCE.path(*_names(request)), self.settings.verb_seconds
         query, merge = {"fieldManager": MANAGER}, "application/merge-patch+json"
         try:
             async with asyncio.timeout(seconds):
                 for tries in (1, 2):
                     try:
-                        found = await self._api.request(
+                        resource = await self._api.request(
                             "PATCH", path, body=body, query=query, content_type=merge, expect_continue=True
                         )
-                        return {"generation": found["metadata"].get("generation")}
+                        return {"generation": resource["metadata"].get("generation")}
                     except KubeApiError as error:
-                        if error.code != 401 or tries == 2:  # after a 401, kubectl gets new credentials
+                        if error.code != 401 or tries == 2:  # after a 401, kubectl obtains new credentials
                             raise
         except TimeoutError:
             pass
@@ -296,7 +302,7 @@ def set_state(request: Request) -> Object:
 
 
 def scale(request: Request) -> Object:
-    """Return the patch of spec.replicas. The scale subresource would not answer with the generation."""
+    """Return the patch of spec.replicas. It replaces the scale subresource, whose answer lacks the generation."""
     replicas = request.get("replicas")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
         raise RejectedError(f"replicas: is {replicas!r}; use a number of engines, 0 or more")
@@ -304,19 +310,19 @@ def scale(request: Request) -> Object:
 
 
 def restart(request: Request) -> Object:
-    """Return the patch that begins new restart budgets, as `kubectl megatron restart`."""
+    """Return the patch that resets the restart budgets, like `kubectl megatron restart`."""
     return {"metadata": {"annotations": {ANNOTATION_RESTARTED: stamp(datetime.now(UTC))}}}
 
 
 class PageConnection:
     """The requests of one page, over one WebSocket, as JSON.
 
-    The page sends its token, as `{"token": ...}`, then requests: `{"id": NUMBER, "do": NAME, ...}`. The answers of a
-    request have its number: `value`, any number of times, then `done` or `error`. `{"id": NUMBER, "end": true}` ends
-    the request.
+    The page sends its token, as `{"token": ...}`, then requests: `{"id": NUMBER, "do": NAME, ...}`. The answers to a
+    request contain its number: any number of `value`, then `done` or `error`. `{"id": NUMBER, "end": true}` ends the
+    request.
 
-    A verb is executed only if the page repeats it: the answer `ask` is followed by `{"id": NUMBER, "go": true}` of a
-    page that is open and has not given up. So no verb that waited in a buffer is executed later.
+    A verb is executed only if the page confirms it: this process answers `ask`, and a page that still waits sends
+    `{"id": NUMBER, "go": true}`. So a verb that was delayed in a buffer is not executed later.
     """
 
     def __init__(self, dashboard: Dashboard, websocket: WebSocket) -> None:
@@ -357,10 +363,10 @@ class PageConnection:
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message["code"])
-        found = json.loads(message.get("text") or "")
-        if not isinstance(found, dict):
+        received = json.loads(message.get("text") or "")
+        if not isinstance(received, dict):
             raise ValueError("the message is not a JSON object")
-        return found
+        return received
 
     async def _send(self, message: Object) -> None:
         await self._websocket.send_text(json.dumps(message))
@@ -371,7 +377,7 @@ class PageConnection:
             await self._send({})
 
     def _take(self, message: Request) -> None:
-        """Begin, continue or end a request. Raises ValueError."""
+        """Start, continue or end the request that a message names. Raises ValueError for a malformed message."""
         number = message.get("id")
         if not isinstance(number, int):
             raise ValueError("id: is missing or not a number")
@@ -413,25 +419,28 @@ class PageConnection:
         )
 
     async def _execute(self, number: int, request: Request, body: Object) -> AsyncGenerator[Object]:
-        """Ask the page again, then change the resource. Yields its new generation."""
+        """Ask the page to confirm a verb, then change the resource, and yield its new generation."""
         _names(request)
         begun = time.monotonic()
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
         await self._send({"id": number, "ask": True})
         await asyncio.wait({asked}, timeout=GO_SECONDS)
-        # This process may have been stopped meanwhile.
+        # Check the time again, because this process may have been suspended meanwhile.
         if self._asked.pop(number, None) is not None or time.monotonic() - begun > GO_SECONDS:
             raise RejectedError(f"not executed: the page did not repeat the request within {GO_SECONDS:g} s")
         yield await self._dashboard.patch(request, body)
 
 
 def _names(request: Request) -> tuple[str, str]:
-    """Return namespace and name of the resource of a request. Raises RejectedError."""
+    """Return the namespace and the name of the resource in a request. Raises RejectedError for invalid names."""
     return _dns_name(request, "namespace"), _dns_name(request, "name")
 
 
 def _dns_name(request: Request, field_name: str) -> str:
-    """Return a name that is safe in the path of a request to the API server."""
+    """Return the DNS name in a field of a request, which is safe in the path of an API request.
+
+    Raises RejectedError.
+    """
     value = request.get(field_name)
     if not isinstance(value, str) or not _DNS_NAME.fullmatch(value):
         raise RejectedError(f"{field_name}: {value!r} is not the name of an object of Kubernetes")
@@ -464,7 +473,7 @@ class DashboardServer(uvicorn.Server):
 
 
 def behind(proxy_socket: Path) -> Configuration:
-    """Return the configuration of a client of the API server behind `kubectl proxy`. Needs a running event loop."""
+    """Return the configuration of an API client that connects through `kubectl proxy`. Needs a running event loop."""
     configuration = Configuration()
     configuration.host = "http://localhost"
     connector = aiohttp.UnixConnector(str(proxy_socket), limit=0)
@@ -478,15 +487,12 @@ async def serve(
     """Serve the dashboard until SIGINT or SIGTERM.
 
     Args:
-        namespace:     shown first; empty means all.
-        context:       of the kubeconfig; None means the current one.
-        shown_context: its name, for the page.
-        port:          on loopback; 0 means any free one.
-        say:           function that prints a line.
-
-    Raises:
-        ClusterError: no usable kubeconfig, or kubectl has ended.
-        OSError:      the port is taken.
+        namespace:     namespace that is shown first; empty means all.
+        context:       context of the kubeconfig; None means the current one.
+        shown_context: name of the context, for the page.
+        port:          port on loopback; 0 means any free port.
+        say:           function that prints a line. Raises: ClusterError: no usable kubeconfig, or kubectl has exited.
+                       OSError:      the port is taken.
     """
     with socket.create_server((HOST, port)) as listener, KubectlProxy(context=context) as proxy:
         settings = DashboardSettings(listener.getsockname()[1], namespace, shown_context)

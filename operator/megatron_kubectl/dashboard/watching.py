@@ -1,6 +1,7 @@
-"""Reads of the dashboard: everything about one resource that the page shows, kept current by watches.
+"""Reads the data that the dashboard shows about a resource, and keeps it current by watches.
 
-A `ResourceObserver` exists while a page shows its resource, and for 15 minutes after, so that its charts continue.
+A `ResourceObserver` exists while a page shows its resource, and for 15 minutes after that, so that the charts have no
+gap.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTAN
 from megatron_operator.terminal import as_yaml
 
 CORE_EVENT = ObjectKind("Event", "", "v1", "events")
-"""The ClusterRoles view, edit and admin of Kubernetes allow to read Events by this API only."""
+"""The kind of Events in the core API: only through this API do the ClusterRoles view, edit and admin allow reading
+them.
+"""
 EXPLAIN_SECONDS = 0.3
-"""Least time between two explanations."""
+"""Minimum seconds between two computations of the explanation."""
 METRICS_TIMEOUT_SECONDS = 5.0
 MAX_PAGE_BYTES = 4 << 20
-"""Longest metrics page that is read."""
+"""Maximum number of bytes of a metrics page that are read."""
 
 
 def detail(resource: Mapping[str, Any]) -> Object:
-    """Return the data of one resource for its page. specText: the spec as YAML, for the editor."""
+    """Return the data of one resource for its page. The member `specText` is the spec as YAML, for the editor."""
     spec = dict(resource.get("spec") or {})
     return {
         **summary(resource),
@@ -77,10 +80,10 @@ def _pod(pod: Mapping[str, Any]) -> Object:
 
 
 class ResourceObserver:
-    """Everything that the page of one resource shows, kept current.
+    """Keeps the data current that the page of one resource shows.
 
-    parts: the shown values by the name of the part: resource, events, pods, explain.
-    errors: why a part cannot be read, by its name; `metrics` is one more part.
+    parts:  the shown values by part: resource, events, pods, explain.
+    errors: reasons why parts cannot be read, by part; `metrics` is a further part.
     """
 
     def __init__(self, api: KubeApi, namespace: str, name: str, *, interval: float = INTERVAL_SECONDS) -> None:
@@ -129,7 +132,7 @@ class ResourceObserver:
         return pod in self._pods
 
     async def frames(self) -> AsyncGenerator[Object]:
-        """Yield the state in frames `{"part": ..., "value": ...}`, then each changed part, for ever."""
+        """Yield each part as `{"part": ..., "value": ...}`, then each changed part. The generator never ends."""
         self.viewers += 1
         sent: dict[str, Any] = {"samples": 0}
         try:
@@ -214,7 +217,7 @@ class ResourceObserver:
             await asyncio.sleep(max(0.0, self._interval - (time.monotonic() - begun)))
 
     async def _take_sample(self) -> None:
-        """Read the metrics of all running pods through the API server and append a sample."""
+        """Read the metrics of all running pods through the API server, and append a sample to the charts' data."""
         wanted = {name: pod for name, pod in self._pods.items() if (pod.get("status") or {}).get("phase") == "Running"}
         pods = {name: key for name, pod in wanted.items() if (key := metrics_key(pod)) is not None}
         pages: dict[str, PodMetrics] = {}
@@ -252,7 +255,7 @@ class ResourceObserver:
 
 
 class Observers:
-    """The observers of the resources that pages show, and that they showed within the last 15 minutes."""
+    """The observers of all resources that a page shows or has shown within the last 15 minutes."""
 
     def __init__(self, api: KubeApi, *, interval: float = INTERVAL_SECONDS) -> None:
         self._api = api

@@ -1,6 +1,6 @@
-"""Models that come in Python packages, as a GGUF file or the parts of one. Imports no torch.
+"""Models in Python packages, which contain a GGUF file or its parts. Imports no torch.
 
-The packages are never imported: they would import the library that they were made for.
+The packages are never imported, because they would import the library that they were made for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Builtin:
     """A model in Python packages.
 
     distribution: name of the package to install.
-    packages:     packages that hold the file, in order; several packages hold its parts.
+    packages:     packages that contain the file, or its parts in this order.
     sha256:       digest of the .gguf file.
     """
 
@@ -48,9 +48,9 @@ BUILTINS: Mapping[str, Builtin] = {
 
 
 def builtin_file(name: str) -> Path:
-    """Return the .gguf file of a name in BUILTINS. The parts of a file are joined once, in the user's cache.
+    """Return the path of the .gguf file of a model in BUILTINS. Parts of a file are joined once, in the user's cache.
 
-    Raises ModelFileError if the packages are missing, or if the file has another digest than this release expects.
+    Raises ModelFileError if the packages are missing, or if the file's digest differs from the expected one.
     """
     builtin = BUILTINS[name]
     cache = hf_home() / "megatron" / "builtin"
@@ -65,7 +65,7 @@ def builtin_file(name: str) -> Path:
                 cache.mkdir(parents=True, exist_ok=True)
                 stamp.touch()
         return file
-    # Named by its content, and renamed as the last step: a file with this name is complete.
+    # The name contains the digest, and the file gets it last, so a file with this name is complete.
     whole = cache / f"{name}-{builtin.sha256[:16]}.gguf"
     if not whole.is_file():
         cache.mkdir(parents=True, exist_ok=True)
@@ -93,10 +93,10 @@ def _only_file(builtin: Builtin, package: str, pattern: str) -> Path:
             f"uv pip install {flag}{builtin.distribution}"
         )
     directory = Path(spec.submodule_search_locations[0], *below)
-    found = sorted(directory.glob(pattern))
-    if len(found) != 1:
-        raise ModelFileError(f"{directory} holds {len(found)} {pattern} files: install {builtin.distribution} again")
-    return found[0]
+    files = sorted(directory.glob(pattern))
+    if len(files) != 1:
+        raise ModelFileError(f"{directory} holds {len(files)} {pattern} files: install {builtin.distribution} again")
+    return files[0]
 
 
 def _require_digest(path: Path, builtin: Builtin) -> None:

@@ -1,6 +1,6 @@
-"""Open a checkpoint of any format, validate its weights while they are read, and show the progress of reading.
+"""Opens checkpoints of any format, validates their weights while they are read, and reports the progress.
 
-Every value must be finite, and a signature identifies the weights.
+Every value must be finite. A signature identifies the weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
         checkpoint: Checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
         return checkpoint
     if isinstance(source, PublishedModel):
-        # Loading from files does not need the connection code.
+        # Imported here because loading from files does not need the connection code.
         from megatron_runtime.checkpoints.published import PublishedCheckpoint
 
         return PublishedCheckpoint(source.source, config=source.config, keys_dir=source.keys_dir)
@@ -60,9 +60,10 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Identifies weights. kinds: shape and type of each tensor. digest: digest of names, kinds and values.
+    """Identifies the weights of a model.
 
-    Equal files have equal digests, whether they are read whole or piece by piece.
+    kinds:  shape and type of each tensor.
+    digest: digest of names, kinds and values. Equal files have equal digests, whether they are read whole or in parts.
     """
 
     kinds: Kinds
@@ -70,19 +71,19 @@ class Signature:
 
 
 class VerifiedCheckpoint(Checkpoint):
-    """Another checkpoint, whose tensors are validated as they are read.
+    """Wraps a checkpoint, and validates its tensors while they are read.
 
     read(), blocks() and panels() raise UnusableWeightsError at the first tensor with a value that is not finite.
     Several threads may read different tensors.
 
     uses_kernels:  blocks are validated by the CPU kernels.
-    checks_values: False leaves the check of tensors that are not quantized to the caller.
+    checks_values: False: the caller itself checks the tensors that are not quantized.
 
     Raises UnusableWeightsError, before any tensor is read, if the tensors differ from `expected`.
     """
 
     on_read: Callable[[int], None] | None = None
-    """Called with the number of values of each read."""
+    """Called after each read with the number of values that were read."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class VerifiedCheckpoint(Checkpoint):
         self._checkpoint = checkpoint
         self._checks_values = checks_values
         self._uses_kernels = uses_kernels
-        # The sum of the 8-byte words of each tensor, computed at memory bandwidth, and the bytes after them. A tensor
+        # For each tensor, the sum of its 8-byte words, computed at memory bandwidth, and the remaining bytes. A tensor
         # that is read in parts has the same sum if the size of every part but the last is a multiple of 8 bytes.
         self._sums: dict[str, tuple[int, bytes]] = {}
         if expected is not None:
@@ -112,7 +113,7 @@ class VerifiedCheckpoint(Checkpoint):
         return Signature(self.kinds, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        # Blocks are validated in their stored form, which has a fraction of the bytes of their values.
+        # Validate quantized blocks in their stored form, which takes a fraction of the bytes of their values.
         stored = self.blocks(name, part, wanted=SCALES)
         if stored is not None:
             return stored.dequantize()
@@ -125,8 +126,8 @@ class VerifiedCheckpoint(Checkpoint):
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         stored = self._checkpoint.blocks(name, part, wanted=wanted)
         if stored is not None:
-            found = sum_and_finiteness(stored) if self._uses_kernels else None
-            words, is_finite = found if found is not None else (None, stored.is_finite())
+            result = sum_and_finiteness(stored) if self._uses_kernels else None
+            words, is_finite = result if result is not None else (None, stored.is_finite())
             if not is_finite:
                 raise _not_finite(name)
             self._add(name, stored.blocks_NB, values=prod(stored.shape), words=words)
@@ -142,7 +143,12 @@ class VerifiedCheckpoint(Checkpoint):
         return stored
 
     def _add(self, name: str, stored: torch.Tensor, *, values: int, words: int | None = None) -> None:
-        """Record a read. values: in `stored`, which may be blocks; words: the sum of its words, if known."""
+        """Record a read.
+
+        stored: the values or quantized blocks that were read.
+        values: number of values in `stored`.
+        words:  sum of the 8-byte words of `stored`, if known.
+        """
         data = stored.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD
         if words is None:
@@ -157,14 +163,15 @@ class VerifiedCheckpoint(Checkpoint):
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether all values are finite, computed where the tensor is."""
-    # A sum is finite only if all its terms are. If the sum itself overflows, each value is checked.
+    # A sum is finite only if all its terms are. Check each value if the sum is not finite, because it may have
+    # overflowed.
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 @contextmanager
 def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[VerifiedCheckpoint]:
-    """Report the progress of reading `checkpoint` to the probes of this process, and show a progress bar on standard
-    error if that is a terminal.
+    """Report the progress of reading `checkpoint` to the probes of this process, and on standard error if it is a
+    terminal.
 
     what: the label of the bar, such as "loading".
     """

@@ -1,4 +1,4 @@
-"""Convert one checkpoint format into another, with the configuration and the tokenizer that belong to the weights."""
+"""Converts a checkpoint to another format, together with the configuration and the tokenizer of the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Format = Literal["safetensors", "torch_dist", "packed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 GGUFTokenizerWriter = Callable[[Path, Path], Sequence[int]]
-"""Writes the tokenizer of a .gguf file to a directory, as transformers reads it; returns its end-of-answer tokens."""
+"""Writes the tokenizer of a .gguf file to a directory in transformers' format, and returns its end-of-answer tokens."""
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -62,19 +62,19 @@ def convert(
     """Write the model at `source` to `directory`: weights, configuration, tokenizer. One tensor is in memory at a time.
 
     source:    a model reference, or the result of `resolve`.
-    directory: is created, and appears complete or not at all.
+    directory: created by this function. It appears only when it is complete.
     to:        "safetensors" for transformers, "torch_dist" for Megatron-LM, "packed" for engines on the CPU.
     dtype:     type of the weights: "float32", "bfloat16", "float16", or "keep" (float32 for quantized tensors).
-               "packed" also takes "int8" and "int4", with which quantized matrices keep their blocks; "keep" is then
-               "auto".
-    replace:   replace a directory of that name.
+               "packed" also takes "int8" and "int4", with which quantized matrices keep their blocks. For "packed",
+               "keep" means "auto".
+    replace:   replace an existing directory.
     write_gguf_tokenizer: converts the tokenizer of a GGUF file; None leaves it out.
     progress:  called with the bytes written so far and in total.
 
     Raises DestinationError, UnsupportedModelError, ValueError naming an unknown dtype, and the errors of the format.
     """
-    found = resolve(source) if isinstance(source, str) else source
-    opened = open_checkpoint(found)
+    resolved = resolve(source) if isinstance(source, str) else source
+    opened = open_checkpoint(resolved)
     allowed = ("keep", *(FORMATS if to == "packed" else DTYPES))
     if dtype not in allowed:
         raise ValueError(f"dtype={dtype!r} cannot be written as {to}: use {', '.join(allowed)}")
@@ -97,17 +97,20 @@ def convert(
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
         types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
-        own = find_beside(found, CONFIG_FILE)
-        # The model's own file may have fields that are unknown to this runtime.
+        own = find_beside(resolved, CONFIG_FILE)
+        # Start from the model's own config.json, which may have fields that are unknown to this runtime.
         values = config_to_hf(checkpoint.config) if own is None else own.read_json()
-        for name in ("torch_dtype", "quantization_config"):  # the weights are written dequantized
+        for name in (
+            "torch_dtype",
+            "quantization_config",
+        ):  # wrong for the dequantized weights
             values.pop(name, None)
         _write_json(partial / CONFIG_FILE, {**values, "dtype": min(types)})
-        write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
+        write_text_files(checkpoint.config, resolved, partial, write_gguf_tokenizer=write_gguf_tokenizer)
 
 
 class _OfType(Checkpoint):
-    """Wraps a checkpoint and returns its tensors dense, converted to `dtype` unless that is None."""
+    """Wraps a checkpoint, and returns its tensors as dense ones, converted to `dtype` unless it is None."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
@@ -125,12 +128,12 @@ def write_text_files(
     *,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
 ) -> None:
-    """Write tokenizer, chat template and end-of-answer tokens. The tokenizer of a GGUF file may add such tokens."""
+    """Write the tokenizer, the chat template and the end-of-answer tokens, to which a GGUF tokenizer may add some."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
-        found = find_beside(source, name)
-        if found is not None:
+        file = find_beside(source, name)
+        if file is not None:
             (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_bytes(found.read_bytes(MAX_TOKENIZER_BYTES))
+            (directory / name).write_bytes(file.read_bytes(MAX_TOKENIZER_BYTES))
     ends = config.eos_token_ids
     if source.format == "GGUF" and write_gguf_tokenizer is not None:
         ends = tuple(dict.fromkeys((*ends, *write_gguf_tokenizer(source.location, directory))))
@@ -144,12 +147,14 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty directory next to `directory`. It is renamed to `directory` when the block ends, and removed on
-    failure.
+    """Yield an empty directory next to `directory`.
 
-    replace: if `directory` exists, it is removed at the end; without `replace` it must be absent or empty.
+    It is renamed to `directory` when the block ends, and removed on failure.
 
-    The next process removes the leftovers of a killed one. Raises DestinationError.
+    replace: remove an existing `directory` at the end; without `replace` it must be absent or empty. Files of a process
+    that was killed are removed by the next one.
+
+    Raises DestinationError.
     """
     directory = directory.absolute()
     if directory.exists() and not directory.is_dir():
@@ -181,7 +186,7 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _lock(partial: Path) -> int:
-    """Lock the directory itself, so that only one process writes to it; the kernel unlocks it if this process dies."""
+    """Lock a partial directory, so that only one process writes to it. The kernel unlocks it if this process dies."""
     partial.mkdir(exist_ok=True)
     held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     try:

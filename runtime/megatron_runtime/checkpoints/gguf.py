@@ -1,8 +1,7 @@
-"""Read weights from a GGUF file, quantized as they are stored or dequantized.
+"""Reads weights from a GGUF file, either quantized as they are stored or dequantized.
 
-Tensors are returned in the layout of transformers. llama.cpp stores some differently: the rows of q and k of some
-families are in the order of rotary pairs, the experts of a layer are one tensor, and weights of norms include their
-offset.
+Tensors are returned in the layout of transformers. GGUF files have another layout: in some families the rows of q and k
+are in the order of rotary pairs, the experts of a layer are one tensor, and the weights of norms include their offset.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class _Entry:
     """The place of one tensor.
 
     offset:       in bytes, from the start of the file.
-    paired_heads: number of heads, if the rows of each are in the order of rotary pairs; else None.
-    less:         offset to subtract from the values.
+    paired_heads: number of heads, if the rows of each head are in the order of rotary pairs; otherwise None.
+    less: offset to subtract from the values.
     """
 
     file: MappedFile
@@ -139,9 +138,9 @@ def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dic
         file = ModelFile(each) if each == path else directory.file(each.name)
         if file is None:
             raise ModelFileError(f"{each} is missing: the model has {1 + len(others)} files, complete the directory")
-        found, index = read_gguf_header(each, vocabulary=False)
-        metadata = metadata or found
-        count = found.get("split.count") or 1
+        header, index = read_gguf_header(each, vocabulary=False)
+        metadata = metadata or header
+        count = header.get("split.count") or 1
         if count != 1 + len(others):
             raise ModelFileError(
                 f"{each} is one of {count} files of a model, but its name says that there are {1 + len(others)}: "
@@ -178,7 +177,7 @@ def _with_factors(config: ModelConfig, fields: Fields, stored: Mapping[str, _Ent
             factors(_FACTORS), theta=config.rope_theta, head_dim=config.head_dim, where=where
         )
         return replace(config, rope_scaling=scaling)
-    # Files of Phi-3 have the tensors without naming the scaling.
+    # Files of Phi-3 contain the factors but do not name the scaling.
     is_long = fields.get("rope.scaling.type") == "longrope" or not stored.keys().isdisjoint(_LONG_ROPE)
     if not is_long:
         return config
@@ -201,13 +200,13 @@ def _with_factors(config: ModelConfig, fields: Fields, stored: Mapping[str, _Ent
 
 
 def _whole(entry: _Entry) -> torch.Tensor:
-    """Return the values of a tensor as they are stored."""
+    """Return the values of a whole tensor in their stored form."""
     data = entry.file.piece(entry.offset, _num_bytes(entry.kind, entry.shape))
     return dequantize(entry.kind, data, entry.shape)
 
 
 def _rows(entry: _Entry, part: Part) -> torch.Tensor:
-    """Return the blocks of some rows, uint8 [rows, bytes per row], in the order of transformers."""
+    """Return the quantized blocks of some rows, uint8 [rows, bytes per row], in transformers' order of rows."""
     count, row_bytes = entry.shape[0], _num_bytes(entry.kind, entry.shape[1:])
     start, stop, _ = (part or (slice(None),))[0].indices(count)
     if entry.paired_heads is None:

@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: its metadata and the index of its tensors. Imports no torch.
+"""Reads the header of a GGUF file: the metadata, and the index of the tensors. Imports no torch.
 
 The reader of the `gguf` package is not used: it takes 2 to 10 s and 160 to 710 MiB for the metadata of a model, and it
 has no limits (docs/decisions/012). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -26,7 +26,7 @@ _SIZE = struct.Struct("<Q")
 _TOKENIZER_PREFIX = "tokenizer."
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 20
 _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 24
-"""Limits: pairs and tensors per file, axes per tensor, elements of all arrays of a file together."""
+"""Limits: metadata pairs and tensors per file, axes per tensor, and elements of all arrays of a file together."""
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -46,9 +46,9 @@ class GGUFTensorInfo:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return the paths of the files of a model, given one of them; the first has the metadata.
+    """Return the paths of all files of a model, given one of them. The first file has the metadata.
 
-    Large models are in several files, named NAME-00001-of-00003.gguf and so on. The files need not exist.
+    A large model has several files, with names like NAME-00001-of-00003.gguf. The files need not exist.
     """
     match = _PART_NAME.fullmatch(path.name)
     if match is None or not int(match[3]):
@@ -60,9 +60,10 @@ def gguf_parts(path: Path) -> list[Path]:
 def read_gguf_header(path: Path, *, vocabulary: bool) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
     """Return the metadata of the file at `path`, and the index of its tensors.
 
-    vocabulary: read the arrays of the tokenizer. Without it they are empty, and reading takes a quarter of the time.
+    vocabulary: read the arrays of the tokenizer. If false, these arrays are empty, and reading takes a quarter of the
+                time.
 
-    Raises ModelFileError if the file is not GGUF, truncated, of an unknown version, or beyond a limit.
+    Raises ModelFileError if the file is not GGUF, is truncated, has an unknown version, or exceeds a limit.
     """
     with ModelFile(path).open() as file:
         try:
@@ -105,7 +106,7 @@ class _Reader:
             raise ModelFileError(
                 f"{self._path} has {_ALIGNMENT_KEY} {shown(alignment)}: want a whole number from 1 to {_MAX_ALIGNMENT}"
             )
-        found = []
+        entries = []
         for _ in range(count):
             name = self._string()
             axes = self._scalar("I")
@@ -114,9 +115,9 @@ class _Reader:
                     f"tensor {shown(name)} of {self._path} has {axes} axes: at most {_MAX_AXES} are supported"
                 )
             shape = tuple(self._scalar("Q") for _ in range(axes))[::-1]
-            found.append((name, shape, self._scalar("I"), self._scalar("Q")))
+            entries.append((name, shape, self._scalar("I"), self._scalar("Q")))
         start = -(-self._at // alignment) * alignment
-        return tuple(GGUFTensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in found)
+        return tuple(GGUFTensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in entries)
 
     def _value(self, kind: int, *, wanted: bool, depth: int) -> Any:
         if kind in _SCALARS:
@@ -128,7 +129,7 @@ class _Reader:
         raise ModelFileError(f"{self._path} holds a value of unknown type {kind} at byte {self._at}")
 
     def _array(self, kind: int, count: int, *, wanted: bool, depth: int) -> list[Any]:
-        if count > len(self._view) - self._at:  # an element has at least one byte
+        if count > len(self._view) - self._at:  # each element takes at least one byte
             raise self._cut_short(count, self._at)
         self._elements_left -= count
         if self._elements_left < 0:
@@ -145,9 +146,12 @@ class _Reader:
         return [self._value(kind, wanted=wanted, depth=depth) for _ in range(count)]
 
     def _strings(self, count: int, *, wanted: bool) -> list[str]:
-        """Read a vocabulary. It has hundreds of thousands of strings, so no function is called for each string."""
+        """Read an array of strings.
+
+        A vocabulary has hundreds of thousands of them, so no function is called per string.
+        """
         view, size_at, header, at, end = self._view, _SIZE.unpack_from, _SIZE.size, self._at, len(self._view)
-        found = []
+        texts = []
         try:
             for _ in range(count):
                 start = at + header
@@ -155,11 +159,11 @@ class _Reader:
                 if at > end:  # check before slicing, which would copy the rest of the file
                     raise self._cut_short(at - end, end)
                 if wanted:
-                    found.append(view[start:at])
+                    texts.append(view[start:at])
         except (struct.error, OverflowError):
             raise self._cut_short(header, min(at, end)) from None
         self._at = at
-        return [text.decode("utf-8", errors="replace") for text in found]
+        return [text.decode("utf-8", errors="replace") for text in texts]
 
     def _scalar(self, code: str) -> Any:
         layout = f"<{code}"

@@ -1,4 +1,4 @@
-"""Models of Megatron-Core or transformers in the memory of the program, as checkpoints."""
+"""Checkpoints of models that the program has in memory, from Megatron-Core or transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_in_memory(model: Any, *, ends: tuple[int, ...] = ()) -> ModelInMemory:
 
 
 class TensorsInMemory(Checkpoint):
-    """Tensors by their transformers names."""
+    """A checkpoint of tensors in memory, by their transformers names."""
 
     def __init__(self, config: ModelConfig, held: dict[str, torch.Tensor]) -> None:
         self.config = config
@@ -65,7 +65,7 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
         ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         where="the model's configuration",
     )
-    # As in save_pretrained(), a head that is tied to the embedding is not a separate tensor.
+    # As in save_pretrained(), leave out a head that is tied to the embedding.
     left_out = ("lm_head.weight",) if config.tie_embeddings else ()
     held: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -75,7 +75,7 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
 
 
 def _one_by_one(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers saves for `tensor`: experts are fused in memory and separate in files."""
+    """Return the tensors that transformers saves for `tensor`: it fuses experts in memory but saves them separately."""
     layer, _, what = name.partition(".mlp.")
     if config.moe is None or what not in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
         return {name: tensor}

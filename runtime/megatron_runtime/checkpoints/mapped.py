@@ -1,4 +1,4 @@
-"""A file of tensors that is mapped into memory, with a limit of resident pages."""
+"""Maps files of tensors into memory, with a limit of resident pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ RESIDENT_BYTES = 16 << 20
 
 
 class MappedFile:
-    """Maps a file at the first read. Pieces are views that keep the mapping alive. Thread-safe."""
+    """A file that is mapped into memory at the first read.
+
+    Pieces are views that keep the mapping alive. Thread-safe.
+    """
 
     def __init__(self, file: ModelFile) -> None:
         self.file = file
@@ -22,15 +25,15 @@ class MappedFile:
         self._lock = Lock()
 
     def piece(self, offset: int, size: int) -> torch.Tensor:
-        """Return uint8 [size] from `offset` on. Callers must not write to it."""
+        """Return the bytes from `offset` on as uint8 [size]. Callers must not write to the tensor."""
         with self._lock:
             if self._view is None:
                 with self.file.open() as file:
-                    # Copy on write only because torch accepts no read-only buffer.
+                    # The mapping is copy-on-write because torch accepts no read-only buffer.
                     self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._resident += size
             if self._resident > RESIDENT_BYTES and hasattr(self._view, "madvise"):
-                # Drops the pages of this process, not of the page cache: a view in use maps them again.
+                # This drops pages from the process, not from the page cache: a view in use maps them again.
                 self._view.madvise(mmap.MADV_DONTNEED)
                 self._resident = size
             view = self._view

@@ -1,4 +1,4 @@
-"""Open the files of a model, only inside the directory of the model. Imports no torch.
+"""Opens the files of a model, and only files inside the directory of the model. Imports no torch.
 
 A model directory may come from an untrusted source. A link in it can name any file that this process may read, such as
 a private key or /proc/self/environ, and the content of some files reaches clients. Every reader of model files
@@ -27,15 +27,19 @@ from megatron_runtime.protocol.text import shown
 
 TOKENIZER_FILE = "tokenizer.json"
 OTHER_VOCABULARIES = ("tekken.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
-"""Files that vLLM reads instead of tokenizer.json. A repository with a tokenizer has one of all these."""
+"""Files from which vLLM reads a tokenizer without a tokenizer.json."""
 MAX_METADATA_BYTES = 16 << 20
-"""Limit of config.json and the other small files."""
+"""Maximum size of config.json and the other small files."""
 MAX_INDEX_BYTES = 64 << 20
-"""Limit of model.safetensors.index.json, the header of a .safetensors file, and the index of a Megatron checkpoint."""
+"""Maximum size of model.safetensors.index.json, the header of a .safetensors file, and a Megatron checkpoint's index.
+"""
 MAX_TOKENIZER_BYTES = 256 << 20
-"""Limit of tokenizer.json and the other files of a vocabulary."""
+"""Maximum size of tokenizer.json and the other files of a vocabulary."""
 MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
-"""Limits of the JSON document in such a file: an element takes up to a hundred bytes of memory when parsed."""
+"""Maximum numbers of elements in a JSON document, in small files and in an index.
+
+A parsed element takes up to 100 bytes.
+"""
 MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
 MAX_AXES, _MAX_EXTENT = 16, 1 << 63
 _MAX_END_TOKENS = 1024
@@ -45,11 +49,14 @@ _OPENED = Path("/proc/self/fd")
 
 
 class ModelFileError(ValueError):
-    """A file of a model is unsafe to read, damaged or of an unsupported format. The message names it and the cause."""
+    """A file of a model is unsafe to read, damaged or of an unsupported format.
+
+    The message names the file and the cause.
+    """
 
 
 class UnsafeNameError(ValueError):
-    """A file name leads out of its directory, or is not portable. The message names the reason."""
+    """A file name leads out of its directory or is not portable. The message gives the reason."""
 
 
 def require_safe_name(name: object) -> str:
@@ -84,7 +91,7 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Return a shape, or an offset per axis, as read from a file. Raises ValueError unless it is a valid shape."""
+    """Return a shape (or an offset per axis) from values in a file. Raises ValueError unless it is a valid shape."""
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
         raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
     if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_EXTENT for value in values):
@@ -109,7 +116,7 @@ class ModelFile:
         opened = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if self.root else 0))
         try:
             self._require_regular(os.fstat(opened))
-            # A directory on the way may have become a link since it was resolved.
+            # A directory on the path may have become a link after it was resolved.
             if self.root is not None and _OPENED.is_dir():
                 self._require_inside(os.readlink(_OPENED / str(opened)).removesuffix(" (deleted)"))
         except BaseException:
@@ -119,9 +126,9 @@ class ModelFile:
 
     def status(self) -> os.stat_result:
         """Return the status of the file. Raises ModelFileError, OSError."""
-        found = os.stat(self._target())
-        self._require_regular(found)
-        return found
+        status = os.stat(self._target())
+        self._require_regular(status)
+        return status
 
     def read_bytes(self, limit: int = MAX_METADATA_BYTES) -> bytes:
         """Return the content of the file. limit: maximum size in bytes. Raises ModelFileError, OSError."""
@@ -144,7 +151,7 @@ class ModelFile:
         return parse_json(self.read_bytes(), where=str(self.path))
 
     def _target(self) -> str:
-        """Return the path of the file after links, which is inside the root."""
+        """Return the path of the file after resolving links. Raises ModelFileError if it is outside of the root."""
         if self.root is None:
             return str(self.path)
         target = os.path.realpath(self.path)
@@ -156,8 +163,8 @@ class ModelFile:
         assert root is not None
         if path.is_relative_to(root):
             return
-        # A hub cache has the contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID,
-        # which may be a link to a content that repositories share, ../../blobs/XX/ID.
+        # A hub cache stores contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
+        # This may be a link to a content that repositories share, ../../blobs/XX/ID.
         is_snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name) is not None
         repository = root.parent.parent
         blobs = (repository / "blobs", repository.parent / "blobs" / path.name[:2])
@@ -169,8 +176,8 @@ class ModelFile:
             "put the file itself into the directory"
         )
 
-    def _require_regular(self, found: os.stat_result) -> None:
-        if not stat.S_ISREG(found.st_mode):
+    def _require_regular(self, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
             raise ModelFileError(f"{self.path} is not a regular file: put the file itself there")
 
 
@@ -182,23 +189,24 @@ class ModelDirectory:
         self._root = Path(os.path.realpath(path))
 
     def file(self, name: str) -> ModelFile | None:
-        """Return the file `name`, or None if it does not exist or is a directory.
+        """Return the file `name`; None if it does not exist or is a directory.
 
-        Raises ModelFileError if the name or a link leads out of the directory, or if it is neither file nor directory.
+        Raises ModelFileError if the name or a link leads out of the directory, or if it is neither a file nor a
+        directory.
         """
         try:
             require_safe_name(name)
         except UnsafeNameError as error:
             raise ModelFileError(f"{self.path}: {error}") from error
-        found = ModelFile(self.path / name, self._root)
+        file = ModelFile(self.path / name, self._root)
         try:
-            status = os.stat(found._target())
+            status = os.stat(file._target())
             if stat.S_ISDIR(status.st_mode):
                 return None
-            found._require_regular(status)
+            file._require_regular(status)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found
+        return file
 
     def directory(self, name: str) -> ModelDirectory:
         """Return the directory `name` below this one. Raises ModelFileError if a link leads elsewhere."""
@@ -209,18 +217,21 @@ class ModelDirectory:
     def files(self, suffix: str) -> list[ModelFile]:
         """Return the files whose names end in `suffix`, by name. Raises ModelFileError as file() does."""
         named = sorted(entry for entry in os.listdir(self.path) if entry.endswith(suffix))
-        return [found for name in named if (found := self.file(name)) is not None]
+        return [file for name in named if (file := self.file(name)) is not None]
 
 
 def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
-    """Return the tokens that end an answer. values: content of config.json, which often lists only one such token."""
+    """Return the tokens that end an answer, from generation_config.json and config.json.
+
+    values: content of config.json, which often lists only one of these tokens.
+    """
     file = directory.file("generation_config.json")
     generation = file.read_json() if file is not None else {}
-    found = generation.get("eos_token_id", values.get("eos_token_id"))
-    ends = [] if found is None else found if isinstance(found, list) else [found]
+    eos = generation.get("eos_token_id", values.get("eos_token_id"))
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if len(ends) > _MAX_END_TOKENS or not all(_is_token_id(end) for end in ends):
         raise ModelFileError(
-            f"{directory.path} has eos_token_id {shown(found)}: want a token id, or a list of at most {_MAX_END_TOKENS}"
+            f"{directory.path} has eos_token_id {shown(eos)}: want a token id, or a list of at most {_MAX_END_TOKENS}"
         )
     return tuple(ends)
 

@@ -1,7 +1,7 @@
-"""Read and write model directories whose matrices are stored in the panels of the CPU kernels.
+"""Reads and writes model directories whose matrices are stored in the panels of the CPU kernels.
 
 `model.packed` is a safetensors file with the matrices as bytes; config.json and the tokenizer are next to it. An engine
-maps the file and computes with its pages: nothing is converted or copied, and all engines of a node share the memory.
+maps the file and computes from its pages: nothing is converted or copied, and all engines on a node share the memory.
 Other formats are converted while they are read, and each engine has its own copy.
 """
 
@@ -49,16 +49,19 @@ from megatron_runtime.protocol.text import shown
 
 PACKED_FILE = "model.packed"
 _VERSION = "megatron-packed-1"
-"""Changes with the layout of a panel."""
+"""Version of the file format. It changes if the layout of a panel changes."""
 _REMEDY = "write it again with megatron convert --to packed"
 _DTYPES = {**DTYPES, "U8": torch.uint8}
 _NAMES = {number: name for name, number in PANEL_FORMATS.items()}
 _STORED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Format name -> type of its values; all other formats have float32."""
+"""Type of the values of a format, by its name. All other formats have float32."""
 
 
 class PackedCheckpoint(Checkpoint):
-    """The weights in a directory. The constructor reads config.json and the header of the file, which it maps."""
+    """The checkpoint in a packed directory.
+
+    The constructor reads config.json and the header of model.packed, and maps it.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
@@ -84,7 +87,7 @@ class PackedCheckpoint(Checkpoint):
             return values[:, columns].to(kind.dtype)
         offset = self._offsets[name]
         data = self._file[offset : offset + num_bytes(kind)]
-        # Values need an address that is a multiple of their size.
+        # The address of a value must be a multiple of its size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
 
@@ -95,7 +98,7 @@ class PackedCheckpoint(Checkpoint):
         return matrix.part(*(*part, slice(None), slice(None))[:2])
 
     def _matrix(self, tensor: StoredTensor, described: Any, where: str) -> PackedMatrix:
-        """Return a matrix as a view of the file. described: [name of the format, inputs], from the file."""
+        """Return a matrix as a view of the file. described: [name of the format, number of inputs], from the file."""
         shape, offset = tensor.kind.shape, tensor.offset
         match described:
             case [str(name), int(inputs)] if name in PANEL_FORMATS and inputs > 0:
@@ -127,12 +130,12 @@ def _metadata(metadata: Mapping[str, Any], path: Path) -> tuple[str, dict[str, A
 
 
 def _map(file: ModelFile) -> torch.Tensor:
-    """Return the file as uint8 [size]. Callers must not write to it."""
+    """Map a file, and return it as uint8 [size]. Callers must not write to the tensor."""
     with file.open() as opened:
-        # Copy on write only because torch accepts no read-only buffer.
+        # The mapping is copy-on-write because torch accepts no read-only buffer.
         view = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-    # If kernel and file system support pages of 2 MiB, the parts of the file that are not in memory yet are read in
-    # such pages.
+    # If the kernel and the file system support it, parts of the file that are not in memory yet are read in pages of 2
+    # MiB.
     with suppress(OSError):
         view.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(view, dtype=torch.uint8)
@@ -141,8 +144,9 @@ def _map(file: ModelFile) -> torch.Tensor:
 def write_packed(checkpoint: Checkpoint, directory: Path, *, numbers: Format, written: Callable[[int], None]) -> None:
     """Write the weights of a checkpoint to `directory`.
 
-    numbers: format of the matrices; quantized ones keep their blocks if it is int8 or int4.
-    written: called with the size of each tensor of the checkpoint.
+    numbers: number format of the matrices; quantized matrices keep their blocks if it is int8 or int4.
+    written: called
+    with the size of each tensor of the checkpoint.
     """
     family, shapes = FAMILIES[checkpoint.config.family], tensor_shapes(checkpoint.config)
     formats = {

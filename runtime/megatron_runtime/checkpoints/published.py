@@ -1,7 +1,7 @@
-"""Weights that a trainer publishes, as a checkpoint. Blocks are received when they are read.
+"""The checkpoint of weights that a trainer publishes. Blocks are received when they are read.
 
-A rank receives the rows that it holds, in blocks of about a million values. A block is used only if its SHA-256 matches
-the manifest, and the manifest only if its SHA-256 matches the reference that the coordinator sent.
+A rank receives only the rows that it holds, in blocks of about a million values. A block is used only if its SHA-256
+matches the manifest, and the manifest only if its SHA-256 matches the reference from the coordinator.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from megatron_runtime.transport.security import TRAINER, KeyFileError, PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer
 
 ANSWER_SECONDS = 15.0
-"""Timeout of the trainer's answer."""
+"""Timeout, in seconds, for an answer of the trainer."""
 CLOSED = -1
-"""Sent instead of a tensor number: the rank has received everything."""
+"""Sent in place of a tensor number when the rank has received everything."""
 _KEPT_BLOCKS = 8
-"""The reads of one matrix overlap in the blocks at their ends."""
+"""Number of blocks that are kept, because consecutive reads of a matrix overlap in the blocks at their ends."""
 
 
 class PublishedCheckpoint(Checkpoint):
-    """The tensors of one session of a trainer. The constructor connects; close() ends the connection.
+    """The tensors of one session with a trainer. The constructor connects, and close() ends the connection.
 
     config:   configuration of this engine's model. The trainer's tensors must fit it.
     keys_dir: directory of engine.key and trainer.pub; None: no encryption.
 
-    The constructor and read() raise WeightsUnavailableError, after a deadline if the trainer is stopped or cut off.
+    The constructor and read() raise WeightsUnavailableError, after a timeout if the trainer is stopped or unreachable.
     """
 
     def __init__(self, source: str, *, config: ModelConfig, keys_dir: Path | None) -> None:
@@ -76,7 +76,7 @@ class PublishedCheckpoint(Checkpoint):
 
     def close(self) -> None:
         with self._lock:
-            with contextlib.suppress(PairLostError):  # the trainer's side has closed
+            with contextlib.suppress(PairLostError):  # the trainer may have closed the connection
                 self._group.send(torch.tensor([CLOSED, 0]))
             self._group.close()
             self._blocks.clear()
@@ -127,7 +127,7 @@ def block_digest(block: torch.Tensor) -> bytes:
 
 
 def is_offered(source: str, *, keys_dir: Path | None) -> bool:
-    """Return whether the trainer answers and holds these weights."""
+    """Return whether the trainer answers and has the weights that `source` names."""
     try:
         asyncio.run(_open(PublishedSource.parse(source), keys_dir, is_question=True))
     except (WeightsUnavailableError, KeyFileError):
@@ -136,7 +136,7 @@ def is_offered(source: str, *, keys_dir: Path | None) -> bool:
 
 
 async def _open(source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False) -> SessionOpened:
-    """Ask the trainer for the session. Raises WeightsUnavailableError, and KeyFileError for missing keys."""
+    """Open a session with the trainer. Raises WeightsUnavailableError, and KeyFileError for missing keys."""
     answer: asyncio.Future[SessionOpened] = asyncio.get_running_loop().create_future()
 
     def receive(frames: Frames) -> None:

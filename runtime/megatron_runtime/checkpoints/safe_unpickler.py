@@ -1,10 +1,9 @@
-"""Read untrusted pickles without running any code that they name.
+"""Reads untrusted pickles without running any code that they name.
 
-A pickle names the functions to call. Each name is looked up in a table of trusted names; any other name becomes an
-inert object or is rejected. No module is ever imported for a pickle.
-
-The reader is the pure Python one of the standard library, as in torch's own reader of weights. The C reader lets a
-pickle allocate gigabytes with one opcode, overflow the C stack with a nested key, and set attributes of classes.
+A pickle names the functions to call. Here, a table maps the trusted names to objects; any other name becomes an inert
+object or is rejected. No module is ever imported for a pickle. The reader is the standard library's pure Python one,
+which torch's own reader of weights uses too. The C reader lets a pickle allocate gigabytes with one opcode, overflow
+the C stack with a nested key, and set attributes of classes.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.protocol.text import escaped, shown
 
 Globals = Mapping[tuple[str, str], Any]
-"""(module, name) in the pickle -> the object to use for it."""
+"""The object to use for each (module, name) in a pickle."""
 
 _MAX_SIZE = 1 << 63
 _REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
-"""Opcodes that allocate as much as they state, build integers of megabytes, or read tables of this process."""
+"""Rejected opcodes: they allocate the size that they state, build integers of megabytes, or read tables of this
+process.
+"""
 _MAX_ARGUMENTS = 64
 
 
@@ -32,7 +33,7 @@ class UnsafePickleError(ModelFileError):
 
 
 class Opaque:
-    """Replaces an object of a class that is not needed. Accepts every operation of a pickle, and keeps nothing."""
+    """Stands for an object whose class is not needed. It accepts every operation of a pickle, and stores nothing."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Opaque:
         return object.__new__(cls)
@@ -76,14 +77,14 @@ def read_pickle(
 
 
 def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
-    """Replaces collections.OrderedDict, whose entries follow one by one."""
+    """Stands for collections.OrderedDict. The pickle adds the entries one by one."""
     return OrderedDict()
 
 
 class _Reader(pickle._Unpickler):
-    """Uses time and memory proportional to the size of the pickle, whatever its content."""
+    """An unpickler whose time and memory are proportional to the size of the pickle, whatever its content."""
 
-    # Declared by the standard library's reader.
+    # attribute of the standard library's reader
     stack: list[Any]
     memo: dict[int, Any]
     append: Callable[[Any], None]
@@ -131,7 +132,7 @@ class _Reader(pickle._Unpickler):
             return
         if type(target) not in self._classes:
             raise ValueError(f"{shown(target)} has no attributes that a pickle may set")
-        # Looked up on the class: a pickle can set an attribute of this name on the instance.
+        # Look up the method on the class, because a pickle can set an attribute of this name on the instance.
         set_state = getattr(type(target), "__setstate__", None)
         if set_state is not None:
             set_state(target, state)
@@ -139,16 +140,17 @@ class _Reader(pickle._Unpickler):
         if isinstance(state, tuple):
             own, slots = state
             state = {**(own or {}), **(slots or {})}
-        # Many objects can share one state, and each copies it.
+        # Count the attributes, because many objects can share one state, which each of them copies.
         self._attributes_left -= len(state)
         if self._attributes_left < 0:
             raise ValueError("it sets more attributes than it has bytes")
         vars(target).update(state)
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
-        """Set entries of a mapping. Entries with keys of other types are left out: no caller reads them.
+        """Set entries of a mapping.
 
-        The hashes of tuples and long integers are predictable, so a pickle could make all its keys collide.
+        Only some types of keys are set; no caller reads other entries. The hashes of tuples and long integers are
+        predictable, so a pickle could make all keys collide.
         """
         for key, value in zip(items[::2], items[1::2], strict=True):
             if isinstance(key, self._keys) or (isinstance(key, int) and abs(key) < _MAX_SIZE):
@@ -187,7 +189,10 @@ class _Reader(pickle._Unpickler):
         self._load_new()
 
     def _few(self, arguments: Any) -> tuple[Any, ...]:
-        """Return the arguments of a call. A long tuple is rejected: many calls could share it, and each copies it."""
+        """Return the arguments of a call.
+
+        A long tuple is rejected, because many calls could share it and copy it each time.
+        """
         if not isinstance(arguments, tuple) or len(arguments) > _MAX_ARGUMENTS:
             raise ValueError(f"it calls something with {shown(arguments)}: want at most {_MAX_ARGUMENTS} arguments")
         return arguments

@@ -1,8 +1,8 @@
-"""Read and write model directories as transformers does: config.json and *.safetensors.
+"""Reads and writes model directories in transformers' format: config.json and *.safetensors.
 
-A file is the size of its header (8 bytes, little-endian), the header in JSON, and the tensors one after the other:
-https://github.com/huggingface/safetensors#format. The `safetensors` package is not used: it does not read parts of a
-tensor straight from a mapping, and it writes only files whose tensors are all in memory.
+A file contains the size of its header (8 bytes, little-endian), the header in JSON, and the tensors one after the
+other: https://github.com/huggingface/safetensors#format. The `safetensors` package is not used, because it cannot read
+parts of a tensor directly from a mapped file, and cannot write a file without holding all its tensors in memory.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "language_model.")
-"""Prefixes of the text model's tensors: in a causal model as transformers writes it, in a model without a head, and in
-the text part of a multimodal model."""
+"""Prefixes of the text model's tensors: in a causal model of transformers, in a model without a head, and in the text
+part of a multimodal model.
+"""
 _IGNORED = re.compile(
     r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.(attn|attention)\.(masked_)?bias|.*\.[kv]_scale|mtp\..*"
 )
-"""Tensors that a decoder computes itself or does not use."""
+"""Names of tensors that a decoder computes itself or does not use."""
 _OTHER_PARTS = re.compile(
     r"(model\.)?(vision|audio|visual|image|multi_modal|mm_|connector|embed_vision|embed_audio)\w*\..*"
 )
-"""Tensors of a multimodal model that its text model does not use."""
+"""Names of tensors of a multimodal model that its text model does not use."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 64
@@ -73,7 +74,10 @@ class StoredTensor:
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """The weights in a directory. The constructor reads config.json and the headers of all files."""
+    """The checkpoint in a directory of .safetensors files.
+
+    The constructor reads config.json and the headers of all files.
+    """
 
     def __init__(self, directory: Path) -> None:
         stored: dict[str, tuple[MappedFile, StoredTensor]] = {}
@@ -107,7 +111,9 @@ class SafetensorsCheckpoint(Checkpoint):
             self.config = replace(self.config, tie_embeddings=True)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a view of the file in the stored type; for scaled matrices, bfloat16 values."""
+        """Return a tensor or a part of it as a view of the file, in the stored type; for scaled matrices, bfloat16
+        values.
+        """
         scaled = self._scaled.get(name)
         return self._stored(name, part) if scaled is None else scaled.read(self._stored, part)
 
@@ -118,7 +124,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if not size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
         data = file.piece(offset, size)
-        # A tensor may begin at any address, but its values must be aligned to their size.
+        # A tensor may begin at any offset of the file, but the address of a value must be a multiple of its size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
 
@@ -142,7 +148,7 @@ def _config_json(directory: Path) -> Fields:
 
 
 def _names(stored: Collection[str]) -> dict[str, str]:
-    """Return the names that transformers gives to the tensors of the text model, by their names in the files."""
+    """Return the transformers name of each tensor of the text model, by the name in the files."""
     prefixes = [prefix for prefix in _TEXT_PREFIXES if prefix + _EMBEDDING in stored]
     prefix = prefixes[0] if prefixes else "model."
     names = {}
@@ -159,15 +165,15 @@ def _names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _says_untied(values: Fields) -> bool:
-    """Return whether config.json itself states that the model has a head, not only the default of its family."""
+    """Return whether config.json itself, not the family's default, states that the model has a separate head."""
     return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
-    """Return the files that the index names; without an index model.safetensors, or else all .safetensors files."""
+    """Return the files that the index lists; without an index, model.safetensors or else all .safetensors files."""
     index = directory.file(INDEX_FILE)
     if index is None:
-        # Other formats of the same weights may be in the same directory.
+        # Prefer this file, because the directory may have other formats of the same weights.
         single = directory.file(_SINGLE_FILE)
         return directory.files(".safetensors") if single is None else [single]
     data = index.read_bytes(MAX_INDEX_BYTES)
@@ -175,25 +181,25 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ModelFileError(f"{index.path} has no weight_map of tensor names to file names: write it again")
     named = sorted(set(listed.values()))
-    found = [directory.file(name) for name in named]
-    missing = [name for name, file in zip(named, found, strict=True) if file is None]
+    files = [directory.file(name) for name in named]
+    missing = [name for name, file in zip(named, files, strict=True) if file is None]
     if missing:
         raise ModelFileError(
             f"{index.path} names {len(named)} files, {len(missing)} are missing, the first is {escaped(missing[0])}: "
             "complete the directory"
         )
-    return [file for file in found if file is not None]
+    return [file for file in files if file is not None]
 
 
 def read_header(
-    found: ModelFile, dtypes: Mapping[str, torch.dtype] = DTYPES
+    stored: ModelFile, dtypes: Mapping[str, torch.dtype] = DTYPES
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Return the tensors of a file, checked against its size, and its metadata.
+    """Return the tensors of a file, whose places are checked against the file size, and its metadata.
 
     Raises ModelFileError, UnsupportedModelError naming a type that is not in `dtypes`, OSError.
     """
-    path = found.path
-    with found.open() as file:
+    path = stored.path
+    with stored.open() as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_SIZE_BYTES), "little")
         if size < _SIZE_BYTES or length > min(size - _SIZE_BYTES, MAX_INDEX_BYTES):
@@ -215,7 +221,7 @@ def read_header(
 
 
 def _place(fields: object, dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[TensorKind, int]:
-    """Return type and shape of a tensor, and its first byte after the header."""
+    """Return the type and shape of a tensor, and the offset of its first byte after the header."""
     fields = fields if isinstance(fields, dict) else {}
     dtype = fields.get("dtype")
     try:
@@ -250,7 +256,7 @@ def write_safetensors(
     kinds:      name, shape and type of each tensor, in the order of the file.
     read:       returns the tensor of a name.
     written:    called with the number of bytes of each tensor written.
-    file_bytes: a new file begins before a tensor that would make the file larger than this.
+    file_bytes: maximum size of a file; a tensor that would exceed it begins a new file.
     """
     parts: list[dict[str, TensorKind]] = [{}]
     size = 0
@@ -287,7 +293,7 @@ def write_file(
         pending = bytearray(_header(kinds, dtypes, metadata))
         for key in kinds:
             values = read(key).contiguous().view(-1).view(torch.uint8)
-            # Write pieces that begin at multiples of a large page, so that ext4 and XFS keep the file in large pages.
+            # Each piece begins at a multiple of a large page, so that ext4 and XFS keep the file in large pages.
             for piece in values.split(_LARGE_PAGE):
                 pending += piece.numpy().data
                 if len(pending) >= _LARGE_PAGE:

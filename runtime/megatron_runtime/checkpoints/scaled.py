@@ -1,8 +1,8 @@
-"""Matrices that are stored as small numbers and scales, in directories of safetensors: FP8 and integers.
+"""Reads matrices that safetensors files store as FP8 or integer numbers with scales.
 
-Two layouts: block-scaled FP8 as DeepSeek and Qwen publish it (`weight` and `weight_scale_inv`), and compressed-tensors
-(https://github.com/vllm-project/compressed-tensors): `weight` or `weight_packed` with `weight_scale`, a
-`weight_zero_point`, and a `weight_g_idx` if the columns are not in the order of the groups.
+There are two layouts: block-scaled FP8, as DeepSeek and Qwen publish it (`weight` and `weight_scale_inv`), and
+compressed-tensors (https://github.com/vllm-project/compressed-tensors): `weight` or `weight_packed` with
+`weight_scale`, a `weight_zero_point`, and a `weight_g_idx` if the columns are not in the order of the groups.
 
 N outputs and K inputs of a matrix, G groups of inputs.
 """
@@ -23,7 +23,7 @@ from megatron_runtime.protocol.text import shown
 Reader = Callable[[str, Part], torch.Tensor]
 
 STORED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
-"""Types of stored numbers that need a scale to become values of a model."""
+"""Types of stored numbers that must be multiplied by a scale."""
 
 _FP8, _COMPRESSED = "fp8", "compressed-tensors"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -34,7 +34,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledMatrix:
-    """How one matrix is stored.
+    """How one scaled matrix is stored.
 
     shape:      (N, K).
     values:     name of the tensor of numbers, [N, K]; or of int32 words, each with several numbers along K.
@@ -54,7 +54,7 @@ class ScaledMatrix:
     groups: str | None = None
 
     def read(self, stored: Reader, part: Part = ()) -> torch.Tensor:
-        """Return the values of a part as bfloat16, the type that such models had before quantization."""
+        """Return the values of a part as bfloat16, the type that these models had before quantization."""
         outputs, inputs = (
             slice(*(part[axis] if axis < len(part) else slice(None)).indices(size)[:2])
             for axis, size in enumerate(self.shape)
@@ -78,7 +78,7 @@ class ScaledMatrix:
         return numbers.mul_(scales[row_of][:, column_of]).bfloat16()
 
     def _places(self, stored: Reader, outputs: slice, inputs: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row of the scales of each output, and their column of each input."""
+        """Return the row in the scales for each output, and the column in the scales for each input."""
         row_of = torch.arange(outputs.start, outputs.stop) // self.rows
         if self.groups is not None:
             return row_of, stored(self.groups, ())[inputs].long()
@@ -88,12 +88,11 @@ class ScaledMatrix:
 def scaled_matrices(
     kinds: Mapping[str, TensorKind], quantization: Fields, stored: Reader
 ) -> tuple[dict[str, ScaledMatrix], set[str]]:
-    """Return the matrices stored in scaled form, by the name of their values, and the names of all tensors that they
-    consist of.
+    """Return the scaled matrices by the name of their values, and the names of all tensors that belong to them.
 
-    quantization: `quantization_config` of config.json; empty for a model without.
+    quantization: `quantization_config` of config.json; empty for a model without it.
 
-    Raises UnsupportedModelError naming the method, or a tensor whose scales do not fit it.
+    Raises UnsupportedModelError naming the method, or a tensor whose scales do not fit.
     """
     if not quantization.values:
         return {}, set()
@@ -110,16 +109,16 @@ def scaled_matrices(
             f"{OTHERS}"
         )
     block = quantization.values.get("weight_block_size")
-    found: dict[str, ScaledMatrix] = {}
+    matrices: dict[str, ScaledMatrix] = {}
     parts = {name for name in kinds if name.endswith(_IGNORED)}
     for name in kinds:
         for ending in (".weight_scale_inv", ".weight_scale"):
             if name.endswith(ending):
                 module = name.removesuffix(ending)
                 matrix = _matrix(module, name, kinds, stored, block)
-                found[module + _VALUES] = matrix
+                matrices[module + _VALUES] = matrix
                 parts |= {each for each in (matrix.values, name, matrix.zero_point, matrix.groups) if each is not None}
-    return found, parts
+    return matrices, parts
 
 
 def _matrix(module: str, scale: str, kinds: Mapping[str, TensorKind], stored: Reader, block: object) -> ScaledMatrix:
@@ -160,7 +159,10 @@ def _matrix(module: str, scale: str, kinds: Mapping[str, TensorKind], stored: Re
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the signed numbers in int32 words [N, W], lowest bits first, each stored with an offset: [N, W * n]."""
+    """Unpack int32 words [N, W] of n numbers each to signed numbers [N, W * n].
+
+    The lowest bits come first. Each number is stored with an offset of 2 ** (bits - 1).
+    """
     shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
     numbers = (words[:, :, None] >> shifts) & ((1 << bits) - 1)
     return (numbers - (1 << (bits - 1))).flatten(1)

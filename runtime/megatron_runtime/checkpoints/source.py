@@ -1,4 +1,4 @@
-"""Resolve a model reference, as a user writes it, to files on this machine. Imports no torch and reads no weights."""
+"""Resolves a model reference of a user to files on this machine. Imports no torch and reads no weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from megatron_runtime.protocol.published_weights import is_published
 from megatron_runtime.protocol.text import shown
 
 IN_MEMORY = "memory:"
-"""The reference of the model that the program has in memory, as `source` of a weight update. Only the engines of that
-program can read it."""
+"""The `source` of a weight update from the model in the program's memory.
+
+Only engines in the same process can read it.
+"""
 BUILTIN_PREFIX = "builtin:"
 _KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
 LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""The file in which Megatron-LM names the checkpoint to load, and its name for weights without a training."""
+"""The file in which Megatron-LM names the checkpoint to load, and the name for weights without training state."""
 _INDEX_FILE = ".metadata"
 _LATEST_BYTES = 64
 
@@ -33,10 +35,10 @@ class ModelSourceError(ValueError):
 class StoredModel:
     """A model in files.
 
-    format: "GGUF" for a .gguf file or the parts of one, "SafeTensors" for a directory with config.json and
-            *.safetensors as transformers writes it, "TorchDist" for a Megatron-Core checkpoint, "Packed" for a
-            directory with config.json and model.packed.
-    path:   of the (first) .gguf file, or of the directory. A Megatron-Core checkpoint has `.metadata` in it; its
+    format: "GGUF" for a .gguf file or its parts, "SafeTensors" for a directory with config.json and *.safetensors as
+            transformers writes it, "TorchDist" for a Megatron-Core checkpoint, "Packed" for a directory with
+            config.json and model.packed.
+    path: the (first) .gguf file, or the directory. A Megatron-Core checkpoint has `.metadata` in it; its
             config.json and tokenizer are there or in the directory above.
     """
 
@@ -45,20 +47,20 @@ class StoredModel:
 
     @property
     def location(self) -> Path:
-        """The file or directory of the tokenizer."""
-        found = find_beside(self, "tokenizer.json")
-        return self.path if found is None else found.path.parent
+        """The file or directory that contains the tokenizer."""
+        tokenizer = find_beside(self, "tokenizer.json")
+        return self.path if tokenizer is None else tokenizer.path.parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInMemory:
-    """A model in the memory of the program: a Checkpoint, and its name in messages.
+    """A model in the memory of the program: its Checkpoint, and its name in messages.
 
-    reopen: for a model that the program may train meanwhile, returns a Checkpoint of its current weights.
+    reopen: returns a Checkpoint of the model's current weights, for a model that the program may train meanwhile.
     records_routing: whether the model's configuration asks for the experts of each token.
     """
 
-    checkpoint: Any  # servers import this module, and the protocol's module names torch in its types
+    checkpoint: Any  # not typed as Checkpoint, whose module needs torch: servers import this module
     name: str
     reopen: Callable[[], Any] | None = None
     records_routing: bool = False
@@ -95,7 +97,9 @@ ModelSource = StoredModel | ModelInMemory | PublishedModel
 
 
 def resolve(model: str) -> StoredModel:
-    """Return where the weights of `model` are. Weights of a hub or an object store are fetched once.
+    """Return the location of the weights of `model`.
+
+    Weights at a hub or in an object store are fetched if they are not cached.
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file, or a directory: with
            config.json and safetensors or model.packed, with the .gguf files of one model, a Megatron-Core checkpoint,
@@ -118,7 +122,7 @@ def resolve(model: str) -> StoredModel:
         except (ModelFileError, OSError) as error:
             raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
     if model.startswith(REMOTE_PREFIXES):
-        # The HTTP client takes a tenth of a second to import.
+        # Imported here because the HTTP client takes 0.1 s to import.
         from megatron_runtime.checkpoints.remote.download import cached_directory
 
         return resolve(str(cached_directory(model)))
@@ -145,31 +149,35 @@ def resolve(model: str) -> StoredModel:
     if has_config or has_weights:
         missing = "*.safetensors files" if has_config else "config.json"
         raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
-    found = [file.path for file in directory.files(".gguf")]
-    models = {gguf_parts(file)[0] for file in found}
+    files = [file.path for file in directory.files(".gguf")]
+    models = {gguf_parts(file)[0] for file in files}
     if len(models) != 1:
         raise ModelSourceError(
-            f"model {model!r}: {path} holds {len(found)} .gguf files of {len(models)} models and no config.json with "
+            f"model {model!r}: {path} holds {len(files)} .gguf files of {len(models)} models and no config.json with "
             "safetensors: name one .gguf file or complete the directory"
         )
     return StoredModel("GGUF", models.pop())
 
 
 def require_format(source: ModelSource, wanted: str, *, model: str) -> None:
-    """Raise ValueError if `wanted` is neither "Auto" nor the format of `source`. model: its reference."""
+    """Raise ValueError if `wanted` is neither "Auto" nor the format of `source`.
+
+    model: the model reference, for the error.
+    """
     if wanted not in ("Auto", source.format):
         raise ValueError(f"format={wanted}: model {model!r} is {source.format}: use Auto or {source.format}")
 
 
 def find_beside(source: ModelSource, name: str) -> ModelFile | None:
-    """Return the file `name` that belongs to a model in addition to its weights, if there is one. Raises
-    ModelFileError.
+    """Return the file `name` that accompanies the weights of a model; None if there is none.
+
+    Raises ModelFileError.
     """
     places: tuple[Path, ...] = ()
     if isinstance(source, StoredModel) and source.format != "GGUF":
         places = (source.path, source.path.parent) if source.format == "TorchDist" else (source.path,)
-    found = (ModelDirectory(place).file(name) for place in places)
-    return next((file for file in found if file is not None), None)
+    files = (ModelDirectory(place).file(name) for place in places)
+    return next((file for file in files if file is not None), None)
 
 
 def _torch_dist(directory: ModelDirectory, model: str) -> StoredModel | None:
@@ -178,12 +186,12 @@ def _torch_dist(directory: ModelDirectory, model: str) -> StoredModel | None:
     latest = directory.file(LATEST_FILE)
     if latest is None:
         return None
-    # Megatron-LM writes a number, or the name of the directory for weights without a training.
+    # Megatron-LM writes an iteration number, or RELEASE for weights without training state.
     word = latest.read_text(_LATEST_BYTES).strip()
-    found = directory.directory(f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
-    if found.file(_INDEX_FILE) is None:
+    checkpoint = directory.directory(f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
+    if checkpoint.file(_INDEX_FILE) is None:
         raise ModelSourceError(
-            f"model {model!r}: {latest.path} says {shown(word)}, but {found.path} holds no torch_dist checkpoint: "
+            f"model {model!r}: {latest.path} says {shown(word)}, but {checkpoint.path} holds no torch_dist checkpoint: "
             f"save with --ckpt-format torch_dist, or name a directory with {_INDEX_FILE}"
         )
-    return StoredModel("TorchDist", found.path)
+    return StoredModel("TorchDist", checkpoint.path)

@@ -62,14 +62,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEADLINE_MARGIN_SECONDS = 5.0
-"""Added to a request's deadline before the client fails the request itself, so that the coordinator answers first."""
+"""Seconds that a client waits beyond a request's deadline before it fails the request itself.
+
+The coordinator fails it earlier.
+"""
 
 
 class RequestOptions(TypedDict, total=False):
     """Options of add_request() and add_request_streaming().
 
     deadline_seconds: time after which the coordinator fails the request; None or absent: no deadline.
-    engine:           name of the only engine that may answer; the request fails with it. Empty: any engine.
+    engine:           name of the only engine that may answer; the request fails if this engine does. Empty: any engine.
     tenant:           tenant whose share of the engines the request counts against, an opaque text of at most 64
                       characters.
                       Empty: this client.
@@ -78,9 +81,10 @@ class RequestOptions(TypedDict, total=False):
     traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
     session:          opaque id of at most 64 characters: requests of one session go to one engine while it holds their
                       prefix. Empty: no session.
-    on_tokens:        called with the number of new tokens when they arrive, on the connection's event loop, whether or
-                      not a stream is read. Without a stream, too, tokens then arrive as they are generated.
-    media:            images, audio and video of a prompt of tokens. Open requests with the same media send them once.
+    on_tokens:        called on the connection's event loop with the number of new tokens when they arrive. With it,
+                      tokens arrive as they are generated even without a stream.
+    media:            images, audio and video of a prompt that is given as tokens. Open requests with the same media
+                      send them once.
     """
 
     deadline_seconds: float | None
@@ -99,14 +103,16 @@ class CoordinatorClient:
 
     The connection belongs to the event loop of start(). Requests and control messages may also come from any other
     running loop; their futures and streams then belong to that loop. Requests may be added before start() and while
-    there is no coordinator: the next registration submits them, with the tokens that they already have.
+    there is no coordinator: the next registration submits them, with the tokens that they have already received.
 
     address:    a port on this host, "host:port" or "tcp://host:port".
     keys:       keys for a coordinator that uses CURVE.
     name:       identity of the client; None: a random one.
-    model:      hash of the model that requests are made for; engines with another model do not answer. Empty: any.
+    model:      hash of the model that must answer the requests. Engines with another model do not answer. Empty: any
+                model.
     records:    whether the engine also returns the text and the times of an answer.
-    read_reply: converts the map of an answer for its future. A ValueError, TypeError or KeyError fails the request.
+    read_reply: converts the map of an answer to the result of its future. A ValueError, TypeError or KeyError fails the
+                request.
     open_socket: opens the connection.
     on_stopped: called once, on the connection's loop, when the client has stopped.
     """
@@ -184,10 +190,10 @@ class CoordinatorClient:
             raise
 
     def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
-        """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent.
+        """Disconnect, cancel pending futures and end streams. The coordinator aborts the requests. Idempotent.
 
-        error:   called for each open request; its future or stream raises the returned error instead of being
-                 cancelled.
+        error:   called for each open request; the future or stream of the request raises the returned error instead of
+                 being cancelled.
         is_lost: the coordinator has exited, so DISCONNECT does not wait for it.
         """
 
@@ -216,12 +222,12 @@ class CoordinatorClient:
         self._on_stopped()
 
     def _other_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the connection's loop if it runs and is not the caller's."""
+        """Return the connection's event loop if it is running and is not the caller's; otherwise None."""
         loop = self._loop
         return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
     def _at_home(self, action: Callable[[], object]) -> None:
-        """Run `action` on the connection's loop: now if this is that loop, otherwise in its next iteration."""
+        """Run `action` on the connection's event loop: now if the caller is on it, otherwise in the next iteration."""
         loop = self._other_loop()
         if loop is None:
             action()
@@ -233,11 +239,12 @@ class CoordinatorClient:
     def add_request(
         self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> asyncio.Future[Any]:
-        """Submit a request now. The future returns the answer or raises RequestRejectedError; cancelling it aborts the
-        request.
+        """Submit a request now.
+
+        The future returns the answer or raises RequestRejectedError; cancelling it aborts the request.
 
         prompt:  token ids, shape [n], or text, which the engine tokenizes.
-        sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
+        sampling_params: SamplingParams, or another object whose serialize() returns fields of SamplingParams.
         options: see RequestOptions.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -274,9 +281,9 @@ class CoordinatorClient:
         make_stream: Callable[[int], AnyStream],
         **options: Unpack[RequestOptions],
     ) -> AnyStream:
-        """Like add_request_streaming(), but with the caller's own stream, and from any thread.
+        """Do the same as add_request_streaming(), but with a stream of the caller, and from any thread.
 
-        make_stream: returns the stream of a request id, which aborts by abort_request().
+        make_stream: returns the stream for a request id. To abort the request, the stream must call abort_request().
         """
         request = self._new_request(prompt, sampling_params, streaming=True, **options)
         stream = make_stream(request.request_id)
@@ -358,9 +365,9 @@ class CoordinatorClient:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
-        if ack.adapters is not None and ack.adapters.generation:  # a restarted coordinator gets the list later
+        if ack.adapters is not None and ack.adapters.generation:  # a restarted coordinator sends the list later
             self.adapters = ack.adapters
-        self.tasks = ack.tasks or self.tasks  # while no engine serves, the last known tasks apply
+        self.tasks = ack.tasks or self.tasks  # while no engine serves, keep the last known tasks
         if forgotten or not self._ever_registered:
             self._sent_media.clear()
             for request in list(self._open.values()):
@@ -388,7 +395,8 @@ class CoordinatorClient:
             case Error(uid=bytes() as uid):
                 rejected = self._open.get(uid)
                 if rejected is not None and message.code is ErrorCode.MEDIA_MISSING:
-                    # The request that sent the media ended before the coordinator read this one.
+                    # The request that sent the media has ended before the coordinator read this request: send them
+                    # again.
                     self._link.send(rejected.submit().to_frames())
                 elif rejected is not None:
                     code, text, retry = message.code, message.message, message.retry_after_seconds
@@ -419,7 +427,7 @@ class CoordinatorClient:
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
         """Count requests and tokens of a tenant at the coordinator, now or after the next registration.
 
-        Cancelling the future of the answer returns the tokens.
+        Returns a future for the answer. Cancelling it returns the tokens.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 
@@ -439,9 +447,11 @@ class CoordinatorClient:
         return self._call(lambda: self._calls.status(timeout_seconds=timeout_seconds))
 
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
-        """Send a control message now. The future returns the coordinator's acknowledgement; the caller may ignore it.
+        """Send a control message, and return a future for the coordinator's acknowledgement.
 
-        It raises ControlRejectedError or CoordinatorUnreachableError.
+        The caller may ignore the future.
+
+        The future raises ControlRejectedError or CoordinatorUnreachableError.
         """
         return self._call(lambda: self._calls.control(control))
 

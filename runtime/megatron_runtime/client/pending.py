@@ -42,7 +42,7 @@ class Serializable(Protocol):
 TOKEN_BYTES = 4
 
 PER_TOKEN_DETAILS = {"log_probs": "generated_log_probs", "top_n_logprobs": "generated_top_n_logprobs"}
-"""Names of per-token details in a partial, and in the reply."""
+"""Keys of per-token details in a partial, mapped to their keys in the reply."""
 _MERGED = frozenset({"new_tokens", *(f"new_{name}" for name in PER_TOKEN_DETAILS)})
 PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
@@ -53,20 +53,21 @@ _REPLY_DEFAULTS: dict[str, Any] = {
     "status": "COMPLETED",
     "num_cached_tokens": 0,
 }
-"""Values of the fields that an engine has left out of its reply."""
+"""Values of reply fields that an engine leaves out."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
     """One request, from its submission to its final answer.
 
-    generated: tokens from partials. They are sent to a restarted coordinator, and no later answer may contradict them.
+    generated: tokens from partials. The client sends them to a restarted coordinator, and no later answer may
+               contradict them.
     epochs:    epochs of the weights that sampled these tokens, by token index.
-    details:   details of these tokens. An engine that continues the request does not have them.
+    details:   per-token details of these tokens, which an engine that continues the request does not have.
     submitted, deadline: times on the clock of time.perf_counter().
-    future, stream: one of them receives the answer; it may belong to the event loop of another thread.
+    future, stream: one of the two receives the answer, and may belong to the event loop of another thread.
     on_tokens: called with the number of new tokens when they arrive.
-    media:     images, audio and video of the prompt, with all data.
+    media:     images, audio and video of the prompt, including their data.
     """
 
     request_id: int
@@ -104,9 +105,11 @@ class PendingRequest:
         on_tokens: Callable[[int], object] | None = None,
         media: Media | None = None,
     ) -> Self:
-        """Return a request with id 0 and a random uid, submitted now. Its seed is random if `params` have none.
+        """Return a request with id 0 and a random uid, submitted now.
 
-        params: SamplingParams, or another object whose serialize() returns fields of them.
+        If `params` has no seed, the request gets a random one.
+
+        params: SamplingParams, or another object whose serialize() returns fields of SamplingParams.
         record: whether to request the answer's text and times; see SamplingParams.return_record.
 
         Raises InvalidSamplingParamsError, and ValueError for media without data.
@@ -144,7 +147,7 @@ class PendingRequest:
 
     @property
     def held(self) -> int:
-        """The number of generated tokens that the client has."""
+        """The number of generated tokens that the client has received."""
         return len(self.generated) // TOKEN_BYTES
 
     @property
@@ -158,7 +161,7 @@ class PendingRequest:
         return self.future.done() if self.future is not None else self.stream is not None and self.stream.finished
 
     def complete(self, result: Any) -> None:
-        """Deliver the final answer."""
+        """Deliver the final answer `result` to the future or the stream."""
         if self.stream is not None:
             self.stream.put({"final": result})
             self.stream.finish()
@@ -171,13 +174,13 @@ class PendingRequest:
         self._settle(lambda future: future.set_exception(error))
 
     def end(self) -> None:
-        """End the request without an answer and without an error."""
+        """Cancel the future or end the stream, without an answer and without an error."""
         if self.stream is not None:
             self.stream.finish()
         self._settle(lambda future: future.cancel())
 
     def _settle(self, action: Callable[[asyncio.Future[Any]], object]) -> None:
-        """Run `action` on the future's own loop, unless the future is done by then."""
+        """Run `action` on the future's event loop, unless the future is done by then."""
         future = self.future
         if future is None:
             return
@@ -193,9 +196,9 @@ class PendingRequest:
             act()
 
     def submit(self, *, known_media: Collection[bytes] = ()) -> Submit:
-        """Return the SUBMIT message to send now, with the remaining time and the tokens that the client has.
+        """Return the SUBMIT message to send now, with the remaining time and the tokens that the client has received.
 
-        known_media: digests of media that the coordinator has; their data is left out.
+        known_media: digests of media that the coordinator already has; the message leaves out their data.
         """
         meta = self.meta
         if self.deadline is not None:
@@ -206,7 +209,9 @@ class PendingRequest:
         return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params, media, tuple(self.epochs))
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
-        """Return the stream's frame of the new tokens in `tokens`, whose first is number `offset`; None if none is new.
+        """Return the frame for the stream with the new tokens in `tokens`; None if none is new.
+
+        offset: index of the first token.
 
         If `offset` is beyond the client's tokens, the tokens in between were lost with a connection. The coordinator
         sends them again after the SUBMIT that follows each registration.
@@ -228,7 +233,7 @@ class PendingRequest:
             if isinstance(values, list):
                 frame[f"new_{name}"] = values[known:]
                 held = self.details.setdefault(name, [])
-                if len(held) == before:  # tokens that were sent again without details leave a gap
+                if len(held) == before:  # tokens that were sent again have no details, so the lists have a gap
                     held.extend(values[known:])
         for name in PROMPT_DETAILS:
             if name in details and name not in self.details:
@@ -257,7 +262,7 @@ class PendingRequest:
     def _complete_details(self, reply: dict[str, Any]) -> None:
         """Prepend the details from partials before a failover to the details of the last engine.
 
-        If some are missing, `log_probs_from` stays: the number of the token at which the lists begin.
+        If some are missing, the reply keeps `log_probs_from`, the index of the token at which the lists begin.
         """
         start = reply.get("log_probs_from") or 0
         wanted = {name: key for name, key in PER_TOKEN_DETAILS.items() if reply[key] is not None}
@@ -279,7 +284,10 @@ def failed_reply(error: dict[str, Any]) -> dict[str, Any]:
 def partial_frames(
     message: Partial, find: Callable[[bytes], PendingRequest | None]
 ) -> Iterator[tuple[PendingRequest, dict[str, Any]]]:
-    """Yield each request of a PARTIAL that `find` returns for its uid and that gets new tokens, with its frame."""
+    """Yield each request that gets new tokens from a PARTIAL, with its frame.
+
+    find: returns the request of a uid, or None.
+    """
     try:
         details = unpack(message.extras, DETAILS) if message.extras else {}
     except MalformedMessageError as error:
@@ -304,7 +312,7 @@ def partial_frames(
 def merge_partials(unread: dict[str, Any], item: dict[str, Any]) -> bool:
     """Add the tokens of a stream item to the previous, unread item; see AsyncStream.
 
-    Return False, and add nothing, if one of them is the answer, or if they have different details.
+    Return False, and add nothing, if one of the two is the answer, or if they have different details.
     """
     frame, added = unread.get("partial"), item.get("partial")
     if frame is None or added is None or frame.keys() != added.keys():

@@ -9,8 +9,9 @@ from megatron_runtime.protocol.messages import Charge, Frames, Quota, Reserve
 
 
 class QuotaCalls:
-    """Calls in progress on one connection. All are sent again after a new registration; the uid prevents double
-    counting.
+    """The reservations of one connection without an answer.
+
+    They are sent again after a new registration; the uid prevents double counting.
 
     is_connected: returns whether messages reach the coordinator.
     """
@@ -21,7 +22,10 @@ class QuotaCalls:
         self._open: dict[bytes, tuple[Reserve, asyncio.Future[Quota]]] = {}
 
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
-        """Send now. Cancelling the future of the answer returns the tokens when it arrives."""
+        """Send a reservation, and return a future for its answer.
+
+        If the future is cancelled, the tokens are returned later.
+        """
         future: asyncio.Future[Quota] = asyncio.get_running_loop().create_future()
         self._open[reserve.uid] = reserve, future
         future.add_done_callback(lambda _: self._forget_unsent(reserve.uid))
@@ -29,21 +33,21 @@ class QuotaCalls:
         return future
 
     def _forget_unsent(self, uid: bytes) -> None:
-        """Forget a call that has ended. Without a connection no answer can arrive whose tokens would have to be
+        """Forget a call that has ended while there is no connection: no answer can arrive whose tokens must be
         returned.
         """
         if not self._is_connected():
             self._open.pop(uid, None)
 
     def charge(self, charge: Charge) -> None:
-        """Send now. Without a connection the message is lost."""
+        """Send a charge. Without a connection the message is lost."""
         self._send(charge.to_frames())
 
     def registered(self, *, is_forgotten: bool) -> None:
-        """Drop abandoned calls, and send the others again if `is_forgotten`: the coordinator may have lost messages."""
+        """Drop abandoned calls. is_forgotten: the coordinator may have lost messages, so send the other calls again."""
         for uid, (reserve, future) in list(self._open.items()):
             if future.done():
-                del self._open[uid]  # no caller waits for it, and the tokens return at the end of the minute
+                del self._open[uid]  # no caller waits for the answer, and the tokens return at the end of the minute
             elif is_forgotten:
                 self._send(reserve.to_frames())
 

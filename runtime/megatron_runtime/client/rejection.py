@@ -63,7 +63,10 @@ class DeadlineExceededError(RequestRejectedError, TimeoutError):
 
 
 class RequestFailedError(RequestRejectedError):
-    """The request crashes the engines that run it, or its answer cannot be read. The message has its uid."""
+    """The request crashes the engines that run it, or its answer cannot be read.
+
+    The message contains the request's uid.
+    """
 
     is_transient = False
 
@@ -90,5 +93,5 @@ _CLASSES: dict[int, type[RequestRejectedError]] = {
 def rejection(
     code: int, message: str, retry_after_seconds: float | None = None, field: str | None = None
 ) -> RequestRejectedError:
-    """Return the error of an ErrorCode."""
+    """Return the error of the class for an ErrorCode. field: the sampling parameter at fault."""
     return _CLASSES.get(int(code), RequestRejectedError)(int(code), message, retry_after_seconds, field)

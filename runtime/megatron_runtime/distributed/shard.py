@@ -153,8 +153,8 @@ def _part(size: int, index: int, parts: int) -> range:
 
 def _divisors(size: int) -> str:
     """Return the divisors of `size` up to 64, for an error message."""
-    found = [number for number in range(1, min(size, 64) + 1) if size % number == 0]
-    return ", ".join(map(str, found[:-1])) + f" or {found[-1]}" if len(found) > 1 else "1"
+    divisors = [number for number in range(1, min(size, 64) + 1) if size % number == 0]
+    return ", ".join(map(str, divisors[:-1])) + f" or {divisors[-1]}" if len(divisors) > 1 else "1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,11 +175,11 @@ class DataParallelInferenceCoordinator:
     @property
     def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
         """The same requests by the id that their client gave them."""
-        found = {}
+        uids = {}
         for number, entry in self._core.engines.dispatched():
             given = self._coordinator.plain.number_of(entry.uid)
-            found[number] = entry.uid if given is None else given
-        return found
+            uids[number] = entry.uid if given is None else given
+        return uids
 
     @property
     def next_request_id(self) -> int:

@@ -1,4 +1,4 @@
-"""The configuration of a decoder, as plain data. Imports no torch: schedulers and tools read it as well."""
+"""The configuration of a decoder, as plain data. Imports no torch, because schedulers and tools use it too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class UnsupportedModelError(ValueError):
-    """The files are readable but hold a model that this runtime does not run. The message names the field or tensor."""
+    """The files are readable, but this runtime cannot run the model in them. The message names the field or tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,10 @@ class LinearScaling:
 class YarnScaling:
     """Frequency scaling of Peng et al. 2023, arXiv:2309.00071 (transformers `rope_type: yarn`).
 
-    beta_fast, beta_slow: numbers of rotations within the original length. A pair with more than beta_fast keeps its
-                          frequency; with fewer than beta_slow, it is divided by `factor`.
-    truncate:             round the bounds to whole pairs.
+    beta_fast, beta_slow: numbers of rotations within the original length. A rotary pair with more rotations than
+                          beta_fast keeps its frequency; with fewer than beta_slow, the frequency is divided by
+                          `factor`.
+    truncate:             round the bounds of the two ranges to whole pairs.
     attention_factor:     factor of queries and of keys.
     """
 
@@ -52,7 +53,7 @@ class LongRopeScaling:
     """Frequency scaling of Ding et al. 2024, arXiv:2402.13753 (transformers `rope_type: longrope`).
 
     short_factor, long_factor: divisors of the frequency of each rotary pair, in sequences within the original length
-        and in longer ones.
+        and in longer sequences.
     attention_factor:          factor of queries and of keys.
     """
 
@@ -67,7 +68,7 @@ RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow:
-    """The attention of some layers is limited to the last tokens.
+    """Limits the attention of some layers to the last tokens of the sequence.
 
     window:     number of tokens, including the current one.
     is_local:   whether each layer is limited; the other layers attend to all tokens.
@@ -103,13 +104,14 @@ class ModelConfig:
     eos_token_ids:      tokens that end an answer unless the request names others.
     qk_norm:            queries and keys are normalized, each head on its own.
     joint_qk_norm:      with `qk_norm`, all heads of a token are normalized together instead.
-    norm_weight_offset: added to the stored weight of every norm.
+    norm_weight_offset: number that is added to the stored weights of every norm.
     input_norms:        the inputs of attention and feed-forward are normalized.
-    output_norms:       the outputs of attention and feed-forward are normalized before they are added.
+    output_norms:       the outputs of attention and feed-forward are normalized before they are added to the hidden
+                        states.
     embedding_scale:    factor of the embeddings.
     query_scale:        factor of q·k; None means head_dim ** -0.5.
     logit_scale:        factor of the logits.
-    fused:              the matrices of q, k and v are one tensor in files, and so are gate and up.
+    fused:              in files, the matrices of q, k and v are one tensor, and gate and up are one tensor.
     """
 
     family: str
@@ -153,9 +155,7 @@ class ModelConfig:
 
     @property
     def short_length(self) -> int | None:
-        """Number of tokens of prompt plus answer above which a sequence uses other rotary frequencies; None if all use
-        the same.
-        """
+        """Length of prompt plus answer above which a sequence uses the long rotary frequencies; None without them."""
         scaling = self.rope_scaling
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else None
 

@@ -1,6 +1,6 @@
-"""Model configurations in files: checked fields of config.json and of GGUF metadata.
+"""Reads and checks fields of config.json and of GGUF metadata.
 
-Here are the rotary embedding and sliding windows, which several families have in common.
+This module also reads rotary embeddings and sliding windows, which several families have in common.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ Traits = dict[str, Any]
 """Fields of a ModelConfig that differ between families."""
 
 OTHERS = "`backend: VLLM` runs others"
-"""The remedy for a directory of transformers that this runtime does not run."""
+"""The remedy in errors for a transformers model that this runtime cannot run."""
 GGUF_OTHERS = f"{OTHERS}, from safetensors"
-"""The remedy for a GGUF file, which vLLM's engines read with the readers of this runtime."""
+"""The remedy for a GGUF file that this runtime cannot run. vLLM engines use this runtime's readers for GGUF."""
 MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
-"""Limits of layers, experts per layer, and experts of all layers: each needs Python objects before any tensor is
-read."""
+"""Maximum numbers of layers, of experts per layer, and of all experts.
+
+Each needs Python objects before tensors are read.
+"""
 MAX_SIZE = (1 << 31) - 1
 _LARGEST_CONSTANT = 1e18
 _MAX_LISTED = 1 << 12
@@ -42,13 +44,11 @@ _MAX_SIZES = {
     **dict.fromkeys(("max_position_embeddings", "context_length"), 1 << 24),
     **dict.fromkeys(("num_attention_heads", "attention.head_count", "head_dim", "attention.key_length"), 1 << 16),
 }
-"""Limits of sizes that bound loops or are multiplied. MAX_SIZE is the limit of all others."""
+"""Maximum values of sizes that bound loops or are multiplied. MAX_SIZE is the maximum of all other sizes."""
 
 
 class Fields:
-    """A configuration read from a file.
-
-    where: the file, for messages.
+    """The fields of a configuration that was read from a file. where: name of the file, for messages.
 
     All methods raise UnsupportedModelError naming the field, its value and what is supported.
     """
@@ -59,77 +59,77 @@ class Fields:
 
     def need(self, key: str) -> Any:
         """Return the value of a required field."""
-        found = self.values.get(key)
-        if found is None:
+        value = self.values.get(key)
+        if value is None:
             raise UnsupportedModelError(f"{self.where} has no field {key!r}, which this model needs")
-        return found
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a field, or `default` if it is absent or null."""
-        found = self.values.get(key)
-        return default if found is None else found
+        value = self.values.get(key)
+        return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a whole number above zero and up to a limit. The field is required unless it has a default."""
-        found = self.need(key) if default is None else self.get(key, default)
+        """Return an integer above zero and up to the field's limit. The field is required unless `default` is given."""
+        value = self.need(key) if default is None else self.get(key, default)
         limit = _MAX_SIZES.get(key, MAX_SIZE)
-        if not _is_whole(found) or not 1 <= found <= limit:
-            raise self._wrong(key, found, f"want a whole number above zero and up to {limit}")
-        return int(found)
+        if not _is_whole(value) or not 1 <= value <= limit:
+            raise self._wrong(key, value, f"want a whole number above zero and up to {limit}")
+        return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """Return true or false."""
-        found = self.get(key, default)
-        if not isinstance(found, bool):
-            raise self._wrong(key, found, "want true or false")
-        return found
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "want true or false")
+        return value
 
     def token(self, key: str) -> int | None:
         """Return a token id, or None if the field is absent or null."""
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             return None
-        if not _is_whole(found) or not 0 <= found <= MAX_SIZE:
-            raise self._wrong(key, found, "want a token id")
-        return int(found)
+        if not _is_whole(value) or not 0 <= value <= MAX_SIZE:
+            raise self._wrong(key, value, "want a token id")
+        return int(value)
 
     def below(self, key: str) -> Fields:
-        """Return the object in a field, empty if it is absent."""
-        found = self.get(key, {})
-        if not isinstance(found, Mapping):
-            raise self._wrong(key, found, "want an object")
-        return Fields(found, where=f"{self.where}, {key}")
+        """Return the fields of the object in a field; without fields if it is absent."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, value, "want an object")
+        return Fields(value, where=f"{self.where}, {key}")
 
     def listed(self, key: str, kind: type) -> list[Any]:
-        """Return a list with at most one element per layer, empty if it is absent."""
-        found = self.get(key, [])
-        if not isinstance(found, list) or len(found) > MAX_LAYERS or not all(type(one) is kind for one in found):
-            raise self._wrong(key, found, f"want a list of at most {MAX_LAYERS} of type {kind.__name__}")
-        return found
+        """Return the list in a field, with at most one element per layer; empty if it is absent."""
+        values = self.get(key, [])
+        if not isinstance(values, list) or len(values) > MAX_LAYERS or not all(type(one) is kind for one in values):
+            raise self._wrong(key, values, f"want a list of at most {MAX_LAYERS} of type {kind.__name__}")
+        return values
 
     def constant(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above zero. The field is required unless it has a default."""
-        found = self.need(key) if default is None else self.get(key, default)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found <= _LARGEST_CONSTANT:
-            raise self._wrong(key, found, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
-        return found
+        """Return a finite number above zero. The field is required unless `default` is given."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST_CONSTANT:
+            raise self._wrong(key, value, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
+        return value
 
     def constants(self, key: str) -> list[float]:
-        """Return a list of at most _MAX_LISTED finite numbers above zero."""
-        found = self.need(key)
-        if not isinstance(found, list) or len(found) > _MAX_LISTED:
-            raise self._wrong(key, found, f"want a list of at most {_MAX_LISTED} numbers")
-        return [Fields({key: each}, where=self.where).constant(key) for each in found]
+        """Return the list in a field, of at most _MAX_LISTED finite numbers above zero."""
+        values = self.need(key)
+        if not isinstance(values, list) or len(values) > _MAX_LISTED:
+            raise self._wrong(key, values, f"want a list of at most {_MAX_LISTED} numbers")
+        return [Fields({key: each}, where=self.where).constant(key) for each in values]
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Accept a field that is absent, null, false or one of `allowed`."""
-        found = self.values.get(key)
-        if found and found not in allowed:
+        """Raise an error unless a field is absent, null, false or one of `allowed`."""
+        value = self.values.get(key)
+        if value and value not in allowed:
             supported = f"supported: {', '.join(map(repr, allowed))}" if allowed else "supported without it"
-            raise self._wrong(key, found, f"{supported}; {OTHERS}")
+            raise self._wrong(key, value, f"{supported}; {OTHERS}")
 
-    def _wrong(self, key: str, found: object, wanted: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.where} has {key} {shown(found)}: {wanted}")
+    def _wrong(self, key: str, value: object, wanted: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.where} has {key} {shown(value)}: {wanted}")
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
@@ -137,13 +137,14 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def window_everywhere(fields: Fields) -> Traits:
-    """Return the sliding window of a family whose layers all have a window, or all have none."""
+    """Return the trait `sliding_window` of a family in which all layers have a window or none has."""
     return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
 
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the sliding window of some layers. is_local: whether each layer is local; used if the file does not list
-    `layer_types`.
+    """Return the trait `sliding_window` of a family in which some layers have a window.
+
+    is_local: whether each layer has a window; used if the file does not list `layer_types`.
     """
     window = fields.size("sliding_window") if fields.get("sliding_window") is not None else None
     if fields.get("layer_types") is not None:
@@ -162,11 +163,12 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
 
 
 def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the sliding window in the metadata of a GGUF file, in which zero means none. Takes the arguments of
-    sliding_traits(); `is_local` is used if the file has no pattern of layers.
+    """Return the trait `sliding_window` from the metadata of a GGUF file, in which a window of 0 means no window.
+
+    Takes the arguments of sliding_traits(); `is_local` is used if the file has no pattern of layers.
     """
     pattern, layers = "attention.sliding_window_pattern", fields.size("block_count")
-    if isinstance(fields.get(pattern), list):  # by layer; otherwise it is a period
+    if isinstance(fields.get(pattern), list):  # one flag per layer; otherwise the field is a period
         is_local = fields.listed(pattern, bool)
         if len(is_local) != layers:
             raise UnsupportedModelError(f"{fields.where} has {pattern} of {len(is_local)} layers: want {layers}")
@@ -179,12 +181,12 @@ def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: flo
 
 
 def is_local_by_period(num_layers: int, period: int) -> list[bool]:
-    """Return whether each layer is local, if the last of each `period` layers is not."""
+    """Return, for each layer, whether it has a sliding window: all do except the last of each `period` layers."""
     return [bool((layer + 1) % period) for layer in range(num_layers)]
 
 
 def layer_types(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of the sliding window in config.json."""
+    """Return the fields of config.json that describe the sliding window."""
     if config.sliding is None:
         return {"sliding_window": None}
     kinds = ["sliding_attention" if local else "full_attention" for local in config.sliding.is_local]
@@ -192,8 +194,9 @@ def layer_types(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
-    """Return base and scaling of the layers without a window. theta: the base if the file has none."""
-    # transformers 5 writes rope_parameters, by kind of layer if they differ; 4 wrote rope_theta and rope_scaling.
+    """Return rotary base and scaling of the layers without a window. theta: the base if the file has none."""
+    # transformers 5 writes rope_parameters, by kind of layer if these differ; transformers 4 wrote rope_theta and
+    # rope_scaling.
     values = fields.below("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
     if "full_attention" in values.values:
         values = values.below("full_attention")
@@ -202,7 +205,7 @@ def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json, in the form that transformers 4 and 5 read."""
+    """Return the fields of config.json for the rotary embedding, in the form that transformers 4 and 5 read."""
     scaling, more = config.rope_scaling, {}
     if scaling is None:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
@@ -214,7 +217,7 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
-    """Return base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
+    """Return rotary base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
     kind = fields.get("rope.scaling.type", "none")
     base = fields.constant("rope.freq_base", theta)
     scaling: RopeScaling | None = None
@@ -240,27 +243,27 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
 def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int, where: str) -> Llama3Scaling:
     """Return the scaling that divides the frequency of each rotary pair by these factors.
 
-    GGUF files have these factors instead of the constants of the scaling, which all Llama 3 models share except for
-    the factor. Raises UnsupportedModelError for other factors.
+    GGUF files contain these factors instead of the constants of the scaling. All Llama 3 models share the constants
+    except the factor. Raises UnsupportedModelError for other factors.
     """
     if not factors or not all(0 < factor < math.inf for factor in factors):
         raise UnsupportedModelError(
             f"tensor 'rope_freqs.weight' of {where} has a value that is not above zero and finite"
         )
-    found = Llama3Scaling(
+    scaling = Llama3Scaling(
         factor=round(max(factors), 3), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     for pair, factor in enumerate(factors):
-        rotations = found.original_max_position_embeddings * theta ** (-2 * pair / head_dim) / (2 * math.pi)
-        blend = (rotations - found.low_freq_factor) / (found.high_freq_factor - found.low_freq_factor)
+        rotations = scaling.original_max_position_embeddings * theta ** (-2 * pair / head_dim) / (2 * math.pi)
+        blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         blend = min(max(blend, 0.0), 1.0)
-        frequency = (1 - blend) / found.factor + blend
+        frequency = (1 - blend) / scaling.factor + blend
         if abs(factor * frequency - 1) > _TOLERANCE:
             raise UnsupportedModelError(
                 f"tensor 'rope_freqs.weight' of {where} divides the frequency of pair {pair} by {factor}: supported "
                 f"is the scaling of Llama 3, here {1 / frequency:.4g}; {GGUF_OTHERS}"
             )
-    return found
+    return scaling
 
 
 _NAMES_OF_SCALINGS: dict[type, str] = {
@@ -274,7 +277,7 @@ _NAMES_OF_SCALINGS: dict[type, str] = {
 def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
     """Return the scaling that `values` describe. model: the other fields of the model."""
     kind = values.get("rope_type", values.get("type", "default"))
-    # "dynamic" changes the frequencies of sequences beyond the model's length, which are rejected.
+    # "dynamic" only changes the frequencies of sequences longer than the model's limit, which are rejected.
     if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
@@ -321,8 +324,9 @@ def _yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def longest_sequence(declared: int, scaling: RopeScaling | None) -> int:
-    """Return the number of positions of a model. declared: number in its file, which may lack the part that YaRN
-    adds.
+    """Return the maximum sequence length of a model.
+
+    declared: length in its file, which may lack what YaRN adds.
     """
     if isinstance(scaling, YarnScaling):
         return max(declared, int(scaling.original_max_position_embeddings * scaling.factor))
@@ -333,7 +337,7 @@ def _longrope(values: Fields, model: Fields) -> LongRopeScaling:
     values.only("short_mscale")
     values.only("long_mscale")
     length = model.size("max_position_embeddings")
-    # Phi-3 has it among the other sizes of the model, where it takes precedence.
+    # Phi-3 has this field among the model's sizes, where it takes precedence.
     original = model.size("original_max_position_embeddings", values.size("original_max_position_embeddings", length))
     has_attention = values.get("attention_factor") is not None
     return long_rope(
@@ -359,7 +363,7 @@ def long_rope(
 ) -> LongRopeScaling:
     """Return the scaling by factors of the rotary pairs.
 
-    factor:           length of the model divided by the original length; determines the attention factor if it is None.
+    factor: length of the model divided by the original length. It determines the attention factor if that is None.
 
     Raises UnsupportedModelError unless each pair has a factor above zero and the original length is above one.
     """

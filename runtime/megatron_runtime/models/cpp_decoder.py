@@ -1,4 +1,4 @@
-"""A decoder whose steps run in the C++ kernels, from hidden states to logits, and the choice of a model's decoder."""
+"""The decoder that runs whole steps in the C++ kernels, and the choice between this decoder and the torch decoder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CACHE_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float1
 
 
 class PlannedTokens(Protocol):
-    """The tokens of a step plan, as documented in backends.native.executor.StepPlan."""
+    """The part of a step plan that describes its tokens; see backends.native.executor.StepPlan."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]: ...
@@ -54,13 +54,13 @@ class PlannedTokens(Protocol):
 
 
 def runs_in_cpp(config: ModelConfig, weights: DecoderWeights) -> bool:
-    """Return whether every matrix is packed and the kernels support the size of a head."""
+    """Return whether the C++ kernels can run the model: every matrix is packed, and the head size is supported."""
     is_packed = all(isinstance(linear, PackedLinear) for linear in weights.linears)
     return is_packed and config.head_dim % PANEL == 0
 
 
 class CppDecoder(DecoderModel):
-    """The decoder of a rank. Requires runs_in_cpp()."""
+    """The decoder of one rank in the C++ kernels. runs_in_cpp() must be true for its model."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CppDecoder(DecoderModel):
         routing_GTJ: as in run_layers().
 
         Returns x_TD, the hidden states after the last layer, and float32 [N, V], the logits after the tokens
-        `logit_rows_N`, which the next step overwrites.
+        `logit_rows_N`. The next step overwrites the logits.
         """
         x_TD = self.embed(torch.from_numpy(plan.token_ids))
         if len(self._logits) < len(logit_rows_N):
@@ -143,7 +143,7 @@ class CppDecoder(DecoderModel):
         return x_TD
 
     def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None) -> torch.Tensor:
-        """Return the contribution to x_TD of the experts of all ranks that share the tokens."""
+        """Return the sum of the experts' outputs, over all ranks that share the tokens, to be added to x_TD."""
         x_AD = self._collectives.gather_tokens(x_TD).contiguous()
         y_AD = torch.empty_like(x_AD)
         step.gathered_tokens, step.gathered, step.gathered_sums = len(x_AD), x_AD.data_ptr(), y_AD.data_ptr()
@@ -191,7 +191,9 @@ class CppDecoder(DecoderModel):
         )
 
     def _extend_rotations(self, positions: int) -> None:
-        """Make the tables of cos and sin cover `positions` positions. If they are too short, compute twice as many."""
+        """Extend the tables of cos and sin to at least `positions` positions, doubling their length if they are too
+        short.
+        """
         if self._rotations and len(self._rotations["cos"]) >= positions:
             return
         at = torch.arange(max(1024, 2 * positions))
@@ -268,7 +270,9 @@ def _matrix(linear: Linear) -> Matrix:
 
 
 def _halves(linear: Linear) -> tuple[Matrix, Matrix]:
-    """Return the first and the second half of the outputs: parts of one matrix, or two of different formats."""
+    """Return the first and the second half of the outputs: two parts of one matrix, or two matrices of different
+    formats.
+    """
     assert isinstance(linear, PackedLinear)
     if len(linear.matrices) == 2:
         first, second = (matrix.record for matrix in linear.matrices)
@@ -293,6 +297,6 @@ def build_decoder(
     shard: Shard | None = None,
     collectives: Collectives | None = None,
 ) -> DecoderModel:
-    """Return the decoder for `weights` on the CPU: the kernels' if they support the model, else torch operators'."""
+    """Return the CPU's decoder for `weights`: CppDecoder if the kernels support the model, otherwise DecoderModel."""
     decoder = CppDecoder if runs_in_cpp(config, weights) else DecoderModel
     return decoder(config, weights, shard=shard, collectives=collectives)

@@ -30,7 +30,10 @@ from megatron_runtime.models.layers.paged_attention import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """`gate_up_FD` is fused into one product. Each expert of a mixture is a FeedForward."""
+    """The matrices of a feed-forward.
+
+    `gate_up_FD` computes gate and up in one product. Each expert is a FeedForward.
+    """
 
     gate_up_FD: Linear
     down_DF: Linear
@@ -38,8 +41,10 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """A mixture of experts. router_XD: router weights of all experts. experts: the experts of this rank, from number
-    `first` on.
+    """The weights of a mixture of experts.
+
+    router_XD: router weights of all experts.
+    experts:   the experts that this rank holds, which are numbered from `first` on.
     """
 
     router_XD: Linear
@@ -49,7 +54,9 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One transformer block. `qkv_QD` is fused: one product. Norms have their offset added.
+    """The weights of one transformer block.
+
+    `qkv_QD` computes q, k and v in one product. Norm weights include their offset.
 
     q_norm_C, k_norm_C: if all heads are normalized together, [H C] and [K C], for this rank's heads.
     """
@@ -68,7 +75,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """The weights of one rank. Only the first pipeline stage has `embedding`, only the last `norm_D` and `head_WD`."""
+    """The weights of one rank.
+
+    Only the first pipeline stage has `embedding`, and only the last stage has `norm_D` and `head_WD`.
+    """
 
     embedding: Linear | None
     layers: tuple[LayerWeights, ...]
@@ -86,7 +96,10 @@ class DecoderWeights:
         return linears if self.head_WD is None else [*linears, self.head_WD]
 
     def matrices(self) -> list[Linear]:
-        """Return the matrices in a fixed order, without routers. A table that is also the head is listed once."""
+        """Return the matrices in a fixed order, without routers.
+
+        An embedding table that is also the head is listed once.
+        """
         first = [] if self.embedding is None else [self.embedding]
         return list(dict.fromkeys(first + self.linears))
 
@@ -102,16 +115,17 @@ class DecoderWeights:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of the matrices that a step reads, if it uses every expert."""
+        """Number of bytes of the matrices that a step reads, if it uses every expert."""
         return sum(linear.num_bytes for linear in self.linears)
 
 
 class Decoder(ABC):
-    """The common base of the decoders of all devices: the first and the last part of a step. The C++ kernels have their
-    own last part (Decoder::logits) with the same result.
+    """The base of the decoders of all devices, with the first and the last part of a step.
+
+    The C++ kernels have their own last part (Decoder::logits) with the same result.
 
     shard:       the part of the model in `weights`; None means all of it.
-    collectives: exchanges with the other ranks; None for one rank.
+    collectives: communication with the other ranks; None for one rank.
     """
 
     def __init__(
@@ -133,23 +147,23 @@ class Decoder(ABC):
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that a local layer attends to; None for a model without local layers."""
+        """Number of tokens that a layer with a sliding window attends to; None for a model without such layers."""
         return None if self.config.sliding is None else self.config.sliding.window
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Return x_TD of tokens, in the first pipeline stage."""
+        """Return x_TD, the embeddings of tokens. Called on the first pipeline stage only."""
         embedding, vocab_size = self.weights.embedding, self.config.vocab_size
         assert embedding is not None, "this rank is of a later pipeline stage"
         held = self._shard.vocabulary(vocab_size)
         if len(held) == vocab_size:
             x_TD = embedding.look_up(token_ids_T)
-        else:  # the other tensor ranks hold the other rows of the table
+        else:  # sum over the tensor ranks, each of which holds a part of the table's rows
             is_held_T = (token_ids_T >= held.start) & (token_ids_T < held.stop)
             x_TD = embedding.look_up((token_ids_T - held.start).where(is_held_T, 0)) * is_held_T[:, None]
             x_TD = self._collectives.all_reduce(x_TD)
         if self.config.embedding_scale == 1.0:
             return x_TD
-        # Families that scale round the factor to the type of their activations.
+        # Families that scale embeddings round the factor to the type of their activations.
         return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
 
     def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
@@ -167,7 +181,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `x_TD` times `weight_D`. Overwrites nothing."""
+        """Return the RMS norm of `x_TD` times `weight_D`. Overwrites neither."""
 
     def _optional_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
         return x_TD if weight_D is None else self._norm(x_TD, weight_D)
@@ -182,8 +196,9 @@ class Decoder(ABC):
         return self._mean_over_ranks(torch.stack(norms, dim=1).square())
 
     def _mean_over_ranks(self, means: torch.Tensor) -> torch.Tensor:
-        """Return means over the heads of all tensor ranks, given the means over this rank's heads, which may be
-        overwritten.
+        """Return the means over the heads of all tensor ranks.
+
+        means: means over this rank's heads; may be overwritten.
         """
         # Every rank has the same number of heads, and every head is on the same number of ranks.
         ranks = self._shard.sizes.tensor
@@ -191,7 +206,7 @@ class Decoder(ABC):
 
 
 class DecoderModel(Decoder):
-    """The decoder in torch operators. A function of weights and cache, without state of any request."""
+    """The decoder in torch operators. It computes from weights and cache, and keeps no state of requests."""
 
     @cached_property
     def _attention(self) -> PagedAttention:
@@ -217,7 +232,8 @@ class DecoderModel(Decoder):
     ) -> torch.Tensor:
         """Return the hidden states after this rank's layers, and write their keys and values to the cache.
 
-        routing_GTJ: int32; written in this rank's layers with experts: the experts of each token by descending share.
+        routing_GTJ: int32; output, filled for this rank's layers with experts: each token's experts by descending
+                     share.
         """
         in_full = self._rotary.rotation(positions_T, x_TD.dtype), attention
         in_window = in_full[0], attention.local or attention
@@ -279,7 +295,7 @@ class DecoderModel(Decoder):
     ) -> torch.Tensor:
         """Return y_AD of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
 
-        A tokens, S tokens of one expert, computed in one product.
+        A tokens, S tokens of one expert, which are computed in one product.
         """
         share_AJ, expert_AJ = weights.router_XD(x_AD).float().softmax(dim=-1).topk(moe.experts_per_token, dim=-1)
         if routing_TJ is not None:

@@ -1,4 +1,4 @@
-"""The supported families of models: names of tensors, and configurations in config.json and GGUF files.
+"""The supported model families: their tensor names, and how they write configurations in config.json and GGUF files.
 
 To add a family, add a `Family` with its names and traits to `FAMILIES`, and an example to `CONFIGS` of
 tests/support/random_checkpoint.py, which parametrises its tests.
@@ -39,19 +39,20 @@ class Family:
     name:              model type in transformers.
     architecture:      class in transformers.
     gguf_architecture: `general.architecture` of GGUF files; None for a family whose files identify themselves as Llama.
-    gguf_field:        metadata key of its GGUF files that files of later families with this architecture lack.
+    gguf_field:        metadata key that the family's GGUF files have, unlike files of later families with the same
+                       architecture.
     layer_names:       short name of a layer's tensor -> name in transformers; `{expert}` stands for a number.
     activation_field:  field of config.json with the activation, and its only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
     traits:            traits of all models of the family.
-    from_hf, to_hf:    read and write further traits in config.json.
+    from_hf, to_hf:    functions that read and write further traits in config.json.
     text_defaults:     fields of config.json that the text part of a multimodal model leaves out.
-    from_gguf:         reads further traits in the metadata of a GGUF file; the keys come without the architecture's
-                       prefix.
-    tied:              whether the head is the embedding if config.json lacks the field.
+    from_gguf:         function that reads further traits from the metadata of a GGUF file. The keys have no
+                       architecture prefix.
+    tied:              whether the head is the embedding if config.json does not state it.
     rope_theta:        rotary base if a file has none.
     pairs_rotary_rows: in GGUF files the two rows of q and k that rotate together are adjacent.
-    expert_fields:     as _FIELDS, for sizes in MoEConfig; empty for a family without experts.
+    expert_fields:     like _FIELDS, for the sizes in MoEConfig; empty for a family without experts.
     """
 
     name: str
@@ -156,7 +157,10 @@ _QWEN_EXPERT_NAMES = {
 
 
 def _qwen_window(fields: Fields) -> Traits:
-    """Return the window of the layers from `max_window_layers` on, if the model uses it."""
+    """Return the trait `sliding_window` of a Qwen model.
+
+    If the model uses a window, the layers from `max_window_layers` on have it.
+    """
     if not fields.flag("use_sliding_window"):
         return {}
     key = "max_window_layers"
@@ -174,7 +178,7 @@ def _qwen3_moe_of_hf(fields: Fields) -> Traits:
     layers = range(fields.size("num_hidden_layers"))
     names = _hf(_QWEN_EXPERT_FIELDS)
     if "num_experts" not in fields.values:
-        names["num_experts"] = "num_local_experts"  # in transformers 5
+        names["num_experts"] = "num_local_experts"  # its name in transformers 5
     moe = _experts(
         fields,
         names,
@@ -242,9 +246,11 @@ _GEMMA_NAMES = {
 
 
 def _local_theta(fields: Fields, default: float) -> float:
-    """Return the rotary base of local layers, which are not scaled.
+    """Return the rotary base of local layers, which have no scaling.
 
-    transformers 5 writes it next to the rotation of the other layers. default: base for files of version 4.
+    transformers 5 writes it next to the base of the other layers.
+
+    default: base for files of transformers 4.
     """
     rope = fields.below("rope_parameters").below("sliding_attention")
     rope.only("rope_type", "default")
@@ -252,7 +258,7 @@ def _local_theta(fields: Fields, default: float) -> float:
 
 
 def _rope_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """Return the rotations of both kinds of layers as transformers 5 writes them."""
+    """Return the rotary fields of both kinds of layers, as transformers 5 writes them."""
     scaling = rope_to_hf(config)["rope_scaling"] or {"rope_type": "default"}
     local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
     return {
@@ -287,7 +293,7 @@ def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _gemma_of_gguf(fields: Fields) -> Traits:
     layers, hidden = fields.size("block_count"), fields.size("embedding_length")
     heads = fields.size("attention.head_count")
-    # Only the largest model divides by the hidden size per head; the file has no field for it.
+    # Only the largest model divides q·k by the hidden size per head; the file has no field for this.
     per_head = hidden // heads if layers == 62 else fields.size("attention.key_length")
     sliding = windows_of_gguf(
         fields,
@@ -334,14 +340,14 @@ _GEMMA3 = Family(
 
 
 _NO_PADDING = {"pad_token_id": None}
-"""The default in transformers is a token of one vocabulary."""
+"""Fields of config.json without a padding token: transformers' default is a token of one particular vocabulary."""
 
 
 def _granite_of_hf(fields: Fields) -> Traits:
     """Return the traits of an equivalent decoder whose layers add their outputs unscaled.
 
-    Each norm undoes a factor of the hidden states, except in its epsilon. So the factor of the layers' outputs moves to
-    the embeddings and to epsilon.
+    A norm cancels any factor of the hidden states, except in its epsilon. So the factor of the layers' outputs can be
+    moved to the embeddings and to epsilon.
     """
     residual = fields.constant("residual_multiplier", 1.0)
     return {
@@ -375,7 +381,7 @@ _NOPE_PERIOD = 4
 
 
 def _smollm3_traits(rotates: list[bool], length: int) -> Traits:
-    # The layers without rotation are the local layers, with a window that covers every position.
+    # Describe the layers without rotation as local layers with a window that covers every position.
     is_local = tuple(not each for each in rotates)
     return {"sliding": SlidingWindow(window=length, is_local=is_local, rotates=False)} if any(is_local) else {}
 
@@ -468,8 +474,8 @@ def _olmo3_of_gguf(fields: Fields) -> Traits:
     )
     scaling = rope_of_gguf(fields, theta=base)["rope_scaling"]
     if isinstance(scaling, YarnScaling) and fields.get("rope.scaling.attn_factor") is not None:
-        # The converter wrote the whole factor of transformers here; in files of other families it is an additional
-        # factor.
+        # For this family, the converter wrote transformers' whole factor to this field; in other files it is an
+        # additional factor.
         attention = fields.constant("rope.scaling.attn_factor")
         traits["rope_scaling"] = replace(scaling, attention_factor=attention)
     return traits
@@ -532,11 +538,13 @@ _FIELDS = {
     "rms_norm_eps": ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
     "max_position_embeddings": ("max_position_embeddings", "context_length"),
 }
-"""Field of ModelConfig -> field of config.json, field of a GGUF file."""
+"""The field of config.json and the field of a GGUF file for each field of ModelConfig."""
 
 
 def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: str) -> ModelConfig:
-    """Return the configuration that transformers writes as `values` (config.json).
+    """Return the configuration in a config.json of transformers.
+
+    values: content of config.json.
 
     ends:  token ids that end an answer.
     where: the origin of `values`, for messages.
@@ -562,7 +570,7 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
 
 
 def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
-    """Return the family and the fields of the text model. Of a multimodal model, only the text part runs."""
+    """Return the family and the fields of the text model, which is the only part of a multimodal model that runs."""
     architectures = fields.listed("architectures", str)
     for family in FAMILIES.values():
         if family.architecture in architectures:
@@ -622,7 +630,7 @@ def config_from_gguf(
 ) -> ModelConfig:
     """Return the configuration in the metadata of a GGUF file.
 
-    fields: the metadata under the architecture's prefix, without the prefix.
+    fields: the metadata with the architecture's prefix, whose keys have no prefix here.
 
     Raises UnsupportedModelError.
     """

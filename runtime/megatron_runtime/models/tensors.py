@@ -1,6 +1,6 @@
-"""The tensors of a decoder: names, shapes, and the Checkpoint protocol that reads them. Imports no torch.
+"""The names and shapes of a decoder's tensors, and the Checkpoint protocol that reads them. Imports no torch.
 
-Short names: "embedding", "norm", "head", and of each layer "layers.N." + "q", "router", "experts.E.gate", …
+Short names of tensors: "embedding", "norm", "head", and for each layer "layers.N." + "q", "router", "experts.E.gate", …
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Part = tuple[slice, ...]
-"""A part of a tensor: one slice per axis, of step 1; axes without a slice are whole."""
+"""A part of a tensor: one slice per axis, with step 1. Axes without a slice are whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +35,27 @@ class TensorKind:
 
 
 class Checkpoint(Protocol):
-    """A set of weights in any file format. The constructor reads headers only and rejects truncated files.
+    """A set of weights in any file format. The constructor reads only headers, and rejects truncated files.
 
-    kinds: kind of every tensor by its transformers name, in the transformers layout. Each expert has its own tensors.
+    kinds: kind of each tensor by its transformers name, in transformers' layout. Each expert has tensors of its own.
     """
 
     config: ModelConfig
     kinds: Mapping[str, TensorKind]
     panels_of: str | None = None
-    """Name of the number format whose matrices are stored in the panels of the CPU kernels; None without panels."""
+    """Number format of the matrices, if they are stored in the panels of the CPU kernels; None without panels."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return the values of a tensor or of a part of it, possibly as a view of the file. Copy them to keep or change
-        them.
+        """Return the values of a tensor or of a part of it, possibly as a view of the file.
+
+        The caller must copy the values to keep or change them.
         """
 
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         """Return a quantized matrix in its stored form, possibly a view of the file.
 
-        wanted: GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its blocks. The
-        default is for a format without quantized tensors.
+        wanted: accepted GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its
+        blocks. The default implementation is for formats without quantized tensors.
         """
         return None
 
@@ -66,7 +67,7 @@ class Checkpoint(Protocol):
         return None
 
     def close(self) -> None:
-        """Release what read() needs. The default has nothing to release: views of files stay valid."""
+        """Release the resources of read(). The default releases nothing, and views of files stay valid."""
         return
 
 
@@ -82,7 +83,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    """Return the shape of every tensor of one layer, by short name without the layer."""
+    """Return the shape of every tensor of one layer, by short name without the layer's prefix."""
     hidden, size = config.hidden_size, config.head_dim
     rows = {"q": config.num_heads * size, "k": config.num_kv_heads * size, "v": config.num_kv_heads * size}
     shapes: dict[str, Shape] = {"attention_norm": (hidden,), "mlp_norm": (hidden,)} if config.input_norms else {}
@@ -110,7 +111,10 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 
 
 def num_parameters(config: ModelConfig, *, expert_ranks: int = 1) -> int:
-    """Return the number of values of all tensors. expert_ranks: ranks that divide the experts among themselves."""
+    """Return the number of values in all tensors.
+
+    expert_ranks: ranks that divide the experts; one rank's share counts.
+    """
     shapes = tensor_shapes(config).items()
     return sum(prod(shape) // (expert_ranks if ".experts." in name else 1) for name, shape in shapes)
 

@@ -1,7 +1,7 @@
-"""Build the fused weights of one rank from the named tensors of a checkpoint.
+"""Builds the fused weights of one rank from the named tensors of a checkpoint.
 
-The tensors of the checkpoint are compared with the model's tensors before any is read. Then each matrix is built from
-the parts of tensors that the rank holds.
+First the tensors of the checkpoint are compared with the model's tensors. Then each matrix is built from the parts of
+tensors that the rank holds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_runtime.models.layers.linear import Linear, LinearFactory, Weight
 from megatron_runtime.models.tensors import Checkpoint, Part, tensor_shapes
 
 NamedPart = tuple[str, Part]
-"""Short name of a tensor, and a part of it."""
+"""Short name of a tensor, and the part of it to read."""
 
 _READ_VALUES = 1 << 20
-"""Values per read, so that their bytes stay in the CPU cache while they are decoded and copied."""
+"""Number of values per read, so that the bytes stay in the CPU cache while they are decoded and copied."""
 _NAMED = 8
-"""Maximum number of tensors named in a message."""
+"""Maximum number of tensors that an error message names."""
 
 
 def load_weights(
@@ -39,7 +39,7 @@ def load_weights(
     """Read the weights of a rank, each tensor once.
 
     dtype:   type of the norms, the biases and dense matrices.
-    shard:   the rank's part; None means all.
+    shard: the part of the model that the rank holds; None means all.
     linears: creates the matrices; None means dense ones.
     threads: number of threads that read and create matrices. Above one, checkpoint and `linears` must be thread-safe.
 
@@ -61,7 +61,7 @@ def require_fitting(checkpoint: Checkpoint) -> None:
         for name, shape in wanted.items()
         if name in kinds and tuple(kinds[name].shape) != shape
     ]
-    # A checkpoint may have a copy of a tied head.
+    # A checkpoint may contain a tied head as a separate tensor.
     unknown = sorted(set(kinds) - set(wanted) - ({family.hf_name("head")} if config.tie_embeddings else set()))
     missing = sorted(set(wanted) - set(kinds))
     for what, names in (
@@ -89,9 +89,7 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
 
 
 class _Scratch(threading.local):
-    """Memory for one weight at a time, on this thread. Reusing it avoids page faults for as many bytes as the model
-    has.
-    """
+    """Memory that a thread reuses for one weight at a time, which avoids page faults for every byte of the model."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -122,14 +120,14 @@ class _Loader:
             (embedding, head), layers = self._tables(), [self._layer(number) for number in numbers]
         else:
             with ThreadPoolExecutor(threads) as pool:
-                # The tables come first, because they are the largest tasks.
+                # Start with the embedding table and the head, because they are the largest tasks.
                 tables = pool.submit(torch.inference_mode()(self._tables))
                 layers = list(pool.map(torch.inference_mode()(self._layer), numbers))
                 embedding, head = tables.result()
         return DecoderWeights(
             embedding=embedding,
             layers=tuple(layers),
-            # The head is linear: a factor of its input is a factor of the logits.
+            # The head is linear, so the logits' factor can be applied to its input, in the norm.
             norm_D=self._norm("norm", scale=self.config.logit_scale) if shard.has_head else None,
             head_WD=head,
         )
@@ -176,7 +174,7 @@ class _Loader:
         if moe is None or not self.config.is_mixture(number):
             return self._feed_forward(at, self.config.intermediate_size)
         held = self.shard.experts(moe.num_experts)
-        # The few values of the router are never quantized, because they decide which experts a token uses.
+        # The router is small and decides which experts a token uses, so it is never quantized.
         router = Linear(self._dense(f"{at}router"))
         parts = [self._feed_forward_parts(f"{at}experts.{expert}.", moe.intermediate_size) for expert in held]
         gate_up = self.linears.several((self._weight(*gate_up) for gate_up, _ in parts), count=len(held))
@@ -189,7 +187,7 @@ class _Loader:
         return FeedForward(gate_up_FD=self._linear(*gate_up), down_DF=self._linear(down))
 
     def _feed_forward_parts(self, at: str, size: int) -> tuple[list[NamedPart], NamedPart]:
-        """Return the parts of gate and up, and the part of down."""
+        """Return the parts of the gate and up matrices, and the part of the down matrix, that this rank holds."""
         part = _slice(self.shard.feed_forward(size))
         if self.config.fused:
             gate_up: list[NamedPart] = [(f"{at}gate_up", (part,)), (f"{at}gate_up", (_moved(part, size),))]
@@ -207,8 +205,9 @@ class _Loader:
         return self.linears.linear(self._weight(*parts))
 
     def _weight(self, *parts: NamedPart) -> Weight:
-        """Return the matrix that consists of the parts' rows: in stored form if the factory accepts it, otherwise
-        dense, of type `dtype`.
+        """Return the matrix whose rows are the rows of the parts.
+
+        It is in stored form if the factory accepts that, otherwise dense, of type `dtype`.
         """
         if self.checkpoint.panels_of is not None and self.linears.panel_formats:
             panels = [
@@ -220,8 +219,8 @@ class _Loader:
                 return packed
         wanted = self.linears.quantized_kinds
         if wanted:
-            found = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
-            blocks = [block for block in found if block is not None]
+            stored = [self.checkpoint.blocks(self._hf_name(name), part, wanted=wanted) for name, part in parts]
+            blocks = [block for block in stored if block is not None]
             if len(blocks) == len(parts):
                 return blocks
         kinds = [self.checkpoint.kinds[self._hf_name(name)] for name, _ in parts]
@@ -238,12 +237,10 @@ class _Loader:
         return weight_NK
 
     def _copy(self, name: str, part: Part, target: torch.Tensor) -> None:
-        """Copy a part into `target`, some rows at a time, so that no whole decoded tensor is in memory in addition to
-        its copy.
-        """
+        """Copy a part into `target`, some rows at a time, so that the whole decoded tensor is never in memory twice."""
         columns = part[1] if len(part) > 1 else slice(None)
         first = (part[0].start or 0) if part else 0
-        # A multiple of eight rows, so that the digest over all reads equals the digest of the whole tensor.
+        # Read a multiple of eight rows, so that the digest over all reads equals the digest of the whole tensor.
         count = max(8, _READ_VALUES // target.shape[1] // 8 * 8)
         for start in range(0, len(target), count):
             stop = min(start + count, len(target))
@@ -252,7 +249,7 @@ class _Loader:
             )
 
     def _dense(self, name: str, part: Part = ()) -> torch.Tensor:
-        # Copy, because read() may return a view of the file.
+        # Copy the values, because read() may return a view of the file.
         return self.checkpoint.read(self._hf_name(name), part).to(self.dtype, copy=True)
 
     def _hf_name(self, name: str) -> str:

@@ -164,8 +164,8 @@ class HealthServer:
             return
         path = match["target"].split(b"?", 1)[0]
         if (page := self.pages.get(path.decode())) is not None:
-            found = page()
-            connection.send(_response(_status(found is not None), found or {}))
+            values = page()
+            connection.send(_response(_status(values is not None), values or {}))
             return
         match path:
             case b"/livez" | b"/healthz":

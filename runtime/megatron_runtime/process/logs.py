@@ -37,10 +37,10 @@ def of_request(request_id: str) -> dict[str, str]:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """Return the fields that the log call added to the record, and the id of the request that the task serves."""
-    found = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    extra = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     if request_id := REQUEST_ID.get():
-        found.setdefault("request_id", request_id)
-    return found
+        extra.setdefault("request_id", request_id)
+    return extra
 
 
 class JsonFormatter(logging.Formatter):

@@ -70,12 +70,12 @@ class StartProgress:
         stage, done, total = self._current
         (since, first), (until, last) = self._samples[0], self._samples[-1]
         rate = max(0.0, (last - first) / (until - since)) if until > since else 0.0
-        found: dict[str, object] = {"stage": stage.value}
+        report: dict[str, object] = {"stage": stage.value}
         if total and stage in COUNTS_BYTES:
-            found |= {"bytes": done, "totalBytes": total, "bytesPerSecond": round(rate)}
+            report |= {"bytes": done, "totalBytes": total, "bytesPerSecond": round(rate)}
         if total and rate:
-            found["secondsLeft"] = round(max(0, total - done) / rate)
-        return found
+            report["secondsLeft"] = round(max(0, total - done) / rate)
+        return report
 
 
 PROGRESS = StartProgress()

@@ -112,8 +112,8 @@ def data_url(kind: str, data: bytes) -> str:
 
 def media_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
     """Return block index -> the joined digests of the items that have tokens in this block of the prompt."""
-    found: dict[int, bytes] = {}
+    digests: dict[int, bytes] = {}
     for item in items:
         for block in range(item.offset // block_size, -(-(item.offset + item.length) // block_size)):
-            found[block] = found.get(block, b"") + item.digest
-    return found
+            digests[block] = digests.get(block, b"") + item.digest
+    return digests

@@ -952,11 +952,11 @@ def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message
     if type(items) is not list or not items or type(items[0]) is not int:
         raise MalformedMessageError(f"frame {shown(items)}: want a list that begins with an integer header")
     number = items[0]
-    found = _REQUEST_PATH.get(number)
-    if found is not None:
+    entry = _REQUEST_PATH.get(number)
+    if entry is not None:
         if len(items) < _MIN_FIELDS[number]:
-            raise MalformedMessageError(f"{Header(number).name}: want [{number}, {found[0]}]")
-        return found[1](items)
+            raise MalformedMessageError(f"{Header(number).name}: want [{number}, {entry[0]}]")
+        return entry[1](items)
     kind = _CONTROL.get(number)
     if kind is not None:
         return _decode_control(kind, number, items)
@@ -981,5 +981,5 @@ def _decode_control(kind: type[ControlMessage], number: int, items: list[Any]) -
         return kind.model_validate({**body, **extra})
     except ValidationError as error:
         first = error.errors()[0]
-        field, found = ".".join(str(part) for part in first["loc"]), shown(first["input"])
-        raise MalformedMessageError(f"header {number}, field {field} {found}: {first['msg']}") from error
+        field, value = ".".join(str(part) for part in first["loc"]), shown(first["input"])
+        raise MalformedMessageError(f"header {number}, field {field} {value}: {first['msg']}") from error

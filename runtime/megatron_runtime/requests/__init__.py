@@ -1,1 +1,1 @@
-"""Values of the request interface: parameters, configuration, requests, records, block hashes. Loads no torch."""
+"""The data types of requests: sampling parameters, engine configuration, requests, records, block hashes. No torch."""

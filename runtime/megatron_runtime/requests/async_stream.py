@@ -1,4 +1,4 @@
-"""Streams of the answers to requests: one side adds items, the caller iterates over them."""
+"""Streams of answers: the client of the coordinator adds items, and the caller iterates over them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 MAX_UNREAD_ITEMS = 64
-"""Number of unread items from which further items are merged, which saves memory."""
+"""Maximum number of unread items. Further items are merged into the last one, which saves memory."""
 
 
 class AsyncStream:
     """Yields the items in the order of put(), then ends, or raises the exception passed to finish().
 
-    cancel: called at most once, if the reader closes the stream before its end: with the request id if its signature
-            takes an argument.
+    cancel: called at most once, if the reader closes the stream before its end. It gets the request id if it takes an
+            argument.
     loop:   the reader's loop. If given, put() and finish() may be called from other threads.
-    merge:  called with the last unread item and a new one, if MAX_UNREAD_ITEMS wait. Adds the new one to the last one
-            and returns True, or False if the two cannot be one item.
+    merge:  called with the last unread item and a new item if MAX_UNREAD_ITEMS wait. Adds the new item to the last one
+            and returns True, or returns False if they cannot be merged.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AsyncStream:
         self.close()
 
     def close(self) -> None:
-        """Like aclose(), but callable from the reader's loop or, if there is no reader, from any thread."""
+        """Do the same as aclose(), on the reader's event loop, or from any thread if there is no reader."""
         self._items.clear()
         self._error = None
         if not self._finished:
@@ -161,7 +161,7 @@ class BlockingStream:
         item = self._items.get()
         if not isinstance(item, _End):
             return item
-        self._items.put(_End(None))  # for the next call
+        self._items.put(_End(None))  # every further call must see the end too
         if item.error is not None:
             raise item.error
         raise StopIteration
@@ -194,6 +194,6 @@ def _takes_an_argument(function: Callable[..., object]) -> bool:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
-    except ValueError:  # a function of C without a signature
+    except ValueError:  # a C function without a signature
         return True
     return True

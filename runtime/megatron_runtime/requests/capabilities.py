@@ -1,4 +1,4 @@
-"""Optional features of engines, and which of them a request needs by its sampling parameters. No torch."""
+"""Optional features of engines, and which features the sampling parameters of a request need. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Capability(StrEnum):
     PROFILER = "the CUDA profiler"
     KV_TRANSFER = "exchange of KV blocks"
     TEXT = "text prompts"
-    # Features that a request may need, see NEEDS. A name keeps its meaning in all releases, because peers exchange it.
+    # Features that a request may need, see NEEDS. Peers exchange the names, so a name keeps its meaning in all
+    # releases.
     STRUCTURED_OUTPUT = "structured output"
     STRUCTURE_AFTER_REASONING = "structured output after reasoning"
     CALL_STRUCTURE = "grammars of tool calls"
@@ -35,7 +36,7 @@ class Capability(StrEnum):
     PENALTIES = "presence and frequency penalties"
     MIN_P = "min_p"
     MEDIA = "images, audio and video"
-    """Announced as the parameter MEDIA_NEED."""
+    """An engine announces this capability as the parameter MEDIA_NEED."""
     EMBED = "embeddings"
     CLASSIFY = "labels of texts"
     TOKEN_EMBED = "embeddings of tokens"
@@ -48,11 +49,11 @@ POOLING: Mapping[str, Capability] = {
     "token_embed": Capability.TOKEN_EMBED,
     "token_classify": Capability.TOKEN_CLASSIFY,
 }
-"""Task of a pooling model -> its capability. A backend that generates tokens has none of them."""
+"""The capability for each task of a pooling model. A backend that generates tokens has none of them."""
 
 
 class Need(NamedTuple):
-    """A sampling parameter that needs a capability if `is_used` is true."""
+    """A sampling parameter, and the capability that it needs. is_used: returns whether a value needs it."""
 
     parameter: str
     capability: Capability
@@ -98,8 +99,10 @@ FIRST_PARAMETERS = frozenset(
         *("priority", "cache_salt"),
     }
 )
-"""The parameters of release 0.1, which every engine knows. Never change this: a parameter that is added later is a
-need."""
+"""The parameters of release 0.1, which every engine knows.
+
+Never change this set: parameters that are added later are needs.
+"""
 BEST_EFFORT_PARAMETERS = frozenset({"call_structure", "reasoning"})
 """Parameters that an engine may ignore. No request needs them."""
 LATER_PARAMETERS: dict[str, Any] = {
@@ -107,25 +110,27 @@ LATER_PARAMETERS: dict[str, Any] = {
     for field in fields(SamplingParams)
     if field.name not in FIRST_PARAMETERS | BEST_EFFORT_PARAMETERS
 }
-"""All other parameters with their defaults. An engine that does not announce them would ignore them."""
+"""All other parameters with their defaults. An engine that does not announce such a parameter would ignore it."""
 
 
 GENERATE = "generate"
-"""The task of engines that announce none: they generate tokens."""
+"""The task of engines that announce no tasks: they generate tokens."""
 GENERATION = "GENERATION"
-"""Name of the feature that an engine with a pooling model lacks. Every request without `pooling` needs it, so requests
-do not name it."""
+"""Name of the feature that engines with a pooling model lack.
+
+Requests do not name it, because all without `pooling` need it.
+"""
 
 
 def asks_for_pooling(needs: str) -> bool:
-    """Return whether a request with these needs is for a pooling model. The names of its parameters are among them."""
+    """Return whether a request with these needs is for a pooling model, by the sampling parameters among them."""
     return "pooling" in needs.split()
 
 
 def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
-    """Return what a request needs from its engine, in the form of RequestMeta.needs; empty for most requests.
+    """Return the needs of a request in the form of RequestMeta.needs; "" for most requests.
 
-    These are the names of capabilities, and of the LATER_PARAMETERS that are not at their defaults.
+    Needs are names of capabilities, and of LATER_PARAMETERS whose values are not the defaults.
     """
     names = [need.capability.name for need in NEEDS if need.is_used(params)]
     names += [name for name, default in LATER_PARAMETERS.items() if getattr(params, name) != default]
@@ -134,14 +139,14 @@ def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
 
 
 def is_parameter(need: str) -> bool:
-    """Whether a need is the name of a sampling parameter. The names of capabilities are upper case."""
+    """Return whether a need is the name of a sampling parameter. The names of capabilities are in upper case."""
     return not need.isupper()
 
 
 def described(name: str) -> tuple[str, str]:
-    """Return the sampling parameter that needs the capability of this name, and the feature in words.
+    """Return the sampling parameter that needs the named capability, and a description of the feature.
 
-    A capability of a later release has no parameter here.
+    The parameter is empty for a capability of a later release.
     """
     if name == MEDIA_NEED:
         return "", Capability.MEDIA.value

@@ -25,27 +25,27 @@ class _Option(StrEnum):
 
 
 class KVCacheManagementMode(_Option):
-    """Effect of SUSPEND on the KV cache."""
+    """What SUSPEND does with the KV cache."""
 
     PERSIST = "persist"
     """The KV cache stays in device memory."""
     OFFLOAD = "offload"
-    """It is copied to host memory, and copied back at RESUME."""
+    """The KV cache is copied to host memory, and copied back at RESUME."""
     RECOMPUTE = "recompute"
-    """It is dropped. The KV of requests in flight is computed again after RESUME."""
+    """The KV cache is dropped. The KV of requests in flight is computed again after RESUME."""
 
 
 class PrefixCachingEvictionPolicy(_Option):
-    """Effect on a cached block when its last request ends."""
+    """What happens to a cached block when its last request ends."""
 
     REF_ZERO = "ref_zero"
-    """It is freed at once."""
+    """The block is freed at once."""
     LRU = "lru"
-    """It stays cached until its memory is needed; the least recently used leaf is evicted first."""
+    """The block stays cached until its memory is needed; the least recently used leaf is evicted first."""
 
 
 class RoutingPolicy(_Option):
-    """Which engine the coordinator chooses for a request."""
+    """How the coordinator chooses the engine of a request."""
 
     LOAD_BALANCED = "LoadBalanced"
     """The engine with the fewest requests in flight; among equals the lowest index."""
@@ -66,13 +66,13 @@ class AsyncScheduleMode(_Option):
     """Whether the next step is planned while the current step runs."""
 
     LEGACY = "legacy"
-    """The next step is planned when the last one has ended."""
+    """A step is planned when the previous step has ended."""
     ASYNC = "async"
-    """The next step is planned while one runs. This engine rejects it."""
+    """A step is planned while the previous step runs. The native engine rejects this mode."""
 
 
 class CudaGraphSizingDistribution(_Option):
-    """The sizes for which Megatron-Core captures CUDA graphs. Without effect here."""
+    """How Megatron-Core chooses the sizes of CUDA graphs. It has no effect in this runtime."""
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"
@@ -221,7 +221,10 @@ class InferenceConfig:
         object.__setattr__(self, name, value)
 
     def for_engine(self) -> Self:
-        """Return a copy that later assignments do not change. Raises InvalidConfigError if fields contradict."""
+        """Return a copy that later assignments do not change.
+
+        Raises InvalidConfigError if fields contradict each other.
+        """
         config = copy.copy(self)
         config._check_limits()
         return config
@@ -271,7 +274,7 @@ def _one_of(kind: Any) -> tuple[Predicate, str]:
 
 
 IGNORED_FIELDS = tuple(item.name for item in fields(InferenceConfig) if item.type == "Any")
-"""Fields of any type, which have no meaning here."""
+"""Names of the fields that have no meaning in this runtime, and accept any value."""
 
 
 def _warn_of_ignored(*names: str) -> None:

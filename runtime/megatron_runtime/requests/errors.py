@@ -7,7 +7,7 @@ from typing import Any
 PERMANENT_CODES = range(400, 429)
 """Codes of errors in replies that are not transient."""
 _INVALID = (ValueError, TypeError)
-"""Errors of a request that is, and stays, invalid."""
+"""Exceptions that mean that a request is invalid, so that a retry cannot succeed."""
 
 
 class ContextOverflowError(ValueError):
@@ -63,7 +63,10 @@ class TensorStateDeallocatedError(ContextOverflowError):
 
 
 class RequestError(Exception):
-    """A deserialized error of any other class. `type` is the class name in the process that raised it."""
+    """A deserialized error of a class without a counterpart here.
+
+    `type` is the class name in the process that raised it.
+    """
 
     def __init__(self, type: str, message: str, *, request_id: int | None = None, is_transient: bool = True) -> None:
         super().__init__(message)
@@ -91,7 +94,9 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
 
 
 def deserialize_error(data: dict[str, Any]) -> ContextOverflowError | RequestError:
-    """Return the error of serialize_error(), or of a reply's `error` map, whose code says whether it is transient."""
+    """Return the error in a map from serialize_error() or in a reply's `error`, whose code shows whether it is
+    transient.
+    """
     name, message, request_id = str(data.get("type")), data.get("message") or "", data.get("request_id")
     known = _CLASSES.get(name)
     is_transient = data.get("is_transient")

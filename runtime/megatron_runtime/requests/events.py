@@ -12,13 +12,13 @@ from megatron_runtime.requests.errors import deserialize_error, error_name, seri
 
 class DynamicInferenceEventType(Enum):
     ADD_ENGINE = auto()
-    """Entered the engine's queue."""
+    """The request entered the engine's queue."""
     ADD_CONTEXT = auto()
-    """Entered the batch, for prefill."""
+    """The request entered the batch for its prefill."""
     GENERATED_TOKEN = auto()
     PAUSE = auto()
     EVICT = auto()
-    """Lost its KV, which will be computed again."""
+    """The request lost its KV, which will be computed again."""
     FINISH = auto()
     FAIL = auto()
     ERROR_TRANSIENT = auto()

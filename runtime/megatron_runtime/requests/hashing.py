@@ -27,8 +27,10 @@ HASH_PRIME = (1 << 61) - 1
 HASH_BASE = 31
 _SHA_MODULUS = (1 << 63) - 1
 ROOT_TAG = b"megatron prefix cache: root, v1\0"
-"""As long as a digest. The hash input of a block begins with a digest, so a block and a salt with the same input cannot
-be constructed. Without the tag, a salt made of a digest and the tokens of a block would have the digest of that block.
+"""Prefix of the hash input of d(-1), with the length of a digest.
+
+The hash input of a block begins with a digest, so no salt can be constructed that has the hash input of a block.
+Without the tag, a salt made of a digest and the tokens of a block would have the digest of this block.
 """
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
@@ -45,12 +47,13 @@ def block_hashes(
     form: HashForm = HashForm.SHA256,
     salt: bytes = b"",
 ) -> list[int]:
-    """Return one positive hash per complete block of `tokens`, shape [n]. Each hash covers its block and all earlier
-    blocks.
+    """Return one positive hash per complete block of `tokens`, shape [n].
+
+    Each hash covers its block and all earlier blocks.
 
     salt: separates tenants; only for SHA-256.
 
-    Raises ValueError for a block size below 1, an unknown form, and a salt with the polynomial.
+    Raises ValueError for a block size below 1, an unknown form, and a salt in the polynomial form.
     """
     if block_size < 1:
         raise ValueError(f"block_size {block_size}: want at least 1")
@@ -72,7 +75,7 @@ def block_digests(
     adapter: str = "",
     media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Return the 32-byte digests d(i) of every complete block. They are the keys of prefix caches.
+    """Return the 32-byte digests d(i) of all complete blocks, which are the keys of prefix caches.
 
     adapter: Adapter.key of the request; empty for the base model.
     media:   as for digests_after().
@@ -98,7 +101,7 @@ def digests_after(
 ) -> list[bytes]:
     """Return the digests of the complete blocks of `tokens`, which follow the block of `digest`.
 
-    media: block index -> joined digests of the images, audio and video that have tokens in the block.
+    media: joined digests of the images, audio and video that have tokens in a block, by block index.
     """
     data = np.asarray(tokens, dtype=_INT64).tobytes()
     sha256 = hashlib.sha256
@@ -117,7 +120,7 @@ def frame_hashes(
     frame: bytes, block_size: int, *, salt: str = "", adapter: str = "", media: Mapping[int, bytes] | None = None
 ) -> list[int]:
     """Return the SHA-256 block hashes of encoded tokens, little-endian int32. Called for every request."""
-    from_bytes = int.from_bytes  # hash_of_digest(), inlined
+    from_bytes = int.from_bytes  # hash_of_digest() is inlined below, because this function is called for every request
     tokens = np.frombuffer(frame, _INT32)
     digests = block_digests(tokens, block_size, salt=salt.encode(), adapter=adapter, media=media)
     return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]

@@ -1,7 +1,7 @@
 """Limits of requests and tokens per minute for each tenant, which all servers of a resource share.
 
-A limit holds for windows of one minute. A window begins with the first request in it. Usage beyond the limit counts in
-the following windows, so in the long run a tenant never uses more than its limit.
+A limit applies to windows of one minute. A window begins with its first request. Usage beyond the limit counts in the
+following windows, so in the long run a tenant never uses more than its limit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Kind: TypeAlias = Literal["requests", "tokens"]
 class _Window:
     """One minute of a tenant.
 
-    number: never used twice.
-    limit:  the limit of the last message.
-    used:   requests or tokens counted in it; above the limit if charged so.
+    number: unique number of the window.
+    limit:  limit in the last message of a server.
+    used:   requests or tokens counted in the window; charges may exceed the limit.
     """
 
     number: int
@@ -41,7 +41,7 @@ class _Window:
 class Quotas:
     """Counts for all tenants. A tenant without usage in the last minute and without debt takes no memory.
 
-    first_window: number of the first window. The next coordinator must use other numbers.
+    first_window: number of the first window. Each start of a coordinator must use other numbers.
     """
 
     def __init__(self, *, first_window: int = 0) -> None:
@@ -54,8 +54,9 @@ class Quotas:
         return len(self._windows)
 
     def reserve(self, now: float, asked: Reserve) -> Quota:
-        """Count requests and tokens if each fits its limit. The limits come from `asked`, whatever earlier messages
-        said.
+        """Count requests and tokens if each fits its limit.
+
+        The limits in `asked` replace earlier limits.
         """
         self._forget_old(now)
         number = self._reservations.get(asked.uid)
@@ -75,7 +76,7 @@ class Quotas:
         return self._answer(now, asked, number=number)
 
     def charge(self, now: float, charge: Charge) -> None:
-        """Count tokens, even beyond the limit, or return tokens to the window that they were counted in."""
+        """Count tokens, even beyond the limit, or return tokens to the window in which they were counted."""
         self._forget_old(now)
         if charge.tokens > 0:
             self._count(now, charge.tenant, "tokens", charge.tokens_per_minute, charge.tokens)
@@ -95,7 +96,7 @@ class Quotas:
         return window
 
     def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
-        """Return the window of this minute; None if it has no usage and earlier windows left no debt."""
+        """Return the current window; None if it has no usage and earlier windows left no debt."""
         window = self._windows.get((tenant, kind))
         if window is None or now < window.ends:
             return window
@@ -110,8 +111,8 @@ class Quotas:
         return window
 
     def _wait(self, now: float, tenant: str, kind: Kind, limit: int, amount: int) -> float:
-        """Return the seconds until `amount` fits the limit, or until the limit is no longer used up; 0 if that is so
-        now.
+        """Return the seconds until `amount` fits the limit, or until the limit is no longer used up; 0 if no wait is
+        needed.
         """
         if kind == "requests" and not amount:
             return 0.0

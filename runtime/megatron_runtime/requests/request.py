@@ -1,10 +1,9 @@
-"""Inference requests under Megatron-Core's names, their records, and their msgpack form.
+"""Inference requests and their records, under Megatron-Core's names, and their conversion for msgpack.
 
 `InferenceRequest` is any request, `DynamicInferenceRequest` a request of the dynamic engine, `VLMInferenceRequest` a
 request with images. Checkpoints split a request into segments; a record holds the segments.
 
-No torch: the function set by make_tensors_with() creates the tensors of a program's requests. Without it they are
-arrays.
+No torch: the function set by make_tensors_with() creates tensors. Without such a function, arrays take their place.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 # --- values as msgpack carries them -----------------------------------------------------------------------------------
 
 _DEFAULT_DTYPES = ("float32", "int64", "bool")
-"""Types that torch.tensor() infers from Python numbers. For any other type, the name is sent."""
+"""Types that torch.tensor() infers from Python numbers. For any other type, pack_value() sends the name."""
 
 
 _load_torch: Callable[[], Any] | None = None
 
 
 def make_tensors_with(load_torch: Callable[[], Any]) -> None:
-    """Make tensors with the module that `load_torch` returns. `load_torch` is called when the first tensor is created.
+    """Create tensors with the module that `load_torch` returns; it is called for the first tensor.
 
-    Only megatron_core calls this, for programs that use its names.
+    Only megatron_core calls this function, for programs that use its names.
     """
     global _load_torch
     _load_torch = load_torch
@@ -81,7 +80,7 @@ def pack_array(values: npt.NDArray[Any]) -> Any:
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the argument of pack_value() or pack_array(). `value` may have been packed with msgpack in between."""
+    """Return the value that pack_value() or pack_array() packed. `value` may have gone through msgpack."""
     match value:
         case ["tensor" | b"tensor", values, *_] if _load_torch is None:
             return np.array(values)
@@ -154,7 +153,10 @@ class InferenceRequest:
 
     @classmethod
     def deserialize(cls, obj: dict[str, Any]) -> Self:
-        """Return the request of serialize(). `obj` may have been packed with msgpack. Unknown keys are ignored."""
+        """Return the request that serialize() converted to `obj`.
+
+        `obj` may have gone through msgpack. Unknown keys are ignored.
+        """
         known = {item.name for item in fields(cls) if item.init}
         values = {name: unpack_value(value) for name, value in obj.items() if name in known}
         if isinstance(values.get("status"), str):
@@ -167,7 +169,7 @@ class InferenceRequest:
         return request
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
-        """Hook for subclasses: set fields that are not plain values."""
+        """Set fields that are not plain values. Subclasses override this method."""
 
 
 @dataclass(kw_only=True)
@@ -214,7 +216,7 @@ class DynamicInferenceRequest(InferenceRequest):
         *("request_id", "uid", "arrival_time", "status", "policy_staleness", "stop_word_ids", "block_size_tokens"),
         *("enable_prefix_caching", "event_add_engine"),
     )
-    """Fields that the next segment of the request takes over."""
+    """Names of the fields that the next segment of the request takes over."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -264,7 +266,7 @@ class DynamicInferenceRequest(InferenceRequest):
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
         self.events = [DynamicInferenceEvent.deserialize(event) for event in obj.get("events", [])]
-        # serialize() may omit the tokens, but never their number.
+        # serialize() may omit the tokens, but always includes their number.
         self._prompt_length = obj.get("prompt_length") or 0
 
     @property
@@ -295,8 +297,9 @@ class DynamicInferenceRequest(InferenceRequest):
         ]
 
     def continued(self) -> Self:
-        """Return the next segment: its prompt is prompt + generated tokens, its budget is the rest of this segment's
-        budget.
+        """Return the next segment of the request.
+
+        Its prompt is this segment's prompt and generated tokens, and its budget is the rest of this segment's budget.
 
         Raises ValueError if all tokens have been generated, or if the prompt's tokens are missing.
         """
@@ -422,7 +425,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
     @property
     def num_img_embeddings(self) -> int:
-        """Embeddings of all images together."""
+        """Number of embeddings of all images together."""
         return 0 if self.num_tiles is None else int(sum(self.num_tiles)) * self.num_img_embeddings_per_tile
 
     def continued(self) -> Self:
@@ -435,7 +438,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 # --- records ----------------------------------------------------------------------------------------------------------
 
 _WEIGHTS = ("policy_epoch", "kv_cache_epoch", "policy_staleness", "kv_cache_staleness")
-"""Fields about the weights that a request ran on."""
+"""Names of the fields about the weights that computed a request."""
 
 
 @dataclass
@@ -475,7 +478,7 @@ class DynamicInferenceRequestRecord:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and generated tokens of all segments: the last prompt includes the earlier segments."""
+        """Number of prompt and generated tokens of all segments. The last prompt includes the earlier segments."""
         return self.requests[-1].prompt_length + len(self.requests[-1].generated_tokens)
 
     @staticmethod
@@ -489,7 +492,7 @@ class DynamicInferenceRequestRecord:
         return current + 1 if increment else current
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """After a training step: increment the staleness of every token so far.
+        """Increment the staleness of every token so far. Call it after a training step.
 
         policy_only: for evicted requests, which have no cache.
         """
@@ -499,7 +502,7 @@ class DynamicInferenceRequestRecord:
             request.kv_cache_staleness = self._update_staleness_tensor(request.kv_cache_staleness, self.total_tokens)
 
     def stamp_epoch(self, epoch: int) -> None:
-        """Label tokens that are sampled and KV that is computed from now on with `epoch`."""
+        """Record `epoch` as the epoch of all tokens that are sampled and all KV that is computed from now on."""
         request = self.requests[-1]
         for name in ("policy_epoch", "kv_cache_epoch"):
             spans = getattr(request, name)
@@ -595,7 +598,7 @@ def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int
 class FinishedRequestRecord:
     """Statistics of a finished request, without tokens.
 
-    num_evictions: how often its KV was evicted and computed again.
+    num_evictions: number of times that its KV was evicted and computed again.
     """
 
     request_id: int

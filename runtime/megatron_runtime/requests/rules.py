@@ -16,7 +16,10 @@ MAX_INT32 = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The predicate of the numbers from `minimum` to `maximum`, integers only if is_whole. No boolean is a number."""
+    """Predicate that is true for numbers from `minimum` to `maximum`; with is_whole, for integers only.
+
+    Booleans are no numbers.
+    """
 
     minimum: float
     maximum: float
@@ -33,7 +36,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a field may be.
+    """The valid values of a field.
 
     is_valid: whether a value is valid.
     allowed:  describes the valid values.
@@ -57,7 +60,7 @@ def bounded(bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
 def field_rules(kind: Any, rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """Return the rules by field of the dataclass `kind`. Fields with a bool default take true or false.
 
-    rules: names of fields that share a rule, separated by spaces -> the rule.
+    rules: rule by the names, separated by spaces, of the fields that share it.
     """
     flags = {item.name: FLAG for item in fields(kind) if isinstance(item.default, bool)}
     return {name: rule for names, rule in rules.items() for name in names.split()} | flags

@@ -23,24 +23,29 @@ from megatron_runtime.requests.rules import (
 )
 
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
-"""Types of structured output. Their values, in order: a JSON schema (map), none, a regular expression, a Lark grammar,
-a list of texts."""
+"""Types of structured output.
+
+Their values, in this order: a JSON schema (map), no value, a regular expression, a Lark grammar, a list of texts.
+"""
 
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_CHARACTERS = 4096
-"""Maximum number of characters of all texts together."""
+"""Maximum number of characters of all `bad_words` of a request together."""
 MAX_MARKER_TOKENS = 16
 MAX_MARKERS = 256
 MAX_MARKER_CHARACTERS = 256
 RULE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
-"""What a pooling model computes of a text, by vLLM's names: a vector, the score of a label, a vector of each token."""
+"""Tasks of pooling models by vLLM's names: compute a vector, scores of labels, or a vector of each token of a text."""
 
 MIN_TEMPERATURE = 1e-5
-"""A lower temperature counts as greedy: differences of logits are divided by it in float32."""
+"""Minimum temperature.
+
+A lower one means greedy sampling, because differences of logits are divided by it in float32.
+"""
 TOKEN_IDS = int_in(0, MAX_INT32)
 BIASES = number_in(-100, 100)
 
@@ -52,7 +57,7 @@ IGNORE_EOS = -1
 
 MAX_SEED = (1 << 64) - 1
 NO_SEED = -1
-"""The `seed` of an HTTP request that wants a random one, as in vLLM."""
+"""The `seed` by which an HTTP request asks for a random seed, as in vLLM."""
 
 
 class InvalidSamplingParamsError(ValueError):
@@ -177,10 +182,10 @@ class HttpField:
     """The field of the HTTP API that becomes a sampling parameter.
 
     name:    name of the field.
-    text:    its meaning, if it differs from the meaning of the parameter.
+    text:    meaning of the field, if it differs from the meaning of the parameter.
     minimum, maximum: bounds of the field, if they differ from the parameter's: for a value that the server translates,
                       or OpenAI's limit.
-    value:   returns the parameter's value for a value of the field; None: they are equal.
+    value:   converts a value of the field to the parameter's value; None: both values are equal.
     """
 
     name: str
@@ -200,7 +205,7 @@ class Parameter:
 
 
 def parameter(default: Any, text: str, rule: Rule = FLAG, *, http: HttpField | None = None) -> Any:
-    """Return the field of SamplingParams that declares a parameter."""
+    """Return a dataclass field that declares a parameter of SamplingParams."""
     return field(default=default, metadata={"parameter": Parameter(rule, text, http)})
 
 
@@ -501,8 +506,9 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: Any) -> Self:
-        """Return `params`. If they are of another class, convert the result of its serialize(), in which None means the
-        default.
+        """Return `params` as SamplingParams.
+
+        An object of another class is converted by its serialize(); None means the default.
         """
         if isinstance(params, cls):
             return params
@@ -522,8 +528,9 @@ class SamplingParams:
 
     @property
     def wants_prompt_log_probs(self) -> bool:
-        """Whether the request needs log-probabilities of the prompt. The prefix cache has none, so the whole prompt is
-        computed.
+        """Whether the request needs log-probabilities of its prompt.
+
+        The prefix cache has none, so the whole prompt is computed.
         """
         return self.wants_log_probs and not self.skip_prompt_log_probs
 
@@ -560,4 +567,7 @@ class SamplingParams:
 
 
 PARAMETERS: Mapping[str, Parameter] = {item.name: item.metadata["parameter"] for item in fields(SamplingParams)}
-"""The only table of sampling parameters, by name. The HTTP schema, its conversion and the reference follow from it."""
+"""The table of all sampling parameters, by name.
+
+The HTTP schema, its conversion and the reference are derived from it.
+"""

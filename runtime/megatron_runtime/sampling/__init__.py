@@ -1,1 +1,1 @@
-"""From logits to tokens: counter-based random numbers and the filters of a request. No torch."""
+"""Sampling: from logits to tokens, with counter-based random numbers and the filters of each request. No torch."""

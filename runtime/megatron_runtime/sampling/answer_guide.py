@@ -1,5 +1,6 @@
-"""Restricts the tokens of an answer with several parts: a budget for reasoning, then a grammar. No torch, no
-llguidance.
+"""Restricts the tokens of an answer with several parts: first a budget for reasoning, then a grammar.
+
+Imports neither torch nor llguidance.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
 from megatron_runtime.sampling.batch import AnswerState, bits_of
 
 BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[AnswerState]]
-"""Begins a grammar, as GrammarCompiler.begin() does, without waiting for it."""
+"""Starts to compile a grammar and returns at once. Takes the arguments of GrammarCompiler.begin()."""
 
 
 class AnswerGuide:
     """AnswerState for an answer with several parts. Not thread-safe.
 
-    The grammar of calls is compiled only when an answer begins with a marker. The request waits for it; other requests
-    do not. If the grammar is not available or fails, any token is allowed, and the client receives the unconstrained
-    output of the model.
+    The grammar of calls is compiled only when an answer begins with a marker. Only this request waits for the
+    compilation. If the grammar is not available or fails, any token is allowed, and the client receives the
+    unconstrained output of the model.
 
-    parts:   parts of the answer so far.
-    rest:    tokens of its structure.
-    grammar: state, after `rest`, of a structured output that the answer must have.
-    begin:   begins the grammar of calls; None: an engine without grammars.
+    parts:   finds the current part; it has read the answer so far.
+    rest:    tokens of the answer's structure so far.
+    grammar: grammar state, after `rest`, of a structured output that the answer must match.
+    begin:   starts to compile the grammar of calls; None: the engine has no grammars.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class AnswerGuide:
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar failed; None if it has not, or if the grammar is optional."""
+        """The reason why the grammar failed; None if it did not fail, or if the grammar is optional."""
         return None if self._parts.is_best_effort or self._grammar is None else self._grammar.failure
 
     @property
@@ -87,7 +88,7 @@ class AnswerGuide:
             grammar.accept(token)
 
     def _begin_calls(self, tokens: Sequence[int]) -> None:
-        """Begin the grammar of calls if the structure has begun. tokens: tokens of the structure so far."""
+        """Start to compile the grammar of calls if the structure has begun. tokens: tokens of the structure so far."""
         structure = self._parts.structure
         if structure is None or not self._parts.is_best_effort:
             return
@@ -97,7 +98,7 @@ class AnswerGuide:
             self._begun = self._begin(structure, tokens)
 
     def _current(self) -> AnswerState | None:
-        """Return the grammar of the next token; None if there is none, or if it is not compiled yet."""
+        """Return the grammar state for the next token; None if no grammar applies, or if it is not compiled yet."""
         if self._begun is not None and self._begun.done():
             begun, self._begun = self._begun, None
             if not begun.cancelled() and begun.exception() is None:

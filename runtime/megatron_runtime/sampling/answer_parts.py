@@ -1,7 +1,6 @@
 """The parts of an answer: reasoning, the text or a call that follows, and where a grammar begins. No torch.
 
-The part that a token belongs to is determined by the tokens before it, so a request that moves to another engine
-continues in the same part.
+The tokens before a token determine its part, so a request that moves to another engine continues in the same part.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ _SPACE = b" \t\n\r"
 
 
 class AnswerPart(Enum):
-    """The part that the next token belongs to."""
+    """The part of an answer to which the next token belongs."""
 
     REASONING = auto()
     BEGIN = auto()
-    """The beginning of the answer itself, while it is unknown whether it is a call."""
+    """The beginning of the answer after the reasoning, while it is unknown whether it is a call."""
     TEXT = auto()
-    """Any text, up to the end."""
+    """Free text, up to the end of the answer."""
     STRUCTURE = auto()
-    """Text that a grammar describes, up to the end."""
+    """Text that a grammar describes, up to the end of the answer."""
 
 
 class AnswerParts:
-    """Finds the parts of one answer.
+    """Determines the part of each token of an answer.
 
     part:   part of the next token.
     tokens: number of tokens so far.
-    free:   number of tokens before the structure, once it has begun.
+    free:   number of tokens before the structure; valid when the structure has begun.
     """
 
     def __init__(self, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> None:
@@ -49,14 +48,14 @@ class AnswerParts:
         self._budget: int | None = reasoning.get("budget")
         self._last: deque[int] = deque(maxlen=max(len(self._closing), len(self._ending)))
         self._reasoned = 0
-        """Tokens of the reasoning."""
+        """Number of tokens of the reasoning so far."""
         self._markers = {} if calls is None else {text.encode(): rule for text, rule in calls["markers"].items()}
         self._rule = ""
-        """The rule of the marker that the answer begins with."""
+        """The grammar rule for the rest of an answer that begins with the marker that was read."""
         self._begun: list[int] = []
-        """The tokens of the answer, while they may be the opening."""
+        """The first tokens of the answer, while they may still be the opening of the reasoning."""
         self._text = b""
-        """The text of the answer, while a marker may begin with it."""
+        """The first bytes of the answer, while they may still be the beginning of a marker."""
         self._remaining = b""
         """The remaining part of the marker, with which the structure begins."""
         self.part = (
@@ -65,7 +64,7 @@ class AnswerParts:
 
     @classmethod
     def of(cls, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> Self | None:
-        """Return the parts of an answer; None if it has only one. token_bytes: returns the bytes of a token."""
+        """Return the parts of an answer; None if it has only one part. token_bytes: returns the bytes of a token."""
         if params.reasoning is None and params.call_structure is None and params.structured_output is None:
             return None
         parts = cls(params, token_bytes=token_bytes)
@@ -78,7 +77,7 @@ class AnswerParts:
 
     @property
     def structure(self) -> dict[str, Any] | None:
-        """The structured output of the tokens after `free`; None before it has begun."""
+        """The structured output that describes the tokens after `free`; None until the structure has begun."""
         if self.part is not AnswerPart.STRUCTURE:
             return None
         if self._structure is not None:
@@ -92,7 +91,7 @@ class AnswerParts:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next because the budget of the reasoning is used up; None if there is none."""
+        """The token that must come next because the budget of the reasoning is used up; None if any token may come."""
         if self.part is not AnswerPart.REASONING or self._budget is None or self._reasoned < self._budget:
             return None
         last, ending = list(self._last), self._ending
@@ -100,7 +99,7 @@ class AnswerParts:
         return ending[next(size for size in sizes if last[len(last) - size :] == ending[:size])]
 
     def feed(self, token: int) -> None:
-        """Take the next token of the answer."""
+        """Read the next token of the answer."""
         self.tokens += 1
         if self.part is AnswerPart.REASONING:
             self._reasoned += 1
@@ -117,7 +116,7 @@ class AnswerParts:
             self.feed(int(token))
 
     def give_up(self) -> None:
-        """Allow any token: the grammar of the calls is not available."""
+        """Allow any token from here on, because the grammar of the calls is not available."""
         self.part = AnswerPart.TEXT
 
     def _after_reasoning(self) -> AnswerPart:
@@ -135,7 +134,7 @@ class AnswerParts:
         for marker, rule in self._markers.items():
             if text.startswith(marker):
                 self.part, self.free, self._rule = AnswerPart.STRUCTURE, self.tokens, rule
-                if len(text) > len(marker):  # the token, or another with the marker's end, is in the grammar
+                if len(text) > len(marker):  # the token reaches beyond the marker, so the grammar describes it too
                     self.free -= 1
                     self._remaining = marker[len(before) :]
                 return
@@ -147,9 +146,9 @@ class AnswerParts:
 
 
 def _parts_of(params: SamplingParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any]]:
-    """Return structured output, calls and reasoning of an answer.
+    """Return the parameters `structured_output`, `call_structure` and `reasoning` that apply to an answer.
 
-    With allowed_token_ids the last two have no effect: the tokens that they need may not be among the allowed ones.
+    With allowed_token_ids the last two have no effect, because the tokens that they need may not be allowed.
     """
     structure, calls, reasoning = params.structured_output, params.call_structure, params.reasoning or {}
     if params.allowed_token_ids is not None or (structure is not None and "after" not in structure):

@@ -16,13 +16,14 @@ def token_sequences(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of SamplingParams.bad_words.
 
-    A text counts without leading white space, and again after a space if that changes its first token but not the
-    number of its tokens. Sequences with a token that the model does not have are left out.
+    Each text gives the sequence without leading white space, and also the sequence with a leading space if the space
+    changes the first token but not the number of tokens. Sequences with a token beyond the model's vocabulary are left
+    out.
 
-    encode:     returns the tokens of a text without those that begin a prompt.
+    encode: returns the tokens of a text, without the special tokens that begin a prompt.
     vocab_size: size of the model's vocabulary.
 
-    Raises InvalidSamplingParamsError if the tokenizer has no tokens for a text.
+    Raises InvalidSamplingParamsError if a text has no tokens.
     """
     sequences = []
     for word in dict.fromkeys(text.lstrip() for text in texts):

@@ -1,4 +1,4 @@
-"""Sampling parameters of one step, by row, and of all running requests, by slot. No torch.
+"""Sampling parameters: of one step, by row of the batch, and of all running requests, by slot. No torch.
 
 The parameters of a step are plain arrays, so that a plan can be sent to other ranks. n rows, V vocabulary.
 """
@@ -21,15 +21,16 @@ Float32 = npt.NDArray[np.float32]
 
 NO_LOG_PROBS = -1
 NO_TOKEN = -1
-"""Returned instead of a token for a row that needs none."""
+"""Value that stands for the token of a row that needs no token."""
 _FIRST_CAPACITY = 256
 _MIN_TOP_P = float(np.finfo(np.float32).tiny)
-"""A smaller top_p is 0 in float32 or may become 0 on a device, and 0 keeps all tokens."""
+"""Minimum top_p. A smaller value is or may become 0 in float32, and 0 would keep all tokens."""
 
 
 class RowFailure(IntEnum):
-    """Returned instead of a token for a row that cannot be sampled. The row fails; the step and its other rows do
-    not.
+    """Value that stands for the token of a row that cannot be sampled.
+
+    Only this row fails, not the step or other rows.
     """
 
     MODEL = -2
@@ -38,7 +39,7 @@ class RowFailure(IntEnum):
 
     @property
     def message(self) -> str:
-        """The cause and the remedy."""
+        """The error message, with cause and remedy."""
         return _MESSAGES[self]
 
 
@@ -60,11 +61,11 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
     "num_log_probs": np.int32,
     "returns_hidden": np.bool_,
 }
-"""Fields of a SamplingBatch that stay the same during a request."""
+"""Types of the SamplingBatch fields that do not change during a request, by field name."""
 
 
 class AnswerState(Protocol):
-    """The tokens that one answer may have. The members are described in structured_output.GrammarState."""
+    """The tokens that may come next in one answer. See structured_output.GrammarState for the members."""
 
     @property
     def failure(self) -> str | None: ...
@@ -80,10 +81,10 @@ class AnswerState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """The distinct tokens of prompt and answer.
+    """Penalties of one row, and the distinct tokens of its prompt and answer.
 
     ids:    int32 [m].
-    counts: int32 [m]; occurrences of each in the answer.
+    counts: int32 [m]; number of occurrences of each token in the answer.
     """
 
     ids: Int32
@@ -98,7 +99,7 @@ class LogitEdits:
     """Changes to the logits of a row before temperature and filters. A field is None if the row has no such change.
 
     bias_ids, bias: int32 [m], float32 [m]; added to the logits of these tokens.
-    banned:         int32 [m]; tokens that are removed, unless no other token is allowed.
+    banned:         int32 [m]; tokens that are removed, unless they are the only allowed ones.
     allowed:        uint32 [at most ceil(V / 32)]; bit t % 32 of word t // 32 is set for every allowed token t.
     """
 
@@ -111,10 +112,10 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Columns by row of the plan.
+    """The sampling parameters of one step: one array per parameter, with one element per row of the plan.
 
     temperature, top_k, top_p, min_p: [n]; 0 means greedy, off, off, off.
-    seeds:          uint64 [n]; with `positions` they fix the random number.
+    seeds:          uint64 [n]; seed and position of a row determine its random number.
     positions:      int64 [n]; number of the generated token in its answer.
     num_log_probs:  int32 [n]; number of most likely tokens to report in addition to the sampled one; NO_LOG_PROBS for
                     no report.
@@ -137,7 +138,7 @@ class SamplingBatch:
 
 
 class _TokenCounts:
-    """The distinct tokens of a request, and their occurrences in its answer. append() takes constant time."""
+    """Counts how often each distinct token of a request occurs in its answer. append() takes constant time."""
 
     def __init__(self, prompt: Int32) -> None:
         distinct = np.unique(prompt)
@@ -167,10 +168,10 @@ class _TokenCounts:
 
 @dataclass(slots=True)
 class _Edits:
-    """The inputs of a slot's LogitEdits.
+    """The state from which a slot's LogitEdits are made.
 
     allowed: bits of the tokens that may be sampled; None: any token.
-    answer:  its generated tokens, if it has bad words.
+    answer:  generated tokens, if the request has bad words.
     """
 
     params: SamplingParams
@@ -184,7 +185,7 @@ class _Edits:
     grammar: AnswerState | None
 
     def at(self, generated: int) -> LogitEdits | None:
-        """Return the edits of the next token. generated: length of the answer so far."""
+        """Return the edits for the next token; None if it needs none. generated: length of the answer so far."""
         counts, grammar = self.counts, self.grammar
         banned = self.stop_ids if generated < self.params.min_tokens else []
         if self.bad_words is not None:
@@ -202,7 +203,7 @@ class _Edits:
 
 
 def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return LogitEdits.allowed for these tokens. The array ends with the highest token."""
+    """Return LogitEdits.allowed for these tokens. The array ends with the word of the highest token."""
     ids = np.array(tokens, np.uint32)
     words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
@@ -218,7 +219,10 @@ def _both(one: npt.NDArray[np.uint32] | None, other: npt.NDArray[np.uint32] | No
 
 
 class SamplingColumns:
-    """Parameters of the requests that hold a slot. The edits of a step share their memory until the next append()."""
+    """The sampling parameters of all requests that hold a slot.
+
+    The edits of a step share memory with this object until the next append().
+    """
 
     def __init__(self, max_requests: int) -> None:
         self._columns = {name: np.zeros(max_requests, dtype) for name, dtype in _COLUMNS.items()}

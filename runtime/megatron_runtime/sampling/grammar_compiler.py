@@ -24,18 +24,19 @@ from megatron_runtime.sampling.grammar_dialects import is_gbnf, lark_of
 from megatron_runtime.sampling.grammar_limits import JSON_OPTIONS, check_structure
 
 STACK_BYTES = 1 << 20
-"""Stack on which the trial process compiles a grammar."""
+"""Stack size, in bytes, of the thread in the trial process that compiles a grammar."""
 ENGINE_STACK_BYTES = 4 << 20
-"""Stack on which the engine compiles a grammar that passed the trial."""
+"""Stack size, in bytes, of the thread in the engine that compiles a grammar after the trial."""
 MEMORY_BYTES = 1 << 30
-"""Address space of the trial process for vocabulary and grammar."""
+"""Address space of the trial process for the vocabulary and the grammar, in bytes."""
 COMPILE_SECONDS = 1.5
-"""Wall-clock time to compile one grammar, for the trial. The largest grammars in use take 0.25 s.
+"""Timeout of the trial of one grammar, in wall-clock seconds. The largest grammars in use take 0.25 s.
 
-The engine compiles it again after the trial, so a grammar that waits behind one of another tenant waits up to twice as
-long, and for the start of a trial process."""
+The engine compiles the grammar again after the trial. So a grammar may wait twice this long for another tenant's
+grammar, and in addition for the start of a trial process.
+"""
 MAX_COMPILED_BYTES = 32 << 20
-"""Limit of the memory that a compiled grammar takes in the engine."""
+"""Maximum bytes of memory that a compiled grammar takes in the engine."""
 
 # The compiler enforces these limits. They bound neither its stack nor the time of `multipleOf`.
 _LIMITS = {
@@ -56,11 +57,11 @@ _OVERLAPPING = "oneOf constraints are not supported"
 
 
 class InvalidGrammarError(ValueError):
-    """The compiler rejects the grammar. The message is about what the client wrote."""
+    """The compiler rejects the grammar. The message refers to the client's text."""
 
     @classmethod
     def of(cls, message: str) -> InvalidGrammarError:
-        """Return the error for a message of the compiler, without the names of its options and the quoted grammar."""
+        """Return the error for a compiler message, without the names of compiler options and the quoted grammar."""
         if (error := _ERROR.search(message)) is not None:
             return cls(error[1])
         if (keywords := _KEYWORDS.match(message)) is not None:
@@ -76,7 +77,7 @@ class VocabularyTable:
 
     tokens:     bytes of each token.
     vocab_size: width of the logits, at least len(tokens).
-    encode:     text without special tokens to token ids.
+    encode:     returns the token ids of a text, without special tokens.
     """
 
     tokens: list[bytes]
@@ -98,7 +99,7 @@ class VocabularyTable:
         return llguidance.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
 
     def pack(self) -> bytes:
-        """Encode all fields except `encode`."""
+        """Return all fields except `encode` as bytes, for the trial process."""
         return codec.pack([self.tokens, self.special_token_ids, self.eos_token_ids, self.vocab_size])
 
     @classmethod
@@ -111,7 +112,7 @@ class VocabularyTable:
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, Any]) -> llguidance.LLMatcher:
-    """Return the matcher of an answer without tokens, its first mask computed once.
+    """Return the matcher of an empty answer. Its first mask has been computed.
 
     structure: as in SamplingParams.structured_output, within the limits of grammar_limits.
 
@@ -125,7 +126,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, A
         elif kind == "regex":
             grammar = llguidance.LLMatcher.grammar_from_regex(str(value))
         elif kind == "choice":
-            # One terminal: as alternatives of a rule, a few thousand choices exceed max_items_in_row.
+            # Use one terminal: a few thousand alternatives of a rule would exceed max_items_in_row.
             alternatives = " | ".join(json.dumps(text) for text in value or ())
             grammar = llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
         else:
@@ -143,13 +144,15 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, A
 
 
 def trial_process(vocabulary: VocabularyTable) -> SacrificialProcess:
-    """Return the process that compiles grammars on trial; it starts with the first grammar."""
+    """Return the process that compiles grammars for trial. It starts when the first grammar is compiled."""
     return SacrificialProcess(__name__, memory_bytes=MEMORY_BYTES, stack_bytes=STACK_BYTES, setup=vocabulary.pack())
 
 
 def try_grammar(process: SacrificialProcess, structure: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
-    """Compile a grammar in the trial process. Return the bytes of memory that it takes, and the description that was
-    compiled: a GBNF grammar becomes one in Lark's notation.
+    """Compile a grammar in the trial process.
+
+    Return the bytes of memory that it takes, and the compiled description, in which a GBNF grammar is converted to
+    Lark's notation.
 
     Raises:
         InvalidGrammarError: the compiler rejects it, or it takes more than MAX_COMPILED_BYTES.
@@ -182,7 +185,7 @@ def _prepare(setup: bytes) -> Callable[[bytes], bytes]:
         except ValueError as invalid:
             error = str(invalid)
         size = max(0, _resident_bytes() - before)
-        del matcher  # held until its memory was measured
+        del matcher  # the matcher had to exist until its memory was measured
         return json.dumps({"error": error, "bytes": size, "structure": converted}).encode()
 
     return handle

@@ -1,8 +1,8 @@
-"""JSON schemas, regular expressions and grammars of other servers, as the grammar compiler reads them. No torch.
+"""Converts JSON schemas, regular expressions and grammars to forms that the grammar compiler reads. No torch.
 
-A schema of a client has more keywords than the compiler knows. `normalised` removes those that only narrow the answer:
-an answer of the remaining schema is still JSON of the right shape. The sets below describe llguidance 1 and JSON
-Schema, drafts 4 to 2020-12.
+The schema of a client may have keywords that the compiler lacks. `normalised` removes the keywords that only narrow the
+answer: an answer that matches the remaining schema is still JSON of the right shape. The sets below describe llguidance
+1 and JSON Schema, drafts 4 to 2020-12.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
 )
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
-"""Keywords whose schemas describe the same value as the schema around them."""
+"""Keywords whose inner schemas describe the same value as the outer schema."""
 _DEFINITIONS = ("$defs", "definitions")
 _BY_NAME = frozenset({"properties", "patternProperties", *_DEFINITIONS})
 _SINGLE = frozenset({"items", "additionalItems", "additionalProperties"})
@@ -34,7 +34,7 @@ _LOOK_AROUND = re.compile(r"\((?:\?<?[=!]|\?>|\?\()")
 _TOKEN = re.compile(r"\\(?:[pPx]\{[^}]{0,64}\}|.)|\[\^?\]?|\]|[^\\\[\]]+|\\", re.DOTALL)
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}
 _ESCAPES = frozenset("dDwWsSnrtfvaxuUpPAz")
-"""Letters and digits that mean something after a backslash. All others are assertions or references to groups."""
+"""Letters and digits that a backslash may precede. Other letters and digits would be assertions or group references."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 _GBNF_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
@@ -42,9 +42,9 @@ _GBNF_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Return a schema that the compiler knows, and the keywords that it does not enforce.
 
-    is_strict: keep `oneOf`, which the compiler rejects unless its schemas are disjoint. Else it becomes `anyOf`.
-    closes: an object that declares properties, and does not say whether it may have others, has no others. An object
-            without declared properties may have any.
+    is_strict: keep `oneOf`, which the compiler rejects unless its schemas are disjoint. Otherwise it becomes `anyOf`.
+    closes: an object with declared properties allows no others unless its schema allows them. An object without
+            declared properties allows any.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)
@@ -53,7 +53,7 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
 class _Normaliser:
     """Normalises one schema.
 
-    dropped: keywords that were removed.
+    dropped: the keywords that it removed.
     """
 
     def __init__(self, root: Mapping[str, Any], *, closes: bool, keeps_one_of: bool) -> None:
@@ -63,7 +63,7 @@ class _Normaliser:
         self._combined = _combined_definitions(root)
 
     def schema(self, schema: Any, *, is_combined: bool, pointer: str = "#") -> Any:
-        """Return the normalised schema. is_combined: other schemas declare properties of the same object."""
+        """Return the normalised schema. is_combined: another schema declares properties of the same object."""
         if not isinstance(schema, Mapping):
             return schema
         inner_combined = is_combined or _combines(schema)
@@ -107,7 +107,9 @@ class _Normaliser:
         return is_known
 
     def _name_of(self, key: str, schema: Mapping[str, Any]) -> str:
-        """Return the keyword for a list of schemas: the compiler knows `oneOf` only if its members are disjoint."""
+        """Return the keyword to write for `key`: `anyOf` for `oneOf`, which the compiler accepts only with disjoint
+        members.
+        """
         if key == "oneOf" and not self._keeps_one_of and "anyOf" not in schema:
             self.dropped.add(key)
             return "anyOf"
@@ -127,22 +129,22 @@ def _is_closed(schema: Mapping[str, Any]) -> bool:
         return False
     lists = (value for key in _IN_PLACE if isinstance(value := schema.get(key), list))
     members = (item for items in lists for item in items if isinstance(item, Mapping))
-    # A property that is required and not declared is one of the others.
+    # A required property that is not declared must be allowed as another property.
     return set(_names(schema.get("required"))) <= set(properties) and all(_DECLARING.isdisjoint(m) for m in members)
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:
-    """Return whether several of the schemas that describe one value declare properties of the same object."""
+    """Return whether more than one schema may declare properties of the object that `schema` describes."""
     parts = [*(key for key in _IN_PLACE if key in schema), *(("$ref",) if "$ref" in schema else ())]
     members = schema.get("allOf")
     return "properties" in schema or len(parts) > 1 or (isinstance(members, list) and len(members) > 1)
 
 
 def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
-    """Return the pointers of definitions that describe an object together with other schemas."""
+    """Return the JSON pointers of definitions that describe an object in combination with other schemas."""
     combined: set[str] = set()
     leads_to: dict[str, set[str]] = {}
-    """For each definition, those that stand in its place."""
+    """For each definition, the definitions that describe the same value."""
     waiting: list[tuple[Any, bool, str | None]] = [(root, False, None)]
     while waiting:
         schema, is_combined, definition = waiting.pop()
@@ -176,9 +178,10 @@ def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
 
 
 def unsupported(pattern: str) -> str | None:
-    """Return the part of a regular expression that no grammar can express, as written; None if there is none.
+    """Return the part of a regular expression that no grammar can express; None if there is none.
 
-    Look-around and group references depend on text other than the next characters. The compiler reports other errors.
+    These parts are look-around and group references, which depend on text other than the next characters. The compiler
+    reports other errors.
     """
     in_class = 0
     for token in _TOKEN.findall(pattern):
@@ -196,7 +199,7 @@ def unsupported(pattern: str) -> str | None:
 
 
 def with_ascii_classes(pattern: str) -> str:
-    r"""Return a regular expression whose `\d`, `\w` and `\s`, and their opposites, mean ASCII characters."""
+    r"""Return a regular expression in which `\d`, `\w`, `\s` and their negations match ASCII characters only."""
     parts: list[str] = []
     in_class = 0
     for token in _TOKEN.findall(pattern):
@@ -221,9 +224,9 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def lark_of(grammar: str) -> str:
-    """Return a GBNF or EBNF grammar in Lark's notation. Its time is not bounded: for the trial process.
+    """Return a GBNF or EBNF grammar in Lark's notation. Raises ValueError for an invalid grammar.
 
-    Raises ValueError for a grammar that is not valid.
+    The running time is not bounded, so only the trial process calls this function.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

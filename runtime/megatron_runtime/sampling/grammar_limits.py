@@ -1,4 +1,4 @@
-"""Limits of the grammars that clients send, checked on their text: no compiler, no torch.
+"""Limits of the grammars that clients send. The checks read only the text: no compiler, no torch.
 
 The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB it
 overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. These limits lie well below, and reject
@@ -19,17 +19,17 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.grammar_dialects import is_gbnf
 
-MAX_GRAMMAR_BYTES = 64 * 1024  # of the description, as JSON or text
-MAX_NESTING = 64  # levels of a JSON schema's values, and of brackets in a regular expression or grammar
+MAX_GRAMMAR_BYTES = 64 * 1024  # size of the description, as JSON or text
+MAX_NESTING = 64  # nesting depth of a JSON schema's values, and of brackets in a regular expression or grammar
 MAX_RULES = 1000  # rules and terminals of a grammar
-MAX_RULE_CHAIN = 100  # rules or terminals of a grammar that refer to each other in a chain
+MAX_RULE_CHAIN = 100  # length of a chain of rules or terminals that refer to each other
 MAX_DEFINITIONS = 400  # entries of all `$defs` and `definitions` of a JSON schema
-MAX_REFERENCE_CHAIN = 50  # `$ref` of a JSON schema that lead to each other in a chain
+MAX_REFERENCE_CHAIN = 50  # length of a chain of `$ref` in a JSON schema
 MAX_ALTERNATIVES = 4096  # choices, alternatives of a grammar or regular expression, and entries of an `enum`
 MAX_SUBSCHEMAS = 256
 MAX_PROPERTIES = 1000
 MAX_REPETITIONS = 10_000  # highest bound of a repetition in a regular expression or grammar
-MAX_MULTIPLE_OF = 10_000  # without its decimal point: the compiler creates as many states
+MAX_MULTIPLE_OF = 10_000  # the number without its decimal point; the compiler creates this many states
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
 """Options of the compiler for JSON. They limit white space, which a small model may generate endlessly."""
@@ -42,7 +42,7 @@ _MAX_ENTRIES = {
 }
 _SHORTEN = "bytes of description: shorten it"
 _OPENING, _CLOSING = "([{", ")]}"
-# Hostile text is matched: no pattern may backtrack further than a few hundred characters.
+# These patterns match hostile text, so none may backtrack more than a few hundred characters.
 _BRACES = re.compile(r"\{([\d, ~]{1,60})\}")
 _NUMBER = re.compile(r"\d+")
 # The lexemes of llguidance's dialect of Lark.
@@ -77,10 +77,10 @@ def check_structure(structure: Mapping[str, Any]) -> None:
         _at_most(kind, len(value or ()), MAX_ALTERNATIVES, "choices: offer fewer")
     _check_values(kind, value)
     try:
-        # Last: json.dumps() recurses, and holds the interpreter lock until it returns.
+        # This check comes last, because json.dumps() recurses and holds the interpreter lock until it returns.
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         size = len(text.encode(errors="replace"))
-    except (TypeError, ValueError) as error:  # bytes, integers of thousands of digits, 1e999
+    except (TypeError, ValueError) as error:  # for example bytes, integers of thousands of digits, or 1e999
         raise InvalidSamplingParamsError(
             "structured_output", kind, f"a {kind} that JSON can express: {error}"
         ) from error
@@ -90,27 +90,27 @@ def check_structure(structure: Mapping[str, Any]) -> None:
     elif kind == "regex":
         _check_expression(kind, value or "")
     elif kind == "grammar" and is_gbnf(value or ""):
-        _check_expression(kind, str(value))  # its rules are checked in Lark's notation
+        _check_expression(kind, str(value))  # the rules are checked later, in Lark's notation
     elif kind == "grammar":
         _check_rules(kind, value or "")
 
 
-def _at_most(kind: str, found: int, limit: int, remedy: str) -> None:
-    if found > limit:
-        raise InvalidSamplingParamsError("structured_output", kind, f"at most {limit} {remedy} (it has {found})")
+def _at_most(kind: str, number: int, limit: int, remedy: str) -> None:
+    if number > limit:
+        raise InvalidSamplingParamsError("structured_output", kind, f"at most {limit} {remedy} (it has {number})")
 
 
 def _check_expression(kind: str, text: str) -> None:
     _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
     _at_most(kind, _nesting(text), MAX_NESTING, "brackets inside each other: nest less deeply")
     _at_most(kind, text.count("|") + 1, MAX_ALTERNATIVES, "alternatives: use fewer")
-    for found in _BRACES.finditer(text):
-        for bound in map(int, _NUMBER.findall(found[1])):
+    for braces in _BRACES.finditer(text):
+        for bound in map(int, _NUMBER.findall(braces[1])):
             _at_most(kind, bound, MAX_REPETITIONS, "repetitions: use a lower bound in braces")
 
 
 class _Lexeme(NamedTuple):
-    """A lexeme of a grammar, and the value of the JSON text behind %json and the like."""
+    """A lexeme of a grammar, and the value of the JSON text if it is one that follows %json or similar."""
 
     kind: str
     text: str
@@ -118,7 +118,10 @@ class _Lexeme(NamedTuple):
 
 
 def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
-    """Yield the lexemes as the compiler splits the text. Raises InvalidSamplingParamsError where it splits none."""
+    """Yield the lexemes into which the compiler splits the text.
+
+    Raises InvalidSamplingParamsError for text without a lexeme.
+    """
     at = 0
     while at < len(text):
         match = _LEXEME.match(text, at)
@@ -138,10 +141,10 @@ def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
 
 
 def _check_rules(kind: str, text: str) -> None:
-    """Check a grammar with all that it contains: expressions, JSON schemas, and grammars after %lark."""
+    """Check a grammar, and the regular expressions, JSON schemas and grammars (after %lark) that it contains."""
     _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
     if text.lstrip().startswith("{"):
-        # The compiler would read several grammars from it, in a notation that this module does not check.
+        # The compiler would read a JSON object as several grammars, in a notation that this module does not check.
         raise InvalidSamplingParamsError("structured_output", kind, "a Lark grammar: give a JSON schema as json_schema")
     depth, deepest, alternatives, rules, before = 0, 0, 1, 0, ""
     scope = current = "0 "
@@ -157,7 +160,7 @@ def _check_rules(kind: str, text: str) -> None:
                 names = []
             case _Lexeme("name"):
                 names.append(scope + lexeme.text.lstrip("!?"))
-            case _Lexeme("other", ":"):  # the first name of the line is defined here
+            case _Lexeme("other", ":"):  # this line defines the rule with its first name
                 bodies.setdefault(current, []).extend(names[1:])
                 rules, current, names = rules + 1, (names or [current])[0], []
             case _Lexeme("other", "(" | "[" | "{"):
@@ -198,7 +201,7 @@ def _check_rules(kind: str, text: str) -> None:
 
 
 def _nesting(text: str) -> int:
-    """Return an upper bound of the nesting of brackets: escaped brackets and brackets of other kinds count as well."""
+    """Return an upper bound of the nesting depth of brackets. Escaped brackets and brackets of any kind count."""
     depth = deepest = 0
     for character in text:
         if character in _OPENING:
@@ -212,7 +215,7 @@ def _nesting(text: str) -> int:
 def _check_values(kind: str, root: Any) -> None:
     size = definitions = 0
     for value, depth in _values(root):
-        # A lower bound of the size as JSON: every value, name and character takes at least a byte.
+        # `size` is a lower bound of the size as JSON: each value, name and character takes at least a byte.
         size += 1 + (len(value) if isinstance(value, str | bytes) else 0)
         if isinstance(value, dict):
             size += sum(len(name) for name in value if isinstance(name, str))
@@ -237,7 +240,7 @@ def _check_values(kind: str, root: Any) -> None:
 def _states(multiple: float) -> Decimal:
     """Return a number without its decimal point: 9999 for 99.99."""
     if not math.isfinite(multiple):
-        return Decimal(0)  # JSON cannot express it
+        return Decimal(0)  # NaN and infinities are not JSON
     exponent = Decimal(repr(multiple)).normalize().as_tuple().exponent
     return Decimal(repr(multiple)).scaleb(-min(0, int(exponent)))
 
@@ -289,9 +292,9 @@ def _check_references(kind: str, schema: Any) -> None:
 
 
 def _target(root: Any, reference: str, named: Mapping[str, Any]) -> Any:
-    """Return the schema that a `$ref` leads to: by $anchor, by $id, by a JSON pointer (RFC 6901), or None.
+    """Return the schema that a `$ref` refers to by $anchor, $id or JSON pointer (RFC 6901); None if there is none.
 
-    An $id is found by its last segment, because it may be relative to others.
+    An $id is looked up by its last segment, because it may be relative to another $id.
     """
     if reference in named:
         return named[reference]
@@ -311,7 +314,10 @@ def _target(root: Any, reference: str, named: Mapping[str, Any]) -> Any:
 
 
 def _longest_chain(edges: Mapping[_Node, Sequence[_Node]]) -> int:
-    """Return the length of the longest path of a depth-first walk, as the compiler recurses. A cycle ends a path."""
+    """Return the length of the longest path of a depth-first walk, which is how the compiler recurses.
+
+    A cycle ends a path.
+    """
     longest, length = 0, dict.fromkeys(edges, 0)
     for start in edges:
         if length[start]:

@@ -1,11 +1,11 @@
 """Sampling of any mix of requests in one batch, and log-probabilities of tokens (natural logarithms). No torch.
 
-A token is drawn with one uniform number: it is the first, in the order of ids, at which the cumulative weight of the
-kept tokens exceeds this share of their sum. Every row is computed independently, so its token does not depend on the
-batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf is the probability 0. The number comes
-from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). This counter-based generator has
-no state: the number for (seed, position) is the same in any batch, on any engine, and after a request was moved or
-replayed.
+One uniform random number selects a token: the first token, in the order of ids, at which the cumulative weight of the
+kept tokens exceeds the number times the sum of their weights. Every row is computed independently, so its token does
+not depend on the batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf is the probability
+0. The random number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). This
+counter-based generator has no state: the number for (seed, position) is the same in any batch, on any engine, and after
+a request was moved or replayed.
 
 N rows, V vocabulary, C candidates, K most likely tokens.
 """
@@ -34,10 +34,12 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 _CANDIDATE_WEIGHTS = (1e-2, 1e-4, 1e-7, 0.0)
-"""Only tokens at least this likely, relative to the most likely one, are sorted. If these are not enough to decide, the
-next value is used."""
+"""Thresholds relative to the most likely token.
+
+Only tokens above the threshold are sorted; if these are too few to decide, the next threshold is used.
+"""
 _BLOCK = 256
-_ROUNDS = 10  # of Philox, as the constants that follow
+_ROUNDS = 10  # rounds of Philox; the constants below are Philox's too
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -52,27 +54,29 @@ class StepLogits(Protocol):
         """The rows of the plan that need a token, int64 [n]."""
 
     def sample(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[Int32, dict[int, LogProbs]]:
-        """Return a token or a RowFailure for each of `sampled_rows`, int32 [n], and, by row of the plan, the
-        log-probabilities of rows that have a token and request them.
+        """Return int32 [n], a token or a RowFailure for each of `sampled_rows`, and the requested log-probabilities.
+
+        The log-probabilities are by row of the plan, for rows that have a token.
 
         reports_raw: report log-probabilities of the model's own logits instead of the processed logits.
         """
 
     def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
-        """Yield (row of the plan, log-probabilities of its next prompt targets), in the order of the targets. They are
-        computed from the model's own logits, and are NaN if these are not finite.
+        """Yield (row of the plan, log-probabilities of its next prompt targets), in the order of the targets.
+
+        They are computed from the model's unprocessed logits, and are NaN if these are not finite.
         """
 
     def hidden_states(self, which: Int64) -> Float32:
-        """Return float32 [m, D], the hidden states that the tokens of some sampled rows are drawn from.
+        """Return float32 [m, D], the hidden states from which the tokens of some sampled rows are drawn.
 
-        which: int64 [m]; indices of these sampled rows.
+        which: int64 [m]; indices into `sampled_rows`.
         """
 
     def rows_not_finite(self) -> Int64:
-        """Return the rows of the plan, int64 [n], that have several tokens and a hidden state that is not finite.
+        """Return int64 [n], the rows of the plan with several tokens and a hidden state that is not finite.
 
-        The KV of such a token may have affected the tokens before it, so no request may share them.
+        The KV of such a token may have affected earlier tokens of the row, so no other request may share this row's KV.
         """
 
 
@@ -80,7 +84,7 @@ class StepLogits(Protocol):
 class LogProbs:
     """Log-probabilities of the tokens of n rows.
 
-    chosen_N:   float32, of the token chosen for each row.
+    chosen_N:   float32, log-probability of the chosen token of each row.
     top_ids_NK: int32, the K most likely tokens of each row, in descending order.
     top_NK:     float32, their log-probabilities.
     """
@@ -90,13 +94,13 @@ class LogProbs:
     top_NK: Float32
 
     def row(self, index: int, count: int) -> list[tuple[int, float]]:
-        """Return the `count` most likely tokens of a row, as (id, log-probability)."""
+        """Return the `count` most likely tokens of a row as pairs (id, log-probability)."""
         ids, values = self.top_ids_NK[index, :count], self.top_NK[index, :count]
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """Return the log-probabilities of `tokens_N`: NaN for all tokens of a row with NaN, with inf, or only with -inf.
+    """Return the log-probabilities of `tokens_N`; NaN for each row whose logits contain NaN or inf, or are all -inf.
 
     top_n: K, at most V. Among equal values, the lower id comes first.
     """
@@ -104,9 +108,9 @@ def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np
     best_N = logits_NV.max(axis=-1)
     if not np.isfinite(best_N).all():
         logits_NV = np.where(np.isfinite(best_N)[:, None], logits_NV, np.float32(0.0))
-        found = log_probs(logits_NV, tokens_N, top_n=top_n)
-        found.chosen_N[~np.isfinite(best_N)] = found.top_NK[~np.isfinite(best_N)] = np.nan
-        return found
+        result = log_probs(logits_NV, tokens_N, top_n=top_n)
+        result.chosen_N[~np.isfinite(best_N)] = result.top_NK[~np.isfinite(best_N)] = np.nan
+        return result
     shifted_NV = logits_NV - best_N[:, None]
     norms_N = np.log(np.exp(shifted_NV).sum(axis=-1, dtype=np.float64))
     chosen_N = np.take_along_axis(shifted_NV, tokens_N[:, None].astype(np.int64), axis=-1)[:, 0] - norms_N
@@ -131,8 +135,9 @@ def sample_step(
 
     reports_raw: as in StepLogits.sample().
 
-    Returns int32 tokens by row, NO_TOKEN for a row that needs none, a RowFailure for one that fails; log-probabilities
-    by row that requests them; log-probabilities of prompt tokens by row; and float32 hidden states [D] by row.
+    Returns int32 tokens by row, NO_TOKEN for a row that needs no token, a RowFailure for a row that fails;
+    log-probabilities by row that requests them; log-probabilities of prompt tokens by row; and float32 hidden states
+    [D] by row.
     """
     tokens = np.full(len(batch.temperature), NO_TOKEN, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
@@ -175,8 +180,8 @@ def sample_rows(
         row = int(rows[index])
         if tokens[index] < 0:
             continue
-        found = logits_V if reports_raw else processed_logits(logits_V, batch, row)
-        lines[row] = log_probs(found[None], tokens[index : index + 1], top_n=int(batch.num_log_probs[row]))
+        reported_V = logits_V if reports_raw else processed_logits(logits_V, batch, row)
+        lines[row] = log_probs(reported_V[None], tokens[index : index + 1], top_n=int(batch.num_log_probs[row]))
     return tokens, lines
 
 
@@ -188,7 +193,7 @@ def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.N
     if temperature == 0:
         return logits_V
     ids_C = _kept_ids_of(batch, row, _weights(logits_V, temperature))
-    # Divided in float64: the quotient of a large logit and a low temperature exceeds float32.
+    # Divide in float64, because the quotient of a large logit and a low temperature exceeds float32.
     scaled_V = np.divide(logits_V, temperature, dtype=np.float64)
     if ids_C is None:
         return scaled_V
@@ -210,11 +215,12 @@ def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
         if np.isfinite(logits_NV[index].max()):
             apply_edits(logits_NV[index], edits)
             edited[index] = edits
-        else:  # no mask may hide it
+        else:  # check before a mask hides a NaN or inf
             logits_NV[index] = np.nan
     temperature = batch.temperature[rows]
     tokens = logits_NV.argmax(axis=-1).astype(np.int32)
-    # The largest logit is NaN if one is, and else inf if one is. -inf is the largest if no token has any probability.
+    # The largest logit is NaN if any logit is NaN, otherwise inf if any is inf. It is -inf if no token has any
+    # probability.
     best_N = logits_NV[np.arange(len(tokens)), tokens]
     for index in np.flatnonzero(~np.isfinite(best_N)).tolist():
         tokens[index] = _cause(float(best_N[index]), edited.get(index))
@@ -228,14 +234,17 @@ def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
 
 
 def _cause(best: float, edits: LogitEdits | None) -> RowFailure:
-    """Return why a row with the largest logit `best` fails. edits: its edits, if the model's logits were finite."""
+    """Return the failure of a row whose largest logit is `best`.
+
+    edits: its edits, if the model's logits were finite.
+    """
     if edits is None:
         return RowFailure.MODEL
     return RowFailure.MASK if best == -np.inf and edits.allowed is not None else RowFailure.EDITS
 
 
 def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
-    """Penalise, bias and mask one row in place."""
+    """Apply the penalties, biases and masks of one row in place."""
     penalties = edits.penalties
     if penalties is not None:
         seen_M = logits_V[penalties.ids]
@@ -251,12 +260,12 @@ def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
     if edits.banned is not None:
         before_M = logits_V[edits.banned]
         logits_V[edits.banned] = -np.inf
-        if np.isneginf(logits_V.max()):  # no other token is allowed
+        if np.isneginf(logits_V.max()):  # only banned tokens are left
             logits_V[edits.banned] = before_M
 
 
 def _weights(logits_V: Float32, temperature: float) -> Float32:
-    """Return probabilities up to a factor; the largest is 1. The largest logit is finite."""
+    """Return the probabilities scaled so that the largest is 1. The largest logit must be finite."""
     scaled_V = logits_V - logits_V.max()
     scaled_V /= np.float32(temperature)
     return np.exp(scaled_V, out=scaled_V)
@@ -269,7 +278,7 @@ def _kept_ids_of(batch: SamplingBatch, row: int, weights_V: Float32) -> Int64 | 
 
 
 def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> Int64 | None:
-    """Return the ids that top-k and min-p keep, and of these top-p, ascending; None for all."""
+    """Return the ids that pass top-k, min-p and then top-p, in ascending order; None if all ids pass."""
     if top_k == 0 and not 0 < top_p < 1:
         return np.flatnonzero(weights_V >= min_p) if min_p > 0 else None
     total = float((weights_V[weights_V >= min_p] if min_p > 0 else weights_V).sum(dtype=np.float64))
@@ -283,9 +292,7 @@ def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> I
 
 
 def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, is_all: bool) -> int | None:
-    """Return how many of the most likely tokens top-k, then top-p keep; None if there are too few candidates to
-    decide.
-    """
+    """Return how many of the most likely tokens top-k and then top-p keep; None if there are too few candidates."""
     kept, mass = len(weights_C), total
     cumulative_C = weights_C.cumsum(dtype=np.float64)
     if 0 < top_k <= kept:
@@ -303,7 +310,7 @@ def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, i
 def _invert(weights_V: Float32, ids_C: Int64 | None, number: float) -> int:
     if ids_C is not None:
         return int(ids_C[_first_beyond(weights_V[ids_C].cumsum(dtype=np.float64), number)])
-    # First the block, then the token in it: cheaper than summing the whole vocabulary one by one.
+    # Select the block first, then a token in the block: this is faster than a cumulative sum over the whole vocabulary.
     starts = _block_starts(len(weights_V))
     cumulative_B = np.add.reduceat(weights_V, starts).cumsum(dtype=np.float64)
     block = _first_beyond(cumulative_B, number)
@@ -315,7 +322,7 @@ def _invert(weights_V: Float32, ids_C: Int64 | None, number: float) -> int:
 
 
 def _first_beyond(cumulative_C: npt.NDArray[np.float64], number: float) -> int:
-    """Return the first index where the sum exceeds the share `number` of all, which is 0 to 1 up to rounding."""
+    """Return the first index at which the cumulative sum exceeds `number` times the total. `number` is in [0, 1]."""
     total = cumulative_C[-1]
     return int(np.searchsorted(cumulative_C, min(number * total, np.nextafter(total, 0.0)), side="right"))
 
@@ -350,6 +357,6 @@ def uniform(seeds: UInt64, positions: npt.NDArray[Any]) -> npt.NDArray[np.float6
     positions = positions.astype(np.uint64)
     counters[0], counters[1] = positions & _LOW, positions >> _HALF
     words = philox4x32(counters, np.stack((seeds & _LOW, seeds >> _HALF)))
-    # 52 bits plus one half: one bit more would round the largest number up to 1.
+    # Use 52 bits plus one half: with one more bit, the largest number would be rounded up to 1.
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
     return (bits.astype(np.float64) + 0.5) * 2.0**-52

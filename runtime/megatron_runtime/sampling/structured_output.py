@@ -1,11 +1,11 @@
 """Structured output: answers that match a JSON schema, regular expression, grammar or list of texts. No torch.
 
-Before every token, the grammar (llguidance) gives the set of allowed tokens. Its state is determined by the tokens so
-far, so a request that moves to another engine continues under the same constraints.
+Before every token, the grammar (llguidance) gives the set of allowed tokens. The tokens so far determine the grammar's
+state, so a request that moves to another engine continues under the same constraints.
 
 Grammars are hostile input. Four bounds keep a grammar from harming other requests: limits on its text
-(grammar_limits), a trial process that compiles it first and may crash (grammar_compiler), a thread pool for masks, and
-a limit of CPU time for each answer.
+(grammar_limits), a trial process that compiles it first and may crash (grammar_compiler), a separate thread pool for
+masks, and a limit of CPU time for each answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from megatron_runtime.sampling.grammar_limits import check_structure
 
 MASK_SECONDS = 1.0
 MASK_SECONDS_PER_TOKEN = 0.01
-"""CPU time for the masks of an answer: a fixed part, and a part per token. Usual grammars take 0.1 ms per token."""
+"""Limit of CPU seconds for the masks of an answer: a fixed part, and a part per token.
+
+Usual grammars take 0.1 ms per token.
+"""
 
 _MASK_THREADS = 2
 _KEPT = 64
@@ -54,7 +57,7 @@ Mask = npt.NDArray[np.uint32]
 
 
 class Vocabulary(Protocol):
-    """The properties of a tokenizer that a grammar needs."""
+    """The properties of a tokenizer that grammars need."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -70,9 +73,9 @@ class Vocabulary(Protocol):
 class GrammarState:
     """The state of one answer in its grammar. Used by one thread; another thread computes the mask of the next token.
 
-    masks:   runs a function in a thread.
+    masks:   runs a function in another thread, and returns a future.
     failure: why the grammar failed: it exceeded a limit, a forced token does not match it, or the matcher raised an
-             error. Otherwise None. No method raises: only this grammar fails, and its answer with it.
+             error. Otherwise None. No method raises an error: if the grammar fails, only its answer fails.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class GrammarState:
         masks: Callable[[Callable[[], Mask | None]], Future[Mask | None]],
     ) -> None:
         self.failure: str | None = None
-        self._matcher = matcher  # used only by the thread that computes a mask, until the mask is complete
+        self._matcher = matcher  # used only by the thread that computes the mask, until it is done
         self._words = -(-vocab_size // 32)
         self._masks = masks
         self._tokens = 0
@@ -119,7 +122,10 @@ class GrammarState:
         return self._mask.done()
 
     def allowed(self) -> Mask | None:
-        """Return a bit for each allowed token, uint32 [ceil(V / 32)]; None if all are allowed. Waits for the mask."""
+        """Return uint32 [ceil(V / 32)] with a bit set for each allowed token; None if all are allowed.
+
+        Waits for the mask.
+        """
         try:
             return self._mask.result()
         except RuntimeError as error:  # no thread can be started, or the engine is shutting down
@@ -152,9 +158,7 @@ class GrammarState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Turn an error of the matcher into a failure of this grammar. A panic of its native code is not an
-        Exception.
-        """
+        """Convert an error of the matcher, or a panic of its native code, to a failure of this grammar."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -204,10 +208,10 @@ class GrammarCompiler:
         have died for another reason."""
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
-        """Return the grammar state of a text after its tokens `generated`.
+        """Return the grammar state after the tokens `generated`.
 
         structure: as in SamplingParams.structured_output; `after` has no effect here.
-        tenant:    the masks of tenants are computed round robin.
+        tenant:    tenant of the request; masks are computed round robin over tenants.
 
         Raises:
             InvalidSamplingParamsError: the description is not valid, or exceeds a limit.
@@ -245,7 +249,7 @@ class GrammarCompiler:
             return self._compiled[key][0].deep_copy()
 
     def _compile(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher:
-        known = self._known(structure, key)  # compiled meanwhile for another request
+        known = self._known(structure, key)  # another request may have compiled it meanwhile
         if known is not None:
             return known
         try:
@@ -273,26 +277,27 @@ class GrammarCompiler:
 
 
 def _thread_with_stack(stack_bytes: int) -> ThreadPoolExecutor:
-    """Return a thread pool of one thread, which has a stack of this size."""
+    """Return a thread pool with one thread, which has a stack of `stack_bytes`."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
     before = threading.stack_size(stack_bytes)
     try:
-        pool.submit(str)  # starts the thread
+        pool.submit(str)  # start the thread while the stack size is set
     finally:
         threading.stack_size(before)
     return pool
 
 
 def _key(structure: Mapping[str, Any]) -> bytes:
-    """Return a digest that depends on the order of a JSON schema's properties, because that is their order in the
-    answer.
+    """Return the cache key of a structure.
+
+    It depends on the order of properties, which is their order in the answer.
     """
     value = None if structure["type"] == "json_object" else structure.get("value")
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()
 
 
 def _first_line(reason: str) -> str:
-    """Return the compiler's message without the further lines, which quote the whole grammar."""
+    """Return the first line of the compiler's message. The other lines quote the whole grammar."""
     return next(iter(reason.strip().splitlines()), "it is not valid")[:500]
 
 

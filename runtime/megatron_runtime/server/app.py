@@ -81,7 +81,7 @@ PAGE_FILES = (
 _CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9_.:/+=@-]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 MIN_STATUS_SECONDS = 1.0
-"""Minimum time between two questions to the coordinator, however many clients ask for its status."""
+"""Minimum seconds between two status requests to the coordinator, however many clients ask for the status."""
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -97,10 +97,10 @@ def create_app(
     """Return the application. Probes and shutdown use its `state.service`.
 
     backend: the client of the coordinator.
-    chat_format: format of the model; None: our format for the settings.
+    chat_format: prompts and answer parsers of the model; None: NativeChatFormat with the parsers of the settings.
     tracer:  None: requests are not traced.
-    Raises ValueError for an unknown tool-call or reasoning parser and a file of API keys that cannot be used, OSError
-    for one that cannot be read.
+    Raises ValueError for an unknown tool-call or reasoning parser or an invalid file of API keys, and OSError if the
+    file of API keys cannot be read.
     """
     if chat_format is None:
         chat_format = NativeChatFormat(
@@ -128,7 +128,7 @@ def create_app(
     )
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)
-    for path, handler, body in _POST_ROUTES:  # first: a request is compared with each route in order
+    for path, handler, body in _POST_ROUTES:  # added first, because each request is compared with the routes in order
         _add_post_route(app, service, path=path, handler=handler, body=body)
     _add_get_routes(app, service)
     _add_page(app)
@@ -138,7 +138,7 @@ def create_app(
 
 
 class RequestMiddleware:
-    """Checks the headers of a request; counts open requests, and answers by route and status.
+    """Checks the headers of each request, and counts open requests, and answers by route and status.
 
     Every request has an id: from its header x-request-id, or a new one. The answer, all log lines and the trace have
     it. While the server drains, each answer closes its connection.
@@ -200,7 +200,7 @@ class RequestMiddleware:
             with self._service.serving(state):
                 await app(scope, receive, observed)
         except Exception:
-            status = status or 500  # the outermost middleware answers
+            status = status or 500  # no answer was sent: the outermost middleware answers with 500
             raise
         finally:
             if span is not None:
@@ -225,9 +225,10 @@ class RequestMiddleware:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve the pages at /, to chat with the model, and /status. They load nothing from other servers.
+    """Serve the chat page at / and the status page at /status.
 
-    Their files need no API key. If keys are set, their requests under /v1 send the one that the user enters.
+    The pages load nothing from other servers, and their files need no API key. If the server has API keys, the pages
+    send the key that the user enters with their requests under /v1.
     """
     folder = resources.files(__package__).joinpath("page")
     files = {f"/page/{name}": folder.joinpath(name).read_bytes() for name in PAGE_FILES}
@@ -258,7 +259,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
-    """Add probes, which need no API key, and routes that describe models, server and load, which need one."""
+    """Add the probes, which need no API key, and the routes that describe models, server and load, which need one."""
     base, *aliases = service.settings.served_names
     view = ResourceView(service)
     page = MetricsPage(service.metrics.registry)
@@ -323,13 +324,14 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         name = request.path_params["name"]
         return JsonResponse(card(service.check_model(request.state.key, name)) | {"id": name})
 
-    # Load balancers, and servers such as vLLM whose clients probe, have other names for the same questions.
+    # Load balancers and clients of other servers, such as vLLM, send the same probes to other paths.
     for path, methods in (("/healthz", ["GET", "HEAD"]), ("/ping", ["GET", "HEAD", "POST"])):
         app.add_api_route(path, livez if path == "/healthz" else readyz, methods=methods, include_in_schema=False)
     app.add_api_route("/v1", version, methods=["GET", "HEAD"], include_in_schema=False)
     for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
         app.add_api_route(path, probe, methods=["GET", "HEAD"], include_in_schema=False)
-        # FastAPI describes a route of two methods under one operation id: this second route is its description.
+        # FastAPI would give both methods the same operation id, so only this second route is in the OpenAPI
+        # description.
         app.add_api_route(path, probe, methods=["GET"], operation_id=path.strip("/").replace("/", "_"))
     app.add_api_route("/version", version, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/version", version, methods=["GET"])
@@ -377,12 +379,15 @@ def _request_body(model: type[BaseModel] | None) -> dict[str, Any]:
 
 
 async def start_profile(service: Service, request: Request) -> Response:
-    """Begin the range that CUDA profilers record. Answers when every rank has begun it. Raises ApiError."""
+    """Start the range that CUDA profilers record, and answer when every rank has started it.
+
+    Raises ApiError.
+    """
     return await _profiling(service, Header.START_CUDA_PROFILER, is_on=True)
 
 
 async def stop_profile(service: Service, request: Request) -> Response:
-    """End the range. Answers when every rank has ended it. Raises ApiError."""
+    """End the range that CUDA profilers record, and answer when every rank has ended it. Raises ApiError."""
     return await _profiling(service, Header.STOP_CUDA_PROFILER, is_on=False)
 
 
@@ -416,11 +421,11 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[ModelRequest] | None], ...] = (
     ("stop_profile", stop_profile, None),
 )
 _GENERATES = frozenset({"completions", "chat/completions", "responses", "messages"})
-"""Routes of models that generate."""
+"""POST routes that need a model which generates text; pooling models have other routes."""
 _OTHER_PATHS: Mapping[str, tuple[str, ...]] = {"rerank": ("/v2/rerank",)}
-"""Where Cohere's clients look."""
+"""Further paths of POST routes: Cohere's clients send their requests to /v2/rerank."""
 BODIES: Mapping[str, type[ModelRequest]] = {path: body for path, _, body in _POST_ROUTES if body is not None}
-"""The class of the body of each POST route, by its path after /v1/."""
+"""Class of the request body of each POST route, by the path after /v1/."""
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -451,7 +456,7 @@ def _shown_path(request: Request) -> str:
 
 
 class ResourceView:
-    """The part of the coordinator's status that every client may see: no requests, keys or operations."""
+    """The part of the coordinator's status that every client may see. It contains no requests, keys or operations."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -464,10 +469,10 @@ class ResourceView:
         if self._answer is None or (self._answer.done() and now - self._asked >= MIN_STATUS_SECONDS):
             self._asked = now
             self._answer = asyncio.ensure_future(self._service.client.status())
-            # All clients may have left when it fails.
+            # Retrieve the exception even if all clients have disconnected when the request fails.
             self._answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            # One client that disconnects must not cancel the answer of the others.
+            # A client that disconnects must not cancel the status request for the other clients.
             return self._described(await asyncio.shield(self._answer))
         except (CoordinatorUnreachableError, ControlRejectedError) as error:
             raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error

@@ -1,4 +1,4 @@
-"""Credentials of the server, read again when their files change: API keys, one tenant each, and the TLS certificate."""
+"""API keys, each of which is one tenant, and the TLS certificate. Their files are read again when they change."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from starlette.datastructures import Headers
 logger = logging.getLogger(__name__)
 
 TENANT_CHARACTERS = 32
-"""Hexadecimal digits of a tenant id, of 128 bits."""
+"""Length of a tenant id: 32 hexadecimal digits, or 128 bits."""
 MAX_PER_MINUTE = 1_000_000_000
 _UNNAMED_CHARACTERS = 8
 _CERTIFICATE_CHECK_SECONDS = 10.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CHECK_SECONDS = 1.0
-"""Least time between two checks of the key file: a mounted Secret changes while the server runs."""
+"""Minimum seconds between two checks of the key file, because a mounted Secret may change while the server runs."""
 
 
 class ApiKeyFileError(ValueError):
@@ -64,7 +64,7 @@ class ApiKey:
     tenant: opaque id of the key; it does not reveal the key. Empty: the server is open to all.
     name:   label of the key in metrics and logs; for a key without a name, the beginning of the tenant id.
     requests_per_minute, tokens_per_minute: limits over all servers of a coordinator; None: no limit.
-    models: names of the models that it may use; None: all.
+    models: names of the models that the key may use; None: all.
     metrics: whether the key may read /metrics, which cover the requests of all keys.
     """
 
@@ -91,8 +91,8 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     """Return the keys of a file by the SHA-256 digest of each.
 
     The file is YAML with a list `keys`, or has one key per line. Empty lines and lines that begin with # are ignored.
-    Raises OSError for a file that cannot be read, ApiKeyFileError for one with a wrong entry, and NoKeysError for one
-    without a key. No message contains a key.
+    Raises OSError if the file cannot be read, ApiKeyFileError if an entry is invalid, and NoKeysError if the file has
+    no key. No error message contains a key.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -102,21 +102,21 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     if lines and re.fullmatch(r"keys:\s*(\[.*)?|---", lines[0]):
         entries = _parse(text, path)
     else:
-        entries = [_Entry.model_construct(key=line, name="") for line in lines]  # unnamed, without limits
+        entries = [_Entry.model_construct(key=line, name="") for line in lines]  # these keys have no name and no limits
     if not entries:
         raise NoKeysError(f"{str(path)!r} holds no key: write one key per line, or leave the option out")
-    found: dict[bytes, ApiKey] = {}
+    keys: dict[bytes, ApiKey] = {}
     names: set[str] = set()
     for place, entry in enumerate(entries):
         if _CONTROL.search(entry.key):
             raise ApiKeyFileError(f"{str(path)!r}, key {place + 1}: it has a control character, such as a line break")
         digest = _digest(entry.key.encode())
-        if entry.name and (digest in found or entry.name in names):
+        if entry.name and (digest in keys or entry.name in names):
             field = "name" if entry.name in names else "key"
             raise ApiKeyFileError(f"{str(path)!r}, keys[{place}].{field}: an earlier entry has it, too: change one")
         names.add(entry.name)
         tenant = _digest(b"megatron tenant " + digest).hex()[:TENANT_CHARACTERS]
-        found[digest] = ApiKey(
+        keys[digest] = ApiKey(
             tenant=tenant,
             name=entry.name or f"key-{tenant[:_UNNAMED_CHARACTERS]}",
             requests_per_minute=entry.requests_per_minute,
@@ -124,7 +124,7 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
             models=None if entry.models is None else frozenset(entry.models),
             metrics=entry.metrics,
         )
-    return found
+    return keys
 
 
 def _parse(text: str, path: Path) -> list[_Entry]:
@@ -168,7 +168,7 @@ class ApiKeys:
         """Return the key of a request, from its Authorization header or, as Anthropic's and Azure's clients send it,
         x-api-key or api-key.
 
-        None if the headers have none of the keys; OPEN if the server is open to all.
+        None if the headers contain no valid key; OPEN if the server is open to all.
         """
         if self._file is None:
             return OPEN
@@ -178,11 +178,11 @@ class ApiKeys:
             given = headers.get("x-api-key") or headers.get("api-key", "")
         # ASGI gives header bytes as Latin-1; the client sent the key's UTF-8.
         digest = _digest(given.strip().encode("latin-1", errors="replace"))
-        found = None
+        match = None
         for known, key in self._keys.items():
             if hmac.compare_digest(digest, known):
-                found = key
-        return found
+                match = key
+        return match
 
     def _follow(self, file: Path) -> None:
         """Read the file again if it has changed."""
@@ -203,10 +203,10 @@ class ApiKeys:
 
 
 def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
-    """Return the prefix cache salt of a request. No other tenant can have the same one, whatever `cache_salt` its
-    requests have.
+    """Return the prefix cache salt of a request.
 
-    Without a tenant it is `cache_salt` itself.
+    No other tenant can have the same salt, whatever `cache_salt` its requests have. Without a tenant the salt is
+    `cache_salt` itself.
     """
     if not tenant:
         return cache_salt
@@ -214,8 +214,9 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
 
 
 def tenant_session(tenant: str, session: str) -> str:
-    """Return the session of a request for the coordinator. No other tenant can have the same one. Empty without a
-    session.
+    """Return the session name that the coordinator gets for a request; empty without a session.
+
+    No other tenant can have it.
     """
     return _digest(f"megatron session {tenant} {session}".encode()).hex()[:TENANT_CHARACTERS] if session else ""
 
@@ -236,13 +237,16 @@ class Certificate:
         self.context = self._new_context()
 
     def check(self) -> bool:
-        """Use changed files; return whether they are in use now. Unusable files change nothing."""
+        """Load the files if they have changed, and return whether the new files are now in use.
+
+        If the files cannot be used, the previous certificate stays in use.
+        """
         version = _version(*self._files)
         if version == self._version:
             return False
         self._version = version
         try:
-            # A failure after the first file would leave a certificate without a key: try the files in a new context.
+            # Try the files in a new context: a failure after the first file would leave a certificate without its key.
             self._new_context()
             self._load_into(self.context)
         except CertificateError as error:
@@ -280,11 +284,11 @@ def _digest(data: bytes) -> bytes:
 
 def _version(*files: Path) -> list[tuple[int, ...] | None]:
     """Return a value that changes when a file is replaced or modified."""
-    found: list[tuple[int, ...] | None] = []
+    versions: list[tuple[int, ...] | None] = []
     for file in files:
         try:
             status = file.stat()
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+            versions.append((status.st_ino, status.st_mtime_ns, status.st_size))
         except OSError:
-            found.append(None)
-    return found
+            versions.append(None)
+    return versions

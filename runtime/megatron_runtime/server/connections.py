@@ -24,17 +24,18 @@ MAX_HEADERS = 128
 
 _SLICE_BYTES = 4 * 1024
 _PARSE_SECONDS = 0.0005
-"""Time for parsing the bytes of one connection, before it is the turn of others."""
+"""Maximum seconds of parsing for one connection before the next connection is served."""
 _TURN_SECONDS = 0.01
-"""Time for parsing the bytes of all waiting connections in one iteration of the event loop."""
+"""Maximum seconds of parsing for all waiting connections in one iteration of the event loop."""
 _LINGER_SECONDS = 2.0
 """After an answer that ends the connection early, the server reads and drops what the client still sends for this long.
 If it closed the connection at once, the kernel would reset it, and the client could lose the answer."""
 
 
 class ParseQueue:
-    """Connections with received bytes whose parsing takes long. They continue round robin. However many there are, the
-    event loop runs everything else in between.
+    """Queue of the connections whose received bytes take long to parse.
+
+    They are parsed round robin. However many connections wait, the event loop runs its other tasks in between.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class ParseQueue:
 
 
 class HttpConnection(HttpProtocol):
-    """One connection. Deadlines apply to the headers and the body of a request, and to the client's reading.
+    """One HTTP connection, with deadlines for the headers and the body of a request and for reading the answer.
 
     parse_queue: shared by all connections of a server.
     """
@@ -173,7 +174,7 @@ class HttpConnection(HttpProtocol):
             self._time_out("next part of the body", self._limits.body_idle_seconds)
 
     def _awaited(self) -> str:
-        """Return what the client must send now; "" while it waits for an answer or uvicorn's keep-alive runs."""
+        """Return what the client must send next; "" while it waits for an answer or between two requests."""
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
         is_idle = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -186,7 +187,7 @@ class HttpConnection(HttpProtocol):
         self._reject(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
 
     def _reject(self, error: ApiError) -> None:
-        """Answer instead of the application, unless its answer has begun, and close the connection."""
+        """Send the error, unless the application's answer has begun, and close the connection."""
         body = json.dumps(error.body()).encode()
         self.answer(error.status, body, {"content-type": "application/json", **error.headers})
         if self.cycle is not None and not self.cycle.response_complete:

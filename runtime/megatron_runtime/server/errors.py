@@ -34,8 +34,8 @@ class ApiError(Exception):
     """An error answer.
 
     status: HTTP status.  param: the invalid request field.  code: a word that programs may test for.
-    retry_after_seconds: when the client should try again.
-    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless this forbids it.
+    retry_after_seconds: seconds after which the client should try again.
+    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx answer unless this is set.
     """
 
     status: int
@@ -70,14 +70,14 @@ class ApiError(Exception):
 
 @dataclass(eq=False)
 class ContextLengthError(ApiError):
-    """400 for a prompt that leaves no tokens for an answer. It has at least `prompt_length` tokens."""
+    """400 for a prompt that leaves no tokens for an answer. The prompt has at least `prompt_length` tokens."""
 
     prompt_length: int = field(kw_only=True)
     limit: int = field(kw_only=True)
 
 
 _STRUCTURE = re.compile(r"^sampling parameter structured_output=.{0,40}? is invalid: ")
-"""The beginning of an engine's message about a format. The client knows the format by the name of its field."""
+"""Matches the beginning of an engine's error about structured output. The name of the request field replaces it."""
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
@@ -96,7 +96,10 @@ def invalid_value(param: str, problem: str) -> ApiError:
 
 
 def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> ApiError:
-    """Return 429 or 503 for a request that can succeed later. seconds: when the client should try again."""
+    """Return 429 or 503 for a request that can succeed later.
+
+    seconds: how long the client should wait before it tries again.
+    """
     return ApiError(status, message, code=code, retry_after_seconds=seconds)
 
 
@@ -153,7 +156,7 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
         message = _STRUCTURE.sub(f"Invalid value for {param}: ", message)
     if kind == "NotFiniteError":
         kind = "not_finite"
-    if status == 404:  # the adapter was removed since the server looked
+    if status == 404:  # the adapter was removed after the server's check
         param, kind = "model", "model_not_found"
     is_final = status >= 500 and error.get("is_transient") is False
     return ApiError(status, message, param=param, code=kind or None, retry_after_seconds=retry, is_final=is_final)

@@ -1,11 +1,11 @@
 """Checks of a request before its body is parsed: Host, Origin, Content-Type, and the structure of its JSON.
 
-A page of any site can post text to a server on loopback, and a name that the site owns can resolve to 127.0.0.1
-(DNS rebinding). A JSON content type needs a CORS preflight, which the server answers for allowed origins only; Host and
-Origin name the site.
+A web page of any site can post plain text to a server on loopback, and a host name of the site can resolve to 127.0.0.1
+(DNS rebinding). The server accepts only JSON, for which browsers send a CORS preflight, and answers the preflight for
+allowed origins only. Host and Origin reveal the site.
 
 A parser turns each byte pair `[]` into an object of 56 bytes, and validation reports each wrong element. So a body
-within the size limit can still take seconds and gigabytes. `JsonScan` counts its parts before it is parsed.
+within the size limit can still take seconds and gigabytes. `JsonScan` counts the parts of a body before it is parsed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from megatron_runtime.server.json_text import from_json
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
-"""Limit of objects and arrays together, and of members of objects."""
+"""Maximum number of objects and arrays together in a body, and maximum number of members of objects."""
 MAX_ELEMENTS = 1 << 20
-"""Limit of values followed by a comma. Token ids of a prompt are the only legitimate reason for this many."""
+"""Maximum number of values followed by a comma. Only a prompt of token ids has a good reason to come near it."""
 
 _OTHER = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_BRACKET = bytes.maketrans(b"]{}", b"[[[")
 _CONTAINER_BYTES, _MEMBER_BYTES, _ELEMENT_BYTES = 512, 100, 40
-"""Memory of a validated object or array, of a member of an object, and of an element (a number with its place in a
-list)."""
+"""Bytes of memory of a validated object or array, of a member of an object, and of a number in a list."""
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
 _PIECE_BYTES = 64 * 1024
 _EXPOSED = "Retry-After, x-ignored-fields, x-ignored-keywords, x-request-id, x-should-retry"
@@ -56,8 +55,8 @@ def check_content_type(headers: Headers) -> bool:
     if _JSON_TYPE.fullmatch(kind.strip().lower()) is None or (
         charset is not None and charset[1].lower() not in ("utf-8", "utf8")
     ):
-        found = f"not {shown(given)}" if given else "which the request does not have"
-        message = f"The body must be JSON: send the header 'Content-Type: application/json', {found}."
+        problem = f"not {shown(given)}" if given else "which the request does not have"
+        message = f"The body must be JSON: send the header 'Content-Type: application/json', {problem}."
         raise ApiError(415, message, code="unsupported_content_type")
     return encoding in ("gzip", "x-gzip")
 
@@ -69,7 +68,10 @@ class Gunzip:
         self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the pieces that `data` completes, each of at most 64 KiB. Raises ApiError 400 for anything but gzip."""
+        """Yield the decompressed pieces that `data` completes, each of at most 64 KiB.
+
+        Raises ApiError 400 for invalid gzip.
+        """
         try:
             while data:
                 yield self._stream.decompress(data, _PIECE_BYTES)
@@ -80,14 +82,13 @@ class Gunzip:
             raise ApiError(400, "The request body has data after its gzip stream: remove it.", code="invalid_gzip")
 
     def finish(self) -> None:
-        """Raise ApiError 400 if the body ended too early."""
+        """Raise ApiError 400 if the compressed body is incomplete."""
         if not self._stream.eof:
             raise ApiError(400, "The request body ends within its gzip stream: send all of it.", code="invalid_gzip")
 
 
 def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> None:
-    """Raise ApiError 403 for a Host that is not allowed, and for a browser's Origin that is neither the Host nor
-    allowed.
+    """Raise ApiError 403 if the Host, or a browser's Origin that differs from the Host, is not allowed.
 
     allowed: names and addresses in lower case, without ports and brackets.
     """
@@ -109,7 +110,7 @@ def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> 
 
 
 class Origins:
-    """The origins of web pages that may use the server (CORS), from --allowed-origin; "*": all."""
+    """The origins of web pages that may use the server (CORS), from --allowed-origin; "*" allows all origins."""
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(origin.lower() for origin in allowed)
@@ -118,7 +119,7 @@ class Origins:
         return origin.lower() in self._allowed or "*" in self._allowed
 
     def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers of an answer to a page of an allowed origin; none for other requests."""
+        """Return the CORS headers of an answer to a page of an allowed origin; an empty list for other requests."""
         origin = request.get("origin")
         if origin is None or not self.allow(origin):
             return []
@@ -129,7 +130,7 @@ class Origins:
         ]
 
     def preflight(self, request: Headers) -> dict[str, str] | None:
-        """Return further headers of the answer to a preflight request; None for any other request."""
+        """Return further headers for the answer to a CORS preflight request; None for any other request."""
         origin, method = request.get("origin"), request.get("access-control-request-method")
         if origin is None or method is None or not self.allow(origin):
             return None
@@ -166,7 +167,7 @@ class JsonLimitError(ValueError):
 
 
 class NotJsonError(ValueError):
-    """A text that is not JSON, but that pydantic's parser might read: it has NaN or Infinity."""
+    """A text that contains NaN or Infinity: it is not JSON, but pydantic's parser might read it."""
 
 
 class JsonScan:
@@ -247,7 +248,10 @@ class JsonScan:
 
     @property
     def parsed_bytes(self) -> int:
-        """Upper bound of the memory that the values of the body take. Non-ASCII text takes four bytes per character."""
+        """Upper bound of the bytes of memory that the parsed values take.
+
+        Non-ASCII text takes four bytes per character.
+        """
         characters = self._bytes if self._is_ascii else 4 * self._bytes
         structure = _CONTAINER_BYTES * self._containers // 2 + _MEMBER_BYTES * self._members
         return characters + structure + _ELEMENT_BYTES * self._elements
@@ -261,7 +265,7 @@ def load_json(text: str, *, scan: JsonScan | None = None, depth: int = 0) -> Any
     """Return the value of a JSON text. Raises ValueError, and JsonLimitError for a text with too much structure.
 
     scan:  counts of the enclosing body; None counts only this text.
-    depth: nesting depth of the value that the text stands for.
+    depth: nesting depth of the text within the body.
     """
     (scan or JsonScan()).text(text, depth=depth)
     return from_json(text)

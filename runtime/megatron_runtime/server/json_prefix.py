@@ -1,5 +1,6 @@
-"""Forwards a JSON object while it is written, and ensures that the forwarded text is a complete JSON object in the
-end.
+"""Forwards a JSON object while a model writes it.
+
+The forwarded text is a complete JSON object in the end.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ MAX_SCALAR_CHARACTERS = 400
 
 
 class JsonPrefix:
-    """Reads the text of an object in parts of any size.
+    """Reads the text of a JSON object in parts of any size.
 
-    Text that can no longer become an object is not forwarded. In this case finish() completes the object, with the
-    whole text in a last member `arguments`.
+    As soon as the text can no longer become an object, nothing more is forwarded. In this case finish() completes the
+    object, and adds the whole text as a last member `arguments`.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class JsonPrefix:
         self._is_broken = False
 
     def feed(self, text: str) -> str:
-        """Return the part of the object that the next part of the text adds."""
+        """Read the next part of the text, and return the text of the object that can now be forwarded."""
         self._texts.append(text)
         if self._is_broken:
             return ""
@@ -52,7 +53,7 @@ class JsonPrefix:
         return text[:at]
 
     def finish(self) -> str:
-        """Return the rest of the object at the end of the text. A truncated object stays truncated."""
+        """Return the rest of the object after the last part of the text. A truncated object stays truncated."""
         if not self._is_broken:
             return self._held
         expects, inner = self._expects, self._closers[1:]
@@ -66,7 +67,7 @@ class JsonPrefix:
         return f"{end}{''.join(reversed(inner))},{member}"
 
     def _read(self, text: str, at: int) -> int:
-        """Read what is expected. Return where it ends; `at` if more must come, or if it cannot come."""
+        """Read the next expected token. Return the index of its end; `at` if it is incomplete or invalid."""
         char, expects = text[at], self._expects
         if expects == "string":
             return self._read_string(text, at)
@@ -88,7 +89,7 @@ class JsonPrefix:
         elif expects == "separator" and char == ",":
             self._expects = "key" if self._closers[-1] == "}" else "item"
         elif expects in ("separator", "first key", "first item") and char == self._closers[-1]:
-            if len(self._closers) == 1:  # held: a text that is no part of the object may follow
+            if len(self._closers) == 1:  # hold the last bracket: invalid text may follow it
                 self._is_broken = bool(text[at + 1 :].strip(_SPACE))
                 return at
             self._closers.pop()

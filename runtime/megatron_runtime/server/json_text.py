@@ -1,6 +1,6 @@
-"""JSON of the server's bodies and events, without numbers that are not finite.
+"""JSON of the server's bodies and events, without NaN and infinities.
 
-The rules are the same as in `protocol.strict_json`. The functions are pydantic's, which take a quarter of the time.
+The rules are the same as in `protocol.strict_json`. These functions call pydantic, which takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def from_json(text: str) -> Any:
 
 
 class JsonResponse(Response):
-    """A response whose content is a value of JSON's types."""
+    """A response that sends a value as JSON."""
 
     media_type = "application/json"
 

@@ -1,4 +1,4 @@
-"""Metrics of the server, under its own names and, if the meaning is the same, under vLLM's names."""
+"""Metrics of the server, under this project's names and, if the meaning is the same, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _TIMES_OF_REPLY = {
     "prefill_seconds": ("request_prefill_time_seconds", "From leaving the queue to the first token."),
     "decode_seconds": ("request_decode_time_seconds", "From the first token to the last."),
 }
-"""Histograms by the time that an engine may report in its final reply."""
+"""Histogram of each duration in an engine's final reply, by the key in the reply: name and help text.
+"""
 
 _Kind = TypeVar("_Kind", Gauge, Counter, Histogram)
 
 
 class _VllmNames(Collector):
-    """The metrics of a registry under the names of vLLM, copied at each scrape."""
+    """Copies the metrics of a registry under vLLM's names at each scrape."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
@@ -100,7 +101,7 @@ class RequestObserver:
 
     A choice that ends without a call of finished() counts as aborted.
 
-    prompt_tokens: set it before finished() if the engine counts them.
+    prompt_tokens: number of tokens of the prompt; set it again before finished() if only the engine knows it.
     on_generated: called with the number of new tokens.
     """
 
@@ -147,7 +148,10 @@ class RequestObserver:
             self._on_generated(tokens)
 
     def tokens(self, count: int, *, at: float) -> None:
-        """Record `count` tokens of a stream that arrived together. at: their time, on the clock of perf_counter()."""
+        """Record `count` tokens of a stream that arrived together.
+
+        at: time of arrival on the clock of perf_counter().
+        """
         if self._last is None:
             self._gauge.dec()
             self._gauge = self._metrics.running
@@ -160,7 +164,7 @@ class RequestObserver:
         self._last = at
 
     def finished(self, reason: str, reply: Mapping[str, Any]) -> None:
-        """Record the final reply."""
+        """Record the end of the choice. reason: finish reason. reply: the engine's final reply."""
         self._is_finished = True
         metrics, tokens = self._metrics, len(reply["generated_tokens"])
         self.count(tokens - self.generated)

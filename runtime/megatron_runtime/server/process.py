@@ -34,11 +34,11 @@ from megatron_runtime.transport.security import PeerKeys
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2
-"""Time to send the last bytes after the drain."""
+"""Seconds in which connections may send their last bytes after the drain."""
 _OTHER_FILES = 512
-"""Open files in addition to connections: libraries, the coordinator, probes."""
+"""Number of open files in addition to the connections, for libraries, the coordinator and probes."""
 _TICKS_OF_SWEEP = 5
-"""Iterations of uvicorn's main loop between two sweeps; one takes a tenth of a second."""
+"""Iterations of uvicorn's main loop between two sweeps of the connections. One iteration takes 0.1 s."""
 
 
 def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> None:
@@ -50,9 +50,9 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
     _raise_file_limit(settings.connections.max_connections)
     listener = listener or listen(host=settings.host, port=settings.port)
     with listener:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a call encodes one text, so it needs no thread pool
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text per call needs no thread pool
         tokenizer = load_tokenizer(settings.model)
-        tokenizer.bound.min_tokens("")  # computed now, not while requests wait for it
+        tokenizer.bound.min_tokens("")  # compute the bound now, because the first call takes long
         gc.freeze()  # keep modules and vocabulary out of collections, which stall streams
         loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -60,7 +60,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Raise the limit of open files: each connection is one, and the usual soft limit is 1024."""
+    """Raise the limit of open files: each connection is an open file, and the usual soft limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -72,7 +72,7 @@ def _raise_file_limit(connections: int) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with limits on its connections and without signal handlers: the caller drains before it stops.
+    """uvicorn with limits on its connections, and without signal handlers: the caller drains it before it stops it.
 
     certificate: None serves plain HTTP.
     """
@@ -88,7 +88,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             app,
-            log_config=None,  # its records go to the root logger, in the format of the others
+            log_config=None,  # its records go to the root logger, in the same format as all others
             log_level="info" if access_log else "warning",
             access_log=access_log,
             lifespan="off",
@@ -201,7 +201,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
             health = HealthServer(missing=service.missing, registry=registry, host=settings.host, port=port)
             await health.start()
             stack.push_async_callback(health.stop)
-        await client.start(connect_timeout_seconds=0)  # the server is not ready until it is connected
+        await client.start(connect_timeout_seconds=0)  # do not wait: the server is not ready until then
         if certificate is not None:
             stack.callback(asyncio.create_task(certificate.watch()).cancel)
         stopping = asyncio.create_task(stop.wait())

@@ -1,7 +1,8 @@
 """Limits of requests and tokens per minute for each API key, counted by the coordinator for all servers.
 
 A request reserves the tokens of its prompts, and some generated tokens for each choice, before it is submitted. Tokens
-beyond that are charged while they are generated. What it did not generate is returned when it ends, for any reason.
+beyond that are charged while they are generated. Reserved tokens that it did not generate are returned when it ends,
+for whatever reason.
 """
 
 from __future__ import annotations
@@ -21,21 +22,23 @@ from megatron_runtime.server.auth import ApiKey
 from megatron_runtime.server.errors import ApiError, try_again
 
 COUNTED_TOKENS = 16
-"""Tokens beyond a reservation are charged in portions of this size, and the remainder when the request ends. No stream
-of a key with a limit of tokens reports its tokens less often."""
+"""Tokens beyond a reservation are charged in portions of this size, and the remainder when the request ends.
+
+A stream of a key with a token limit reports its tokens at least this often.
+"""
 _REFRESH_SECONDS = 1.0
-"""Maximum time that an answer waits for the counts in its headers, if it needs no coordinator otherwise."""
+"""Maximum seconds that an answer waits for the counts in its headers, if it does not need the coordinator otherwise."""
 
 
 @dataclass(eq=False)
 class LimitReachedError(ApiError):
-    """A limit of the API key rejects the request. reason: which one, requests or tokens."""
+    """The request exceeds a limit of its API key. reason: the limit, "requests" or "tokens"."""
 
     reason: Kind = "tokens"
 
 
 class Counter(Protocol):
-    """The part of CoordinatorClient that counts."""
+    """The methods of CoordinatorClient that count requests and tokens."""
 
     @property
     def connected(self) -> bool: ...
@@ -47,8 +50,9 @@ class Counter(Protocol):
 
 @dataclass(slots=True)
 class _Left:
-    """The remaining amount of a limit, as known to this server. full_at: when the limit is fully available again, on
-    the monotonic clock.
+    """The remaining amount of a limit, as this server knows it.
+
+    full_at: when the limit is fully available again, on the monotonic clock.
     """
 
     amount: int
@@ -56,7 +60,9 @@ class _Left:
 
 
 class RateLimits:
-    """Counts for the keys of this server. A key without a limit costs nothing.
+    """Counts requests and tokens for the API keys of this server.
+
+    A key without limits causes no calls to the coordinator.
 
     reserved_tokens: maximum number of generated tokens that a request reserves for each choice.
     wait_seconds:    how long a request waits for an unreachable coordinator.
@@ -78,15 +84,16 @@ class RateLimits:
         """Reserve the tokens of one request.
 
         prompt:  tokens of its prompts.
-        choices: maximum number of tokens of each choice; None: no limit. Raises LimitReachedError if the minute has
-        fewer left, and ApiError 503 without a coordinator.
+        choices: maximum number of tokens of each choice; None: no limit.
+
+        Raises LimitReachedError if fewer tokens are left in this minute, and ApiError 503 without a coordinator.
         """
         limit = key.tokens_per_minute
         assert limit is not None
         self.check_prompt(key, prompt)
         maximum = self._reserved_tokens
         generated = sum(maximum if choice is None else min(choice, maximum) for choice in choices)
-        # A request larger than the limit runs alone in its minute.
+        # A request larger than the limit reserves a whole minute.
         reserved = min(prompt + generated, limit)
         quota = await self._reserve(key, tokens=reserved)
         return Reservation(self, key, reserved - prompt, window=quota.window)
@@ -101,7 +108,7 @@ class RateLimits:
             raise LimitReachedError(429, message, code="rate_limit_exceeded", is_final=True)
 
     def charge(self, key: ApiKey, tokens: int, *, window: int | None = None) -> None:
-        """Count tokens, even beyond the limit. Negative tokens are returned to a window."""
+        """Count tokens, even beyond the limit. A negative number returns tokens to the minute `window`."""
         limit = key.tokens_per_minute
         if limit is None or not tokens:
             return
@@ -112,20 +119,20 @@ class RateLimits:
             left.amount = min(max(0, left.amount - tokens), limit)
             now = time.monotonic()
             if left.amount < limit and left.full_at <= now:
-                left.full_at = now + 60  # these tokens begin a window
+                left.full_at = now + 60  # these tokens begin a new minute
 
     async def refresh(self, key: ApiKey) -> None:
-        """Request the remaining amounts, for the headers of an answer that is not counted."""
+        """Fetch the remaining amounts from the coordinator, for the headers of an answer that counts no tokens."""
         if key.is_limited and self._counter.connected:
             try:
                 async with asyncio.timeout(_REFRESH_SECONDS):
                     await self._ask(key)
             except TimeoutError:
-                pass  # the headers have what is known
+                pass  # the headers show the last known amounts
 
     def headers(self, key: ApiKey) -> list[tuple[bytes, bytes]]:
-        """Return the x-ratelimit headers of an answer, for the limits that the key has."""
-        found = []
+        """Return the x-ratelimit headers of an answer for the limits of its key."""
+        headers = []
         limits: tuple[tuple[Kind, int | None], ...] = (
             ("requests", key.requests_per_minute),
             ("tokens", key.tokens_per_minute),
@@ -134,8 +141,8 @@ class RateLimits:
             if limit is not None:
                 left, seconds = self._known(key, kind, limit)
                 values = {"limit": limit, "remaining": left, "reset": f"{seconds:.3f}s"}
-                found += [(f"x-ratelimit-{name}-{kind}".encode(), str(values[name]).encode()) for name in values]
-        return found
+                headers += [(f"x-ratelimit-{name}-{kind}".encode(), str(values[name]).encode()) for name in values]
+        return headers
 
     def _known(self, key: ApiKey, kind: Kind, limit: int) -> tuple[int, float]:
         """Return the remaining amount of a limit, and the seconds until the limit is fully available again."""
@@ -205,8 +212,9 @@ class Reservation:
             self.settle()
 
     def settle(self) -> None:
-        """Charge generated tokens beyond the reservation, or release unused reserved tokens. Call it when the request
-        ends.
+        """Charge the remaining generated tokens, or return unused reserved tokens.
+
+        Call it when the request ends.
         """
         unused, self._unused = self._unused, 0
         self._counts.charge(self._key, -unused, window=self._window)

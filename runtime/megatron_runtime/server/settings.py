@@ -20,13 +20,13 @@ class ConnectionLimits:
     """Deadlines in seconds, and the maximum number of connections.
 
     header_seconds:     from the connection, or the first byte of a request, to the end of its headers.
-    body_seconds:       from there to the end of its body.
+    body_seconds:       from the end of the headers to the end of the body.
     body_idle_seconds:  longest pause between two parts of a body.
-    stall_seconds:      time in which a client must read the write buffer, of at most 48 KiB.
+    stall_seconds:      time in which a client must read a full write buffer of at most 48 KiB.
     keep_alive_seconds: time between two requests.
     handshake_seconds:  duration of the TLS handshake.
-    max_connections:    beyond it, the connection that has been idle longest is closed; if none is idle, the new one
-                        gets 503.
+    max_connections:    maximum number of connections. A further connection closes the one that has been idle longest;
+                        if none is idle, it is answered with 503.
     """
 
     header_seconds: float = 20.0
@@ -46,7 +46,7 @@ class ServerSettings:
     model:              model reference; the tokenizer is read from it.
     model_name:         name under which /v1/models offers it; None means the last part of the reference.
     model_aliases:      further names of the model in requests and in /v1/models.
-    model_hash:         hash of the model that requests are made for, up to 128 characters; empty: any.
+    model_hash:         model hash that engines must have to serve the requests, up to 128 characters; empty: any.
     host, port:         where HTTP listens; port 0 picks a free one.
     health_port:        where probes and metrics are, without a key; None: metrics are on `port`, behind the API key.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
@@ -55,8 +55,8 @@ class ServerSettings:
                         server open.
     share_prefix_cache: API keys share cached prefixes, so that `cached_tokens` and response times reveal to the holder
                         of one key which prompts others sent. Without API keys it has no effect.
-    any_model_name:     a request with the name of no model or adapter of this server is answered by the model, as by
-                        the server of Megatron-Core; otherwise with 404.
+    any_model_name:     requests with an unknown model name are answered by the served model, as in Megatron-Core's
+                        server; otherwise with 404.
     allow_priority:     requests may have a `priority` other than 0.
     reserve_tokens:     maximum number of generated tokens that a request of a key with a token limit reserves for each
                         choice.
@@ -64,15 +64,16 @@ class ServerSettings:
                         is installed and reads the model; "native": by this server.
     tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, with the backend vllm one of its
                         parsers, "auto" for the one that its chat template describes, "none" to offer no tools.
-    generation_config:  "auto": the model's generation_config.json has the defaults of sampling; "none": neutral ones.
-    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, or as above one of vLLM's
-                        parsers, "auto" for the markers in its chat template, "none" to leave it in the text.
+    generation_config:  "auto": default sampling parameters come from the model's generation_config.json; "none": the
+                        defaults are neutral.
+    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, with the backend vllm one of
+                        its parsers, "auto" for the markers in its chat template, "none" to leave it in the text.
     max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
     max_body_bytes:     longest request body.
     max_bodies_bytes:   memory that requests hold until they are answered (bodies, prompts, whole answers); beyond that
                         429.
-    max_open_requests:  choices that are generated or wait at once; beyond that 429.
-    keep_alive_seconds: a stream that is silent this long gets a comment.
+    max_open_requests:  maximum number of choices that run or wait at the same time; beyond that 429.
+    keep_alive_seconds: a stream without an event for this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for an unreachable coordinator, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
     linger_seconds:     after SIGTERM, the server closes when no request has begun for this long: load balancers notice
@@ -133,8 +134,7 @@ class ServerSettings:
 
 
 def default_model_name(model: str) -> str:
-    """Return the default name of a model: what follows "builtin:", or the name of the repository, file, directory or
-    prefix."""
+    """Return the default name of a model: the text after "builtin:", or the last part of its path or repository."""
     name = PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
     return name.partition("@")[0] if model.startswith("hf:") else name
 
@@ -155,7 +155,9 @@ def url_of(listener: socket.socket) -> str:
 
 
 def listen(*, host: str, port: int) -> socket.socket:
-    """Return a listening socket. Bound before the slow part of the start, it lets early connections wait.
+    """Return a listening socket.
+
+    It is opened before the slow part of the start, so that early connections wait instead of failing.
 
     Raises OSError that names the address and the options to change.
     """

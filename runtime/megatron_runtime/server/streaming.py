@@ -48,9 +48,10 @@ async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: as
 
 
 class WholeAnswer(Response):
-    """A whole answer. It is sent in parts. The next part waits until the client has read most of the earlier ones.
+    """A response that sends a whole answer in parts.
 
-    So the request stays open, and its memory is counted, until its client has read the answer.
+    Each part waits until the client has read most of the earlier parts. So the request stays open, and its memory
+    counts as held, until the client has read the answer.
     """
 
     PART_BYTES = 64 * 1024
@@ -72,7 +73,7 @@ class EventStream(Response):
     stream ends with an error.
 
     error_body: returns the body of an error in the format of Anthropic's API, whose events are named by their `type`
-                and which knows no DONE. None: the stream has the format of OpenAI's API.
+                and which knows no DONE. None means OpenAI's format.
     """
 
     media_type = "text/event-stream"

@@ -1,8 +1,8 @@
 """The child process with limits in which chat templates run, in Jinja's immutable sandbox.
 
-A template comes with the weights, so it is data: it gets the helpers that published templates rely on
-(`raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) and no others. A template that loops
-forever or builds huge values kills this process, which chat_template.py starts again.
+A template comes with the weights, so it is not trusted. It gets only the helpers that published templates rely on:
+`raise_exception`, `strftime_now`, `tojson`, loop controls and `{% generation %}`. A template that loops forever or
+builds huge values kills this process, which chat_template.py starts again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks training targets; serving renders its content."""
+    """The tag `{% generation %}…{% endgeneration %}`, which marks training targets.
+
+    Its content is rendered as it is.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
 
@@ -35,7 +38,7 @@ class _GenerationBlock(Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox, in which a template may append to a list, as Kimi K2's templates do.
 
-    All that a template can reach belongs to one rendering.
+    Each rendering has its own objects, so a template cannot affect other renderings.
     """
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -48,7 +51,10 @@ class _RenderingError(Exception):
 
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[Template, list[str]]:
-    """Return the template and the variables that it reads. Raises the errors of Jinja and Python for an invalid one."""
+    """Return the template and the names of the variables that it reads.
+
+    Raises errors of Jinja and Python if it is invalid.
+    """
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
 
     def raise_exception(message: str) -> NoReturn:
@@ -73,14 +79,14 @@ def _tojson(
 def _handle(request: bytes) -> bytes:
     """Compile a template, and render it if the request has a scope.
 
-    request: JSON of `source` and maybe `scope`, all the variables of a rendering.
+    request: JSON with `source`, and for a rendering `scope`, which contains all variables.
     Returns JSON of the rendered `text` (without a scope: of the `variables` of the template), or of the `stage` that
     failed ("compile", "render") and the `message`.
     """
     fields = json.loads(request.decode("utf-8", "surrogatepass"))
     try:
         template, variables = _compiled(fields["source"])
-    except Exception as error:  # Jinja's own, and Python's for deeply nested code
+    except Exception as error:  # Jinja's errors, and Python's for deeply nested code
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
         return _reply(stage="compile", message=line + _shown(error))
     if "scope" not in fields:

@@ -1,7 +1,8 @@
-"""Chat templates, rendered like in the transformers library, in child processes with limits (chat_sandbox.py).
+"""Renders chat templates as the transformers library does, in child processes with limits (chat_sandbox.py).
 
 A template is part of the model, so it may be hostile: every use of it, compilation included, has limits of time, memory
-and output. A program has RENDERERS such processes for all its templates; each starts when it is first needed.
+and output. A program has at most RENDERERS of these processes for all its templates. Each starts when it is first
+needed.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from megatron_runtime.protocol import strict_json as json
 logger = logging.getLogger(__name__)
 
 RENDERERS = 2
-"""Processes that render; a rendering beyond that waits."""
+"""Maximum number of child processes. Further renderings wait."""
 RENDER_SECONDS = 5.0
 """Timeout of one compilation or rendering."""
 RENDER_MEMORY_BYTES = 512 << 20
-"""Address space of each process for its templates."""
+"""Address space of each child process for templates and their output, in bytes."""
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
-"""Names in a model's list of templates. The second is for requests with tools."""
+"""Names of the templates in a model's list. The second template is for requests with tools."""
 
 _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
-"""Time for which a template that cannot render a trivial conversation is not used again."""
+"""Seconds for which a template is not tried again after it could not render even a trivial conversation."""
 _TRIVIAL = ({"role": "user", "content": "Hello"},)
 _RESERVED = frozenset({"messages", "tools"})
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered. The message comes from the template, or names the limit.
+    """The conversation cannot be rendered. The message comes from the template, or names the exceeded limit.
 
-    variable: the invalid variable, if it came with the request.
+    variable: name of the invalid variable, if the request set it.
     """
 
     def __init__(self, message: str, *, variable: str | None = None) -> None:
@@ -60,7 +61,7 @@ class ChatTemplateUnusableError(ChatTemplateError):
 class ChatTemplate:
     """The chat template of a model. Thread-safe.
 
-    A template that does not compile is logged: the model still completes text, and every rendering raises the error.
+    A template that does not compile is logged: the model can still complete text, but every rendering raises the error.
 
     source:  the Jinja text.
     special: variables that every template may use, such as `bos_token` and `eos_token`.
@@ -85,7 +86,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, sources: Mapping[str, Any], name: str, *, special: Mapping[str, str]) -> Self | None:
-        """Return the template of a model's list that has this name; None if it has none."""
+        """Return the template with this name in a model's list; None if the list lacks it."""
         source = sources.get(name)
         return cls(source, special=special) if source and isinstance(source, str) else None
 
@@ -96,7 +97,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text, up to where the assistant's answer begins.
+        """Return the prompt text, which ends where the assistant's answer begins.
 
         messages, tools, variables: values that JSON can express.
         variables: further template variables (`add_generation_prompt` is True unless given here).
@@ -105,7 +106,7 @@ class ChatTemplate:
             ChatTemplateUnusableError: the template does not compile, or cannot render even a trivial conversation
                 within the limits.
             ChatTemplateRejectedError: the template rejects the messages, or fails on them.
-            ChatTemplateError: the template exceeds a limit with them.
+            ChatTemplateError: the template exceeds a limit with these messages.
         """
         if time.monotonic() < self._broken_until:
             raise ChatTemplateUnusableError(self._broken_reason)
@@ -141,7 +142,7 @@ class ChatTemplate:
         except ChatTemplateUnusableError:
             raise
         except ChatTemplateError:
-            return  # the template may reject this conversation: rendering ended within the limits
+            return  # a rejection is fine: the rendering ended within the limits
 
     def _variables(self) -> list[str]:
         if len(self.source) > MAX_TEMPLATE_CHARACTERS:
@@ -182,7 +183,7 @@ def _lost(error: ProcessLostError) -> str:
 
 
 class _Renderers:
-    """The processes. Each serves one caller at a time. A further process starts when all are busy."""
+    """The pool of child processes. Each serves one caller at a time. If all are busy, another one is started."""
 
     def __init__(self) -> None:
         self.processes: list[SacrificialProcess] = []
@@ -225,7 +226,7 @@ _renderers = _Renderers()
 
 
 def _start_over() -> None:
-    """A forked process must not share the connections of its parent."""
+    """Discard the connections after a fork, because parent and child must not share them."""
     global _renderers
     _renderers = _Renderers()
 

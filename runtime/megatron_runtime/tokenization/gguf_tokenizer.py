@@ -1,8 +1,8 @@
 """A `Tokenizer` from the metadata of a GGUF file: byte-level BPE, or SentencePiece.
 
-SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) first joins the neighbours whose union has the highest score.
-This equals byte-pair encoding with the merges in the order of the scores. Text that no piece covers becomes byte
-tokens.
+SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) repeatedly joins the two adjacent pieces whose union has the
+highest score. This equals byte-pair encoding with the merges in the order of the scores. Text without a piece in the
+vocabulary becomes byte tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
-"""The name of SentencePiece in GGUF files."""
+"""The value of `tokenizer.ggml.model` for SentencePiece."""
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""Ids that llama.cpp assumes for files that do not name them."""
+"""Token ids that llama.cpp assumes for a file that does not set them."""
 
 MAX_PIECE_CHARACTERS = 512
-"""Finding the merges of a piece takes quadratic time. The longest pieces of known models have some 160 characters."""
+"""Maximum length of a piece, because its merges take quadratic time.
+
+The longest pieces of known models have 160 characters.
+"""
 
 END_OF_TURN_TEXTS = frozenset(
     {
@@ -45,7 +48,7 @@ END_OF_TURN_TEXTS = frozenset(
         "</s>",
     }
 )
-"""Control tokens that end an answer, whatever the metadata calls them: a file can name only one of them."""
+"""Control tokens that end an answer in any model, because the metadata of a file can name only one of them."""
 
 
 class _TokenizerFields:
@@ -63,7 +66,7 @@ class _TokenizerFields:
         self.pieces = [piece or f"[EMPTY_{id_}]" for id_, piece in enumerate(self._list("tokens", str))]
         self.kinds = self._list("token_type", int) or [_NORMAL] * len(self.pieces)
         self.merges = self._list("merges", str)
-        # The pieces of a vocabulary are in the order of descending scores.
+        # Without scores, the pieces are in the order of descending scores.
         self.scores = self._list("scores", float, int) or [-id_ for id_ in range(len(self.pieces))]
         self.add_space_prefix = bool(self._metadata.get(f"{_PREFIX}add_space_prefix", True))
         rule = WORD_RULES.get(self.pre)
@@ -104,7 +107,7 @@ class _TokenizerFields:
         return items
 
     def of_kind(self, kind: int) -> dict[int, str]:
-        """Return the pieces of one kind by token id."""
+        """Return the pieces of one kind (a value of `tokenizer.ggml.token_type`) by token id."""
         kinds = zip(self.pieces, self.kinds, strict=False)
         return {id_: piece for id_, (piece, own) in enumerate(kinds) if own == kind and piece}
 
@@ -126,7 +129,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
     with contained(f"{path} has no readable tokenizer"):
         backend = _sentencepiece_backend(fields) if fields.is_sentencepiece else _byte_level_backend(fields)
         backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in control.values()])
-        # Runs of spaces are among them, and SentencePiece looks for them after spaces have become WORD_START.
+        # Some of these tokens are runs of spaces, which SentencePiece matches after spaces have become WORD_START.
         backend.add_tokens(
             [AddedToken(piece, normalized=fields.is_sentencepiece, special=False) for piece in user_defined.values()]
         )
@@ -188,7 +191,7 @@ def _sentencepiece_backend(fields: _TokenizerFields) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_merges(fields: _TokenizerFields) -> list[tuple[str, str]]:
-    """Return every way to join a normal piece from two others, pieces of the highest score first."""
+    """Return every merge of two pieces to a normal piece, in descending order of the score of the result."""
     normal = fields.of_kind(_NORMAL)
     known = set(normal.values())
     return [

@@ -1,8 +1,8 @@
-"""Load the tokenizer of a model reference; read and write Hugging Face tokenizer directories.
+"""Loads the tokenizer of a model reference, and reads and writes Hugging Face tokenizer directories.
 
 A tokenizer.json is part of the model, so it may be hostile: a regular expression can take years to compile, and a
 normalizer can turn ten characters into gigabytes, which aborts the process. So a child process with limits loads the
-file and encodes some text before this process loads it.
+file and encodes some texts first; only then does this process load it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
 TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
-"""Time to load a tokenizer.json and encode the trial texts: fixed, and for each megabyte of the file."""
+"""Timeout for loading a tokenizer.json and encoding the trial texts: fixed, and per megabyte of the file.
+"""
 TRIAL_MEMORY_BYTES = 4 << 30
-"""Address space of the child for the tokenizer."""
+"""Address space of the child process for the tokenizer, in bytes."""
 VLLM_SECONDS = 300
-"""Time to import vLLM and to read a vocabulary: about a minute on two loaded cores."""
+"""Timeout for importing vLLM and reading a vocabulary, which takes about a minute on two loaded cores."""
 VLLM_ENVIRONMENT: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_TARGET_DEVICE": "cpu",
 }
-"""Of children that use vLLM without an engine: they use no GPU and no network."""
+"""Environment of child processes that use vLLM without an engine: they get no GPU and no network access."""
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -58,7 +59,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
     model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, a .gguf file, or a directory with a
            tokenizer.json, with one .gguf file, or with a Megatron-Core checkpoint and a tokenizer.json. If vLLM is
-           installed, a directory may have another vocabulary that vLLM reads.
+           installed, a directory may instead contain any other vocabulary that vLLM can read.
     renders_chat: load the chat template, which only servers need.
 
     Raises TokenizerLoadError.
@@ -182,7 +183,7 @@ def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal reaches the whole process group
+            start_new_session=True,  # Ctrl-C in a terminal would reach the child too
             timeout=VLLM_SECONDS,
             check=False,
         )
@@ -200,9 +201,9 @@ def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
 
 
 def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
-    """Write the tokenizer of the .gguf file at `path` to `directory`, as transformers reads it; return its EOS ids.
+    """Write the tokenizer of the .gguf file at `path` to `directory` in transformers' format; return its EOS ids.
 
-    The files have the first EOS id only. Raises what tokenizer_from_gguf raises.
+    The written files contain only the first EOS id. Raises what tokenizer_from_gguf raises.
     """
     tokenizer = tokenizer_from_gguf(path)
     template = tokenizer.chat_template
@@ -234,11 +235,13 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
 
 
 def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name. Files replace those in tokenizer_config.json, as in transformers."""
+    """Return the chat templates by name. As in transformers, template files override tokenizer_config.json."""
     files = {DEFAULT_TEMPLATE: TEMPLATE_FILE, TOOL_TEMPLATE: TOOL_TEMPLATE_FILE}
-    found = {name: file for name, path in files.items() if (file := ModelDirectory(directory).file(path)) is not None}
-    if found:
-        return {name: file.read_text() for name, file in found.items()}
+    templates = {
+        name: file for name, path in files.items() if (file := ModelDirectory(directory).file(path)) is not None
+    }
+    if templates:
+        return {name: file.read_text() for name, file in templates.items()}
     listed = config.get("chat_template")
     if listed is None or isinstance(listed, str):
         return {} if listed is None else {DEFAULT_TEMPLATE: listed}

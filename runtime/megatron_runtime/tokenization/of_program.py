@@ -1,4 +1,4 @@
-"""Tokenizers that a program holds: of transformers, of the tokenizers library, or with Megatron-Core's interface."""
+"""Adapts tokenizer objects of other libraries: transformers, tokenizers, and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, Wind
 from megatron_runtime.tokenization.vocabulary import TokenBound
 
 _LONGEST_TOKEN_BYTES = 256
-"""Assumed length for a tokenizer whose vocabulary is unknown. Used for the lower bound of a text's number of tokens."""
+"""Assumed maximum length of a token if the vocabulary is unknown, for the lower bound of a text's number of tokens."""
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer:
@@ -56,8 +56,8 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
 class MegatronTokenizer(Tokenizer):
     """A tokenizer with Megatron-Core's interface: tokenize(text), detokenize(ids), vocab_size, eod and bos.
 
-    Special tokens inside a text are text, as in Megatron-Core, unless detokenize() takes `skip_special_tokens`.
-    Its vocabulary is not known, so that structured output is not available.
+    As in Megatron-Core, special tokens are decoded as text unless detokenize() has the parameter `skip_special_tokens`.
+    The vocabulary is not known, so structured output is not available.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -75,7 +75,7 @@ class MegatronTokenizer(Tokenizer):
 
     @property
     def of_program(self) -> Any:
-        """The program's own tokenizer."""
+        """The wrapped tokenizer of the program."""
         return self._tokenizer
 
     def to_json(self) -> str:
@@ -118,8 +118,9 @@ class MegatronTokenizer(Tokenizer):
 
 
 def _id(tokenizer: Any, *names: str) -> int | None:
-    """Return the first token id that the tokenizer has under one of `names`. Some tokenizers raise an error for missing
-    names.
+    """Return the first token id that the tokenizer has as an attribute of `names`; None if it has none.
+
+    Some tokenizers raise an error for a missing attribute.
     """
     for name in names:
         try:

@@ -1,11 +1,11 @@
 """`Tokenizer`: text to token ids and back, for whole texts and for streams.
 
-Byte-level and SentencePiece vocabularies map every token to bytes, so a stream is an incremental UTF-8 decode: linear,
-and a character is returned only when its last byte has arrived. Other vocabularies decode a short sliding window of
-tokens. Concatenated, the parts of a stream equal `Tokenizer.decode` of all ids.
+Byte-level and SentencePiece vocabularies map every token to bytes, so a stream is decoded as incremental UTF-8, in
+linear time. A character is returned when its last byte has arrived. For other vocabularies, a short sliding window of
+tokens is decoded. The concatenated parts of a stream equal `Tokenizer.decode` of all ids.
 
 The first token of a sequence is decoded differently, without its space, and a character may begin in one token and end
-in another. So a text that continues tokens is decoded after them: see `after` of `Tokenizer.detokenizer`.
+in another. So the decoder of a text that continues other tokens must know them: see `after` of `Tokenizer.detokenizer`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTempla
 from megatron_runtime.tokenization.vocabulary import WORD_START, TokenBound, contained, piece_to_bytes
 
 MAX_SHORT_CHARACTERS = 512
-"""A text up to this length is encoded by the call with the least overhead, which holds the global interpreter lock."""
+"""Maximum length of a text that is encoded by the fastest call, which holds the global interpreter lock."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SEARCHED_TOKENS = 256
-"""Number of tokens before a text that are searched for visible ones."""
+"""Maximum number of preceding tokens that are searched for visible ones."""
 _CONTEXT_TOKENS = 8
-"""Number of visible tokens before a text that a decoder sees."""
+"""Number of visible preceding tokens that a decoder is given as context."""
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
-"""Bytes of UTF-8 that begin no character."""
+"""The bytes that continue a character in UTF-8."""
 
 LeadingSpaces: TypeAlias = Literal["kept", "one", "all"]
-"""Spaces that a decoder removes at the beginning of a sequence: none, one, or all spaces of the first token."""
+"""What a decoder does with the leading spaces of the first token: keep them, remove one, or remove all."""
 
 
 class Detokenizer(ABC):
-    """Text of one growing sequence of token ids."""
+    """Incremental decoder of one sequence of token ids."""
 
     @abstractmethod
     def feed(self, ids: Iterable[int]) -> str:
-        """Return the text that `ids` complete; an incomplete character is held back."""
+        """Return the text that the next `ids` complete. An incomplete character is held back."""
 
     @abstractmethod
     def finish(self) -> str:
@@ -54,11 +54,11 @@ class Detokenizer(ABC):
 
 
 class BytesDetokenizer(Detokenizer):
-    """For vocabularies in which each token is a string of bytes.
+    """Detokenizer for vocabularies in which each token is a string of bytes.
 
-    token_bytes: returns the bytes of a token id, empty for one that has no text.
+    token_bytes: returns the bytes of a token id, b"" for a token without text.
     after:       tokens before the sequence.
-    stripped:    what the decoder removes if no text is before the sequence.
+    stripped:    spaces that are removed if no text precedes the sequence.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BytesDetokenizer(Detokenizer):
         return self._utf8.decode(b"".join(map(self._after_start, ids)))
 
     def _after_start(self, id_: int) -> bytes:
-        """Return the bytes of a token without the spaces that are removed."""
+        """Return the bytes of the first token without the spaces that the decoder removes."""
         data = self._token_bytes(id_)
         if data and self._stripped != "kept":
             data = data.removeprefix(b" ") if self._stripped == "one" else data.replace(b" ", b"")
@@ -92,12 +92,13 @@ class BytesDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """For vocabularies whose decoder looks at neighbouring tokens (leading spaces, byte fallback).
+    """Detokenizer for vocabularies whose decoder needs adjacent tokens (leading spaces, byte fallback).
 
     decode: returns the text of consecutive token ids.
     after:  tokens before the sequence.
 
-    The window starts at tokens whose text has been returned: a decoder may strip the first space of its input.
+    The window starts with tokens whose text has been returned, because a decoder may strip the first space of its
+    input.
     """
 
     MAX_HELD_TOKENS = 16
@@ -137,11 +138,12 @@ class Tokenizer:
     backend:        the compiled tokenizer.
     bos_id:         token that begins a sequence, or None.
     add_bos:        prompts that are encoded with special tokens begin with `bos_id`.
-    eos_ids:        every token that ends an answer: end of sequence, end of turn. The first is the model's own.
+    eos_ids:        all tokens that end an answer, such as end of sequence and end of turn. The first is the model's
+                    end-of-sequence token.
     chat_template:  None for a model that only completes text.
     tool_template:  chat template for requests with tools; None if the model has one template for all requests.
     context_length: longest sequence that the model supports, in tokens; None if unknown.
-    logits:         width of the model's logits, which may have more tokens than the vocabulary; 0 if unknown.
+    logits:         width of the model's logits, which may exceed the vocabulary; 0 if unknown.
     generation_config: default sampling parameters from its generation_config.json.
     """
 
@@ -175,7 +177,7 @@ class Tokenizer:
         self._special_starts = frozenset(added[id_].content[:1] for id_ in self.special_ids)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._stripped = _leading_spaces(backend)
-        # A token that is matched in normalised text is written with the vocabulary's mark for a space.
+        # Tokens that are matched in normalised text contain the vocabulary's mark for a space.
         self._bytes = {
             id_: (token.content.replace(WORD_START, " ") if token.normalized else token.content).encode()
             for id_, token in added.items()
@@ -188,7 +190,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of `text`. The text of a special token becomes that token.
 
-        Bytes without a token in the vocabulary are left out, as in the model's own library.
+        As in the tokenizers library, bytes without a token are left out.
 
         add_special: also add the tokens that the model expects around a prompt, such as the begin-of-sequence token.
 
@@ -237,13 +239,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation; the template itself writes every special token."""
+        """Return the token ids of a conversation. The template writes all special tokens, so none are added."""
         return self.encode(self.render_chat(messages, tools=tools, variables=variables), add_special=False)
 
     def decode(self, ids: Iterable[int], *, after: Sequence[int] = (), skip_special: bool = True) -> str:
         """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary have no text.
 
-        after: tokens before them; see detokenizer().
+        after: tokens before `ids`; see detokenizer().
         """
         detokenizer = self.detokenizer(after=after, skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
@@ -272,8 +274,8 @@ class Tokenizer:
         """Return the text of an answer without the end-of-sequence tokens at its end.
 
         after:      tokens of the prompt; see detokenizer().
-        stop_token: the last token, if it ended the answer; it has no text either.
-        keeps_end:  the text includes the tokens at the end.
+        stop_token: last token of the answer if it ended the answer; its text is left out too.
+        keeps_end:  the text includes the end-of-sequence tokens.
         """
         end = len(ids) if keeps_end or stop_token is None else len(ids) - 1
         while not keeps_end and end and ids[end - 1] in self.eos_ids:
@@ -311,14 +313,14 @@ class Tokenizer:
         return self.special_ids.difference(visible) if visible else self.special_ids
 
     def special_tokens_in(self, texts: Iterable[str]) -> dict[int, str]:
-        """Return the special tokens that occur in one of `texts`, with the text of each."""
-        found: dict[int, str] = {}
+        """Return the special tokens that occur in any of `texts`, as a map from token id to text."""
+        special_tokens: dict[int, str] = {}
         for text in texts:
             if not self._special_starts.isdisjoint(text):
-                with contextlib.suppress(ValueError):  # no tokens stand for a text that is not valid Unicode
+                with contextlib.suppress(ValueError):  # a text that is not valid Unicode has no tokens
                     ids = self.special_ids.intersection(self.encode(text, add_special=False))
-                    found.update((id_, self.token_bytes(id_).decode()) for id_ in ids)
-        return found
+                    special_tokens.update((id_, self.token_bytes(id_).decode()) for id_ in ids)
+        return special_tokens
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the vocabulary entry `text`."""
@@ -326,7 +328,7 @@ class Tokenizer:
         return id_
 
     def token_bytes(self, id_: int) -> bytes:
-        """Return the bytes of a token, special or not; empty for an id outside the vocabulary."""
+        """Return the bytes of a token, special tokens included; b"" for an id outside the vocabulary."""
         known = self._bytes.get(id_)
         if known is None:
             piece = self._backend.id_to_token(id_) if 0 <= id_ < self.id_limit else None
@@ -342,13 +344,13 @@ class Tokenizer:
 
 
 def context_of(after: Sequence[int], hidden: Collection[int]) -> list[int]:
-    """Return the last tokens of `after` that have a text."""
+    """Return the last tokens of `after` that are visible, at most _CONTEXT_TOKENS. hidden: tokens without text."""
     visible = (id_ for id_ in reversed(after[-_SEARCHED_TOKENS:]) if id_ not in hidden)
     return list(itertools.islice(visible, _CONTEXT_TOKENS))[::-1]
 
 
 def _leading_spaces(backend: tokenizers.Tokenizer) -> LeadingSpaces | None:
-    """Return what the decoder removes from the beginning of a sequence; None if its tokens are not strings of bytes."""
+    """Return how the decoder treats leading spaces; None if the tokens of the vocabulary are not strings of bytes."""
     if backend.decoder is None:
         return None
     if isinstance(backend.decoder, tokenizers.decoders.ByteLevel):

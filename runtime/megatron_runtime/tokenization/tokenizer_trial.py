@@ -11,9 +11,9 @@ from megatron_runtime.process.sacrificial_process import serve
 from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
 MAX_GROWTH, MAX_GROWTH_CHARACTERS = 64, 4096
-"""A text of n characters may decode to 64 n + 4096 characters, and encode to as many tokens."""
+"""A text of n characters may have at most 64 n + 4096 tokens, and decode to at most this many characters."""
 MAX_WORD_CHARACTERS = 4096
-"""WordPiece takes quadratic time over a word of up to `max_input_chars_per_word`."""
+"""Maximum `max_input_chars_per_word` of WordPiece, which takes quadratic time for a word of this length."""
 
 _TRIAL_TEXTS = (
     "".join(map(chr, range(32, 127))),
@@ -24,7 +24,7 @@ _TRIAL_TEXTS = (
 
 
 def _verdict(content: bytes) -> bytes:
-    """Return the fault of a tokenizer; nothing if it may be loaded."""
+    """Return a message about the fault of a tokenizer.json; b"" if the file may be loaded."""
     try:
         with contained("the library cannot load it"):
             backend = load_vocabulary(content)
@@ -45,7 +45,7 @@ def _encode_and_decode(backend: tokenizers.Tokenizer, text: str) -> None:
     try:
         ids = backend.encode_batch_fast([text])[0].ids
         decoded = backend.decode(ids, skip_special_tokens=False)
-    except Exception:  # a vocabulary need not cover every text: such a request is answered with an error
+    except Exception:  # a vocabulary need not cover every text: requests with other texts get an error
         return
     except BaseException as error:
         raise ValueError(f"it fails on a common text: {error}") from error

@@ -1,15 +1,15 @@
 """Reads the tokenizer of a model without tokenizer.json with vLLM's code, in a child process: vLLM and transformers are
 large, and the files may be hostile.
 
-vLLM knows vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child writes the tokenizer in the
-form of tokenizer.json, so that servers and engines use it as any other. loader.py runs it with the directory of the
-model. Its output is a JSON object:
+vLLM knows vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child converts the tokenizer to a
+tokenizer.json, so that servers and engines use it like any other. loader.py runs it with the directory of the model.
+Its output is a JSON object:
 
 `tokenizer`:     as the content of a tokenizer.json.
 `special`:       texts of special tokens, by their names in tokenizer_config.json.
 `adds_bos`:      prompts begin with the begin-of-sequence token, which `tokenizer` does not write.
-`chat_template`: None if it has none.
-`problem`:       why it cannot be read; the others are missing then.
+`chat_template`: None if the model has none.
+`problem`:       why the tokenizer cannot be read; in this case, the other keys are missing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron_runtime.process.sacrificial_process import limit_memory
 from megatron_runtime.protocol import strict_json as json
 
 MEMORY_BYTES = 32 << 30
-"""Address space: the libraries of vLLM reserve much that they do not use."""
+"""Address space of the child process, in bytes. vLLM's libraries reserve much more than they use."""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def _read(directory: Path) -> dict[str, Any]:
     if is_tekken := ModelDirectory(directory).file("tekken.json") is not None:
-        # vLLM reads this file with mistral_common, which has no tokenizer.json.
+        # vLLM reads this file with mistral_common, which cannot produce a tokenizer.json.
         from transformers.integrations.mistral import convert_tekken_tokenizer
 
         tokenizer = convert_tekken_tokenizer(str(directory / "tekken.json"))
@@ -58,7 +58,7 @@ def main() -> None:
     signal.alarm(int(sys.argv[2]))
     limit_memory(MEMORY_BYTES)
     output = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print messages, which must not mix with the result
     try:
         reply = _read(Path(sys.argv[1]))
     except Exception as error:

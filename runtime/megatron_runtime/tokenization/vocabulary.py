@@ -1,9 +1,10 @@
-"""Vocabularies of the compiled `tokenizers` library: containment, byte alphabet, and a lower bound of token counts.
+"""Helpers for the compiled `tokenizers` library: error handling, byte alphabet, and a lower bound of token counts.
 
-Every byte of a text is part of some token. Each byte of a token of n bytes accounts for 1/n of the token. So each byte
-value accounts for at least 1/n, where n is the length of the longest token that contains it. The sum over a text's
-bytes is a lower bound, so a text that cannot fit a model is rejected before it is tokenized. The bound takes
-milliseconds for megabytes; the tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
+Every byte of a text is part of some token, and each byte of a token of n bytes accounts for 1/n of the token. So a byte
+value accounts for at least 1/n of a token, where n is the length of the longest token that contains it. The sum over
+the bytes of a text is a lower bound of its number of tokens. With this bound, a text that is too long for a model is
+rejected before it is tokenized. The bound takes milliseconds for megabytes; the tokenizer takes seconds, and up to 300
+bytes of memory for each byte of text.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """The character that stands for a space in SentencePiece vocabularies."""
 
 UNKNOWN_BYTES_PER_TOKEN = 256
-"""Assumed for vocabularies without a provable bound: their normalizer drops text, or their model makes one token of a
-run of unknown text. Real text has 3 to 6 bytes in a token."""
+"""Bytes per token that are assumed for vocabularies without a provable bound. Real text has 3 to 6 bytes per token.
+
+In such a vocabulary the normalizer drops text, or the model makes one token of a run of unknown text.
+"""
 
 _COMPOSITION_SHRINK = 8
-"""The Unicode normal forms make a text at most 4 times shorter in UTF-8; twice that, to be safe."""
+"""Factor by which Unicode normalization may shorten a text in UTF-8: the maximum is 4, doubled here for safety."""
 
 _Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _FORMS: frozenset[str] = frozenset(get_args(_Form))
@@ -39,9 +42,9 @@ _CHUNK = 1 << 16
 
 @contextmanager
 def contained(action: str) -> Iterator[None]:
-    """Raise ValueError for every error of the library. Its panics are not derived from Exception.
+    """Convert every error of the library, including its panics, which are not an Exception, to a ValueError.
 
-    action: begins the message, such as "the text cannot be tokenized".
+    action: beginning of the message, such as "the text cannot be tokenized".
     """
     try:
         yield
@@ -86,8 +89,8 @@ def piece_to_bytes(piece: str) -> bytes:
 class TokenBound:
     """A lower bound of the number of tokens of a text.
 
-    weights: smallest part of a token that each byte value accounts for, float64 [256]; 0 for bytes that the vocabulary
-             may leave out.
+    weights: float64 [256], the minimum part of a token that each byte value accounts for; 0 for bytes that the
+             tokenizer may drop.
     forms:   Unicode normal forms that the tokenizer converts text to first.
     longest: upper bound of the length of a token, in bytes.
     """
@@ -117,7 +120,7 @@ class TokenBound:
         sizes[ord(" ")] = max(sizes[ord(" ")], *(sizes[byte] for byte in WORD_START.encode()))
         kept = _kept_bytes(backend.model, vocabulary, is_byte_level=is_byte_level)
         if any(token.lstrip or token.rstrip for token in added):
-            kept -= _SPACES | frozenset(range(128, 256))  # such a token includes adjacent white space
+            kept -= _SPACES | frozenset(range(128, 256))  # such tokens may strip adjacent white space
         weights = np.array([1 / sizes[byte] if byte in kept else 0.0 for byte in range(256)])
         return cls(weights, forms, longest)
 
@@ -138,7 +141,7 @@ class TokenBound:
 
 
 def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer or pre-tokenizer, as tokenizer.json lists them."""
+    """Yield the steps of a normalizer or pre-tokenizer, in the order of tokenizer.json."""
     if part is None:
         return
     pending = [json.loads(part.__getstate__())]
@@ -151,7 +154,7 @@ def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequence[dict[str, Any]]) -> bool:
-    """Return whether each character of a text reaches the model: unchanged, normalised, or as the mark of a space."""
+    """Return whether each character of a text reaches the model, unchanged, normalised, or as the mark for a space."""
     marks_spaces = False
     for part in normalizers:
         match part:
@@ -173,7 +176,7 @@ def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequen
 
 
 def _is_of_pieces(model: Any) -> bool:
-    """Return whether the vocabulary holds unmodified pieces of text, without marks for the end or inside of a word."""
+    """Return whether the vocabulary's entries are plain text, without marks for the end or the inside of a word."""
     marks = (getattr(model, name, None) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     return type(model).__name__ == "BPE" and not any(marks)
 
@@ -195,7 +198,10 @@ def _sizes(pieces: Iterable[bytes]) -> list[int]:
 
 
 def _kept_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: bool) -> set[int]:
-    """Return the byte values that always become part of a token. The model may drop others, or join runs of them."""
+    """Return the byte values that always become part of a token.
+
+    The model may drop other bytes, or join runs of them.
+    """
     if is_byte_level:
         return {byte for character, byte in BYTE_OF_CHARACTER.items() if character in vocabulary}
     if getattr(model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):

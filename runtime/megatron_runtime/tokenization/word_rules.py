@@ -1,6 +1,6 @@
-"""How the byte-level vocabularies of GGUF files split text into words before merges apply, by `tokenizer.ggml.pre`.
+"""How byte-level vocabularies of GGUF files split text into words before merges, by the value of `tokenizer.ggml.pre`.
 
-The names come from llama.cpp (src/llama-vocab.cpp), the patterns from the tokenizer.json of the models.
+The names come from llama.cpp (src/llama-vocab.cpp), and the patterns from the tokenizer.json of the models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEWER_LETTERS = (
     "\U0001d400-\U0001d7cb\U0001df00-\U0001df1e"
 )
 _DEEPSEEK_LETTERS = rf"(?:(?![{_NEWER_LETTERS}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+"
-"""Letters with case, without those that came into Unicode after the model."""
+"""Letters with case, except letters that were added to Unicode after the model."""
 
 
 def _cased_words(number: str, contraction: str = "") -> str:
@@ -43,7 +43,7 @@ class WordRule:
 
     patterns:    regular expressions, applied in order. Text between two matches is a word too.
     keeps_words: a word that is in the vocabulary is one token, whatever the merges say.
-    adds_bos:    texts begin with BOS unless the file says otherwise.
+    adds_bos:    texts begin with the BOS token unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]

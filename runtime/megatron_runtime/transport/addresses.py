@@ -1,13 +1,13 @@
-"""Where a peer looks for its coordinator: one address, or both addresses of a pair."""
+"""The addresses at which a peer tries to reach its coordinator, or either coordinator of a pair."""
 
 from __future__ import annotations
 
 
 class CoordinatorAddresses:
-    """The addresses of one coordinator or of a pair. `current` is the address that is tried or in use.
+    """The addresses of one coordinator or of a pair. `current` is the address in use, or the address to try.
 
-    addresses: as for a Dealer; the first is tried first.
-    learns:    a coordinator may name the host of the other one, which has the same port. False: there are no others.
+    addresses: as for a Dealer; the first one is tried first.
+    learns:    a coordinator may report the host of the other one, which has the same port. False: `addresses` are all.
     """
 
     def __init__(self, *addresses: str, learns: bool = True) -> None:
@@ -24,7 +24,10 @@ class CoordinatorAddresses:
         self.current = self._all[(self._all.index(self.current) + 1) % len(self._all)]
 
     def learn(self, other: str | None) -> None:
-        """Record the host of the other coordinator, which the current one reports. None: there is none."""
+        """Record the host of the other coordinator, as the current one reports it.
+
+        None: there is no other coordinator.
+        """
         if not self._learns:
             return
         others: tuple[str, ...] = ()

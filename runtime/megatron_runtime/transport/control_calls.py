@@ -1,4 +1,4 @@
-"""Verbs and STATUS as awaitable calls on a registered connection."""
+"""Control verbs and STATUS requests as awaitable calls on a registered connection."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from megatron_runtime.protocol.messages import Control, ControlAck, Error, Frame
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 ANSWER_MARGIN_SECONDS = 5.0
-"""Added to the deadline of an operation before its sender gives up, so that the coordinator's answer comes first."""
+"""Seconds that a caller waits beyond the deadline of its operation, so that the coordinator's answer arrives first.
+"""
 
 
 class ControlRejectedError(Exception):
     """The coordinator rejected a control message, or the operation failed.
 
     code:  ErrorCode; ILLEGAL_SIGNAL, IN_PROGRESS, STALE_FENCE, ENGINES_MISSING, DEADLINE, ENGINE_FAILED …
-    state: the coordinator's state, as text; empty if the answer does not have it.
+    state: state of the coordinator, as text; empty if the answer does not contain it.
     fence: with STALE_FENCE, the highest fence that the coordinator has received.
     ack:   the whole answer, with the outcome of each engine; None for an ERROR.
     """
@@ -35,8 +36,9 @@ class ControlRejectedError(Exception):
 
 
 class ControlCalls:
-    """Calls in progress on one connection. After a new registration an operation is sent again, which is safe because
-    of its id.
+    """The unanswered calls of one connection.
+
+    They are sent again after each new registration; operation ids prevent a second execution.
     """
 
     def __init__(self, send: Callable[[Frames], bool], *, address: str) -> None:
@@ -46,8 +48,9 @@ class ControlCalls:
         self._status: deque[asyncio.Future[StatusReply]] = deque()
 
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
-        """Send now. The future returns the confirmed CONTROL_ACK, or raises ControlRejectedError or
-        CoordinatorUnreachableError. The caller may ignore it.
+        """Send a verb, and return a future for its confirmed CONTROL_ACK. The caller may ignore the future.
+
+        The future raises ControlRejectedError or CoordinatorUnreachableError.
         """
         operation_id = control.operation_id or uuid.uuid4().hex
         control = control.model_copy(update={"operation_id": operation_id})
@@ -93,7 +96,7 @@ class ControlCalls:
             case Error(uid=None, code=ErrorCode.UNSUPPORTED) if self._status:
                 _reject(self._status, message)
             case Error(uid=None, code=ErrorCode.WRONG_ROLE | ErrorCode.MALFORMED) if self._operations or self._status:
-                # The error has no operation id: this connection is not allowed to send verbs.
+                # An error without an operation id rejects all calls: this connection is not allowed to send verbs.
                 _reject(self._futures(), message)
             case _:
                 return False
@@ -136,7 +139,7 @@ def _future(seconds: float, message: str) -> asyncio.Future[Any]:
     def done(_: asyncio.Future[Any]) -> None:
         timer.cancel()
         if not future.cancelled():
-            future.exception()  # marks it as retrieved
+            future.exception()  # mark the exception as retrieved
 
     future.add_done_callback(done)
     return future

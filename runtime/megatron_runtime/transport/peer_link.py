@@ -1,7 +1,7 @@
 """The connection of one peer to a coordinator: registration, heartbeats, loss detection, reconnection.
 
-Two coordinators may form a pair. The peer is registered with one of them at a time. It tries the other one when its
-coordinator is silent or reports that it is on standby.
+Two coordinators may form a pair. The peer is registered with one of them at a time. It tries the other one if its
+coordinator is silent or reports that it is a standby.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 3.0
-"""Time without any message after which a new socket is opened."""
+"""Seconds without any message after which a peer opens a new socket."""
 REDIRECT_SECONDS = 0.1
-"""Time between an answer of a standby and the next try, at the other coordinator."""
+"""Seconds between the answer of a standby coordinator and the next attempt, with the other coordinator."""
 PROBE_SECONDS = 2.0
-"""Timeout of the connection that determines why a coordinator does not answer."""
+"""Timeout, in seconds, of the test connection that determines why a coordinator does not answer."""
 GOODBYE_LINGER_MS = 2000
 
 
 class CoordinatorUnreachableError(TimeoutError):
-    """No coordinator answered in time. The text names the address."""
+    """No coordinator answered in time. The message names the address."""
 
 
 class HandshakeRejectedError(AssertionError):
@@ -90,9 +90,9 @@ open_dealer: OpenSocket = partial(
 class LinkTiming:
     """Times in seconds.
 
-    tick:      interval of heartbeats, and of HELLO until the registration; None: as named by HELLO_ACK.
+    tick:      interval of heartbeats, and of HELLO until the registration; None: the interval in HELLO_ACK.
     silence:   time without any message after which a new socket is opened.
-    other_key: the same before the registration, if the coordinator may have another key or address; None: `silence`.
+    other_key: the same timeout before the registration, if another key or address can be tried; None: `silence`.
     """
 
     tick: float | None = None
@@ -101,7 +101,10 @@ class LinkTiming:
 
 
 def coordinator_address(where: int | str) -> str:
-    """Return the ZeroMQ address of a port number on this machine, "host:port" or "tcp://host:port"."""
+    """Return the ZeroMQ address of a coordinator.
+
+    where: port number on this machine, "host:port" or "tcp://host:port".
+    """
     if isinstance(where, int):
         return f"tcp://127.0.0.1:{where}"
     if "://" in where:
@@ -113,7 +116,7 @@ def coordinator_address(where: int | str) -> str:
 
 
 async def unreachable_cause(address: str) -> str:
-    """Return why no coordinator answers at an address of a Dealer, after trying to connect."""
+    """Try to connect to an address of a Dealer, and return the reason why no coordinator answers there."""
     try:
         target = parse_address(address)
         async with asyncio.timeout(PROBE_SECONDS):
@@ -138,14 +141,14 @@ class PeerLink:
     """Keeps one DEALER registered with a coordinator, across restarts of either.
 
     addresses:    addresses of the coordinator, or of both of a pair.
-    keys:         keys in use, which follow their files; None: no encryption.
-    hello:        creates the HELLO to send now, for an incarnation.
-    on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
+    keys:         keys in use, which are read again when their files change; None: no encryption.
+    hello:        returns the HELLO to send now. Its argument is the incarnation of the link.
+    on_ack:       called with each HELLO_ACK and a flag that is set if the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
-    heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
+    heartbeat:    returns the HEARTBEAT to send now, for an incarnation; None: the peer sends no heartbeats.
     on_lost:      called with the reason when a registration ends other than by close().
     on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
-    open_socket:  opens a new DEALER for each try to register.
+    open_socket:  opens a new DEALER for each attempt to register.
     """
 
     addresses: CoordinatorAddresses
@@ -183,12 +186,12 @@ class PeerLink:
 
     @property
     def address(self) -> str:
-        """The address that is tried or in use."""
+        """The address in use, or the address to try."""
         return self.addresses.current
 
     @property
     def local_host(self) -> str | None:
-        """The address of this machine towards the coordinator; None without an open connection of a Dealer."""
+        """This machine's address on the connection to the coordinator; None if no Dealer is connected."""
         return self._socket.local_host if isinstance(self._socket, Dealer) else None
 
     def open(self) -> None:
@@ -222,7 +225,7 @@ class PeerLink:
     def close(self, reason: str = "", *, linger_ms: int = GOODBYE_LINGER_MS) -> None:
         """Send DISCONNECT and close the socket. Idempotent.
 
-        linger_ms: the longest time that DISCONNECT may take to leave this machine.
+        linger_ms: maximum time for sending DISCONNECT, in milliseconds.
         """
         if self._closed:
             return
@@ -241,7 +244,8 @@ class PeerLink:
     def send(self, frames: Frames) -> bool:
         """Send a message; before the registration it is dropped.
 
-        Return False, without sending, if it is larger than the coordinator accepts or if the socket does not accept it.
+        Return False, without sending it, if the message is larger than the coordinator accepts or if the socket's
+        buffer is full.
         """
         size = sum(map(len, frames))
         if size > self.max_message_bytes:
@@ -257,21 +261,19 @@ class PeerLink:
             self.send(self.heartbeat(self._incarnation).to_frames())
 
     def say_hello(self) -> None:
-        """Send HELLO, to register or after its content has changed."""
+        """Send HELLO, to register or to report that its content has changed."""
         if self._socket is not None:
             hello = self.hello(self._incarnation)
             self._socket.send((hello.model_copy(update={"term": self._term}) if self._term else hello).to_frames())
 
     def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
-        """Close the socket and open a new one: after `after_seconds`, or when an earlier delay ends, whichever is
-        later.
-        """
+        """Close the socket, and open a new one after `after_seconds`, or after an earlier delay if that ends later."""
         self._muted_until = max(self._muted_until, self._now() + after_seconds)
         self._hang_up(reason)
         self._open()
 
     def move(self, reason: str) -> None:
-        """Open a new socket, to the other coordinator of a pair if there is one."""
+        """Open a new socket to the other coordinator of a pair, or to the same one if there is no other."""
         self._hang_up(reason)
         self.addresses.move_on()
         self._open()
@@ -283,7 +285,7 @@ class PeerLink:
         self._lose(reason)
 
     def _redirected(self, reason: str) -> None:
-        """Handle the reply of a standby coordinator: try the other coordinator soon."""
+        """Handle the answer of a standby coordinator: try the other coordinator after REDIRECT_SECONDS."""
         assert self._loop is not None
         self._hang_up(reason)
         self.addresses.move_on()
@@ -291,7 +293,7 @@ class PeerLink:
 
     def _open_again(self) -> None:
         if self._socket is None and not self._closed:
-            # A standby has accepted the key in use.
+            # A standby that answers has accepted the key in use, so the next attempt uses the same key.
             self._tries = max(0, self._tries - 1)
             self._open()
 
@@ -307,7 +309,10 @@ class PeerLink:
         self.say_hello()
 
     def _next_keys(self) -> PeerKeys | None:
-        """Return the keys of the next try to connect. The last try may have failed because the keys changed."""
+        """Return the keys for the next attempt to connect.
+
+        The last attempt may have failed because the keys changed.
+        """
         tries = self._tries
         self._tries += 1
         if self.keys is None:
@@ -331,7 +336,7 @@ class PeerLink:
         self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def _tick(self) -> None:
-        # While this loop was blocked, it handled no message, even if some had arrived.
+        # Messages may have arrived while the event loop was blocked, so blocked time does not count as silence.
         now = self._now()
         self._last_received = min(now, self._last_received + max(0.0, now - self._due))
         self._schedule_tick()
@@ -358,8 +363,9 @@ class PeerLink:
         return self.timing.silence
 
     def _own_key_changed(self) -> bool:
-        """Whether the key file has a new key. The switch happens while the old key is still accepted, so no connection
-        is cut.
+        """Whether the key file has a new key.
+
+        The link switches to it while the coordinator still accepts the old key, so the switch interrupts nothing.
         """
         if self.keys is None:
             return False
@@ -426,6 +432,6 @@ class PeerLink:
         message = f"the coordinator at {self.address} {what}"
         if self._acknowledged is not None and not self._acknowledged.done():
             self._acknowledged.set_exception(HandshakeRejectedError(message))
-            self._acknowledged.exception()  # after open() no task awaits it
+            self._acknowledged.exception()  # retrieve the exception, which no task awaits after open()
         else:
             logger.error("%s", message)

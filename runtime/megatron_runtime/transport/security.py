@@ -1,4 +1,4 @@
-"""CURVE keys and their roles. A peer must hold a key of the role that its port is for.
+"""CURVE keys and their roles. Each port is for one role, and a peer must hold a key of this role.
 
 A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
 `engine`, `client` or `admin`. `trainer.pub` and `trainer.key` are optional: a trainer publishes weights, and sends some
@@ -20,17 +20,17 @@ from megatron_runtime.protocol.headers import Role
 logger = logging.getLogger(__name__)
 
 TRAINER = "trainer"
-"""File name of the keys of a trainer, which has no separate port."""
+"""File name of a trainer's keys. Trainers have no port of their own."""
 Z85_KEY_LENGTH = 40
 _Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 _Z85 = b"0123456789" + _LETTERS + _LETTERS.upper() + b".-:+=^!/*?&<>()[]{}@%$#"
 _BASE85 = b"0123456789" + _LETTERS.upper() + _LETTERS + b"!#$%&()*+-;<=>?@^_`{|}~"
-"""The digits of Z85 (ZeroMQ RFC 32) and of the standard library's Base85, which is the same code otherwise."""
+"""The digits of Z85 (ZeroMQ RFC 32), and the digits of the standard library's Base85. The codes are otherwise equal."""
 
 
 class KeyFileError(ValueError):
-    """A key file is missing or not Z85 text. Names the file and the remedy."""
+    """A key file is missing or not Z85 text. The message names the file and the remedy."""
 
 
 def key_text(key: bytes) -> bytes:
@@ -58,7 +58,7 @@ class KeyPair:
 
     @classmethod
     def of_secret(cls, secret: bytes) -> KeyPair:
-        from nacl import bindings  # as curve.py, only with keys
+        from nacl import bindings  # imported only if keys are used, as in curve.py
 
         return cls(key_text(bindings.crypto_scalarmult_base(key_bytes(secret))), secret)
 
@@ -67,7 +67,8 @@ class KeyPair:
 class PeerKeys:
     """The keys of a client, engine or admin: its own pair, and the public keys of the coordinator.
 
-    source: the directory, and the file names of both sides, that refreshed() reads again; None for keys without files.
+    source: directory, and file names of both sides, from which refreshed() reads the keys again; None for keys without
+            files.
     """
 
     own: KeyPair
@@ -80,7 +81,7 @@ class PeerKeys:
         """Return the keys in a directory.
 
         role:   role of this process, or TRAINER.
-        server: file name of the other side's public keys: "server" of the coordinator, or TRAINER.
+        server: file name of the other side's public keys: "server" for the coordinator, or TRAINER.
 
         Raises KeyFileError.
         """
@@ -90,14 +91,14 @@ class PeerKeys:
         return cls(own, first, tuple(others), (directory, name, server))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes with the file of the own pair; None without a file."""
+        """Return a value that changes if the file of this side's key pair changes; None without a file."""
         if self.source is None:
             return None
         directory, name, _ = self.source
         return _stamp(directory / f"{name}.key")
 
     def refreshed(self) -> PeerKeys:
-        """Return the current keys in the files; these keys if the files cannot be read."""
+        """Return the keys that are in the files now, or this object if the files cannot be read."""
         if self.source is None:
             return self
         try:
@@ -108,7 +109,7 @@ class PeerKeys:
             return self
 
     def for_try(self, number: int) -> PeerKeys:
-        """Return keys whose `server_public` is the one to try; the next try gets the coordinator's next key."""
+        """Return the keys for attempt `number`. Successive attempts use the coordinator's public keys in turn."""
         servers = (self.server_public, *self.other_server_publics)
         return replace(self, server_public=servers[number % len(servers)])
 
@@ -116,14 +117,14 @@ class PeerKeys:
 class Gatekeeper:
     """The coordinator's own pair and, for each role, the public keys that open its port.
 
-    own:     the pair in use since the start.
-    allowed: follows the files, at each changed(). Existing connections are not checked again when it changes.
-    servers: the public keys of coordinators, including its own; follows the files too.
-    trainers: the public keys of trainers, which open the admin port for some messages; follows the files too.
+    own:     the key pair, which stays the same until the process ends.
+    allowed: public keys by role, read again by changed(). Existing connections are not checked again.
+    servers: the public keys of coordinators, including this one; read again by changed().
+    trainers: the public keys of trainers, which open the admin port for some messages; read again by changed().
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read the files. Raises KeyFileError."""
+        """Read the key files in `directory`. Raises KeyFileError."""
         self._directory = directory
         publics = (directory / f"{name}.pub" for name in ("server", *map(_file_name, Role), TRAINER))
         self._files = [directory / "server.key", *publics]
@@ -134,7 +135,7 @@ class Gatekeeper:
         return key in self.allowed[role]
 
     def changed(self) -> bool:
-        """Read changed files again. Return whether `allowed` changed. Unreadable files change nothing."""
+        """Read changed key files again, and return whether `allowed` changed. Unreadable files are ignored."""
         stamps = [_stamp(file) for file in self._files]
         if stamps == self._stamps:
             return False
@@ -159,7 +160,7 @@ class Gatekeeper:
 
 
 def public_keys(directory: Path, role: Role) -> frozenset[bytes]:
-    """Return the public keys of a role in a directory, as they are now. Raises KeyFileError."""
+    """Return the public keys of a role that are in a directory now. Raises KeyFileError."""
     return frozenset(_read_keys(directory / f"{_file_name(role)}.pub"))
 
 
@@ -178,7 +179,7 @@ def _file_name(role: Role) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes with the file; None without a file."""
+    """Return a value that changes if the file changes; None if there is no file."""
     try:
         status = path.stat()
     except OSError:

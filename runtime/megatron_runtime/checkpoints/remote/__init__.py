@@ -2,7 +2,7 @@
 `https://`. Imports no torch.
 
 hub.py lists and fetches files through huggingface_hub, object_store.py through obstore. download.py chooses the files,
-verifies them by their digests and keeps a manifest of them: in a directory, or in a cache.
+verifies their digests, and writes a manifest of them, in a directory or a cache.
 """
 
 import os
@@ -13,18 +13,20 @@ OBJECT_PREFIXES = ("s3://", "gs://", "az://", "https://")
 REMOTE_PREFIXES = (HUB_PREFIX, *OBJECT_PREFIXES)
 """Prefixes of model references whose files are downloaded."""
 MODEL_CACHE = "MEGATRON_MODEL_CACHE"
-"""Environment variable that names a directory filled by `megatron fetch --cache`. Models in it are used without the
-network."""
+"""Environment variable that names a cache written by `megatron fetch --cache`.
+
+Its models are used without the network.
+"""
 
 
 def hf_home() -> Path:
-    """Return the directory of HF_HOME, by default ~/.cache/huggingface."""
+    """Return the directory that HF_HOME names, by default ~/.cache/huggingface."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
     return Path(os.path.expandvars(home)).expanduser()
 
 
 def hub_cache() -> Path:
-    """Return the directory of the cache of huggingface_hub."""
+    """Return the cache directory of huggingface_hub."""
     from huggingface_hub import constants  # an optional dependency
 
     return Path(constants.HF_HUB_CACHE)

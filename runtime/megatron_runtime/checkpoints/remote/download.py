@@ -1,10 +1,9 @@
-"""Fetch a repository of a hub or a model of an object store: to a directory with a manifest of digests, or to a cache.
+"""Fetches a repository of a hub or a model in an object store, to a directory or to a cache.
 
-For hubs it is the cache of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has
-contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. The
-manifests of this program are in `.megatron/` next to them. A manifest is written when all its files are complete and
-their digests match the hub's list. The cache of object stores has the same layout; a commit is the digest of the list
-of objects.
+The cache for hubs is the cache of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has
+contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. This
+program adds manifests of digests in `.megatron/`. It writes a manifest when all files are complete and their digests
+match the hub's list. The cache for object stores has the same layout; a commit is the digest of the list of objects.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ _log = logging.getLogger(__name__)
 
 _PARTIAL_DIRECTORY = ".megatron-partial"
 _CONCURRENT_FILES = 8
-"""One connection seldom saturates the network."""
+"""Number of files that are fetched concurrently, because one connection seldom saturates the network."""
 _COMMIT_CHARACTERS = 256
 _TOKENIZER_SUFFIX = "-tokenizer"
-"""Suffix of the directory that holds the manifest of a commit with only the tokenizer present."""
+"""Suffix of the manifest directory of a commit of which only the tokenizer was fetched."""
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 AnyReference = Reference | ObjectReference
 Source = HubApi | ObjectStoreApi
@@ -85,20 +84,20 @@ def _cache_root(reference: AnyReference, cache: Path | None) -> Path:
 def cached_directory(
     model: str, *, tokenizer_only: bool = False, cache: Path | None = None, progress: Progress | None = None
 ) -> Path:
-    """Return the cached directory with all files of `model`, fetched when first needed.
+    """Return the cached directory with all files of `model`. Missing files are fetched.
 
     model:          an `hf:` reference or the URL of an object store.
     tokenizer_only: fetch only the tokenizer of a repository that has one.
-    cache:          directory of the cache to fetch to; by default a model in $MEGATRON_MODEL_CACHE is used, and others
-                    are fetched to the cache of the Hugging Face libraries.
-    progress:       by default it is logged.
+    cache:          cache directory. By default, a model in $MEGATRON_MODEL_CACHE is used from there, and any other
+                    model is fetched to the cache of the Hugging Face libraries.
+    progress: called with the progress, which is logged by default.
 
     Raises HubError, HubUnavailableError, ModelFileError, OSError.
     """
     reference = parse_reference(model)
-    found = cached_snapshot(reference, tokenizer_only=tokenizer_only, cache=cache)
-    if found is not None:
-        return found
+    snapshot = cached_snapshot(reference, tokenizer_only=tokenizer_only, cache=cache)
+    if snapshot is not None:
+        return snapshot
     root = _cache_root(reference, cache)
     repository = ModelDirectory(root).directory(reference.cache_name)
     branch = repository.directory(f"refs/{reference.revision}").path
@@ -132,20 +131,20 @@ def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, ca
         repository = ModelDirectory(_cache_root(reference, Path(shared))).directory(reference.cache_name)
         branch = repository.file(f"refs/{reference.revision}") if not reference.commit else None
         commit = branch.read_text(_COMMIT_CHARACTERS).strip() if branch is not None else reference.revision
-        found = _complete_snapshot(repository, commit)
-        if found is not None:
-            return found
+        snapshot = _complete_snapshot(repository, commit)
+        if snapshot is not None:
+            return snapshot
     root = _cache_root(reference, cache)
     repository = ModelDirectory(root).directory(reference.cache_name)
-    found = _complete_snapshot(repository, reference.commit or "", tokenizer_only=tokenizer_only)
-    if found is None and isinstance(reference, Reference):
+    snapshot = _complete_snapshot(repository, reference.commit or "", tokenizer_only=tokenizer_only)
+    if snapshot is None and isinstance(reference, Reference):
         return offline_directory(reference, root)
-    return found
+    return snapshot
 
 
 def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_only: bool = False) -> Path | None:
-    """Return the directory of a commit if it has all files of a manifest. Other programs may delete files from the
-    cache.
+    """Return the directory of a commit if it has all files of its manifest, from which other programs may have deleted
+    some.
     """
     if not is_commit(commit):
         return None
@@ -158,31 +157,32 @@ def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_onl
 
 
 def recorded_digests(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files in `directory` that a download verified and that have not changed since.
+    """Return the SHA-256 of each file in `directory` that a download has verified and that has not changed since.
 
     directory: as cached_directory() returns it, or one that `megatron fetch` has written.
     """
     for own in (directory, directory.parent.parent / ".megatron" / directory.name):
         try:
             manifest = read_manifest(own)
-        except HubError:  # it is damaged: nothing is recorded
+        except HubError:  # the manifest is damaged, so it records nothing
             manifest = None
         if manifest is None:
             continue
         written = (own / MANIFEST_FILE).stat().st_mtime_ns
-        found = {}
+        digests = {}
         for name, entry in manifest.files.items():
             with suppress(OSError):
                 status = (directory / name).stat()
                 if status.st_size == entry["size"] and status.st_mtime_ns <= written:
-                    found[name] = entry["sha256"]
-        return found
+                    digests[name] = entry["sha256"]
+        return digests
     return {}
 
 
 def _reported(reference: AnyReference) -> Progress:
-    """Return a Progress for the probes of this process and, in tenths, for its log: otherwise an engine that fetches
-    would look idle.
+    """Return a Progress that reports to the probes of this process and, for each tenth, to its log.
+
+    Without it, an engine that fetches a model would look idle.
     """
 
     def log(done: int, size: int, files: int) -> None:
@@ -207,7 +207,7 @@ def fetch(
     progress: Progress = silent,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
-    """Fetch these files of a listing to `directory`. Correct files that are there already are not transferred again.
+    """Fetch files of a listing to `directory`. Files that are there with the right content are not transferred again.
 
     wait: sleeps for a number of seconds.
 
@@ -219,13 +219,13 @@ def fetch(
 
 @dataclass(slots=True)
 class _Fetch:
-    """Fetches files, several at a time. The first failure cancels all.
+    """Fetches several files at a time. The first failure cancels all transfers.
 
-    directory: target, with the files by name.
-    own:       directory of manifest and lock.
-    cache:     cache of repositories, to which the source fetches.
-    blobs:     contents of the repository in that cache; `directory` has links to them. None: the files are moved from
-               the cache to the directory, and the cache is deleted.
+    directory: target directory, with the files by name.
+    own: directory of the manifest and the lock.
+    cache: cache of repositories, to which the source fetches.
+    blobs: contents of the repository in this cache, to which `directory` has links. None: the files are moved from the
+           cache to the directory, and the cache is deleted.
     wait:      sleeps for a number of seconds. None waits until another file fails.
     """
 
@@ -246,7 +246,7 @@ class _Fetch:
     lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def run(self, wanted: Sequence[RemoteFile]) -> Manifest:
-        """Fetch these files. Raises as fetch() does."""
+        """Fetch the files, and return their manifest. Raises the errors of fetch()."""
         listing, name = self.listing, self.listing.repository
         self.own.mkdir(parents=True, exist_ok=True)
         with _locked(self.own):
@@ -271,14 +271,14 @@ class _Fetch:
                     "some, or name another directory"
                 )
             held = known | self._get_all(missing)
-            found = Manifest(name, listing.commit, {file.path: held[file.path] for file in wanted})
-            write_manifest(found, self.own)
-            # Otherwise a file that only an earlier revision has would count as a part of the model.
+            fetched = Manifest(name, listing.commit, {file.path: held[file.path] for file in wanted})
+            write_manifest(fetched, self.own)
+            # Remove files that only an earlier revision has: they would count as parts of the model.
             for path in set(known) - {file.path for file in listing.files}:
                 (self.directory / path).unlink(missing_ok=True)
             if self.blobs is None:
                 shutil.rmtree(self.cache, ignore_errors=True)
-            return found
+            return fetched
 
     def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
         """Return the entries of a manifest by path."""
@@ -307,8 +307,9 @@ class _Fetch:
         return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
     def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
-        """Return the path of a file in the cache and its sha256. If the content is wrong, the file is fetched again,
-        once.
+        """Return the path of a file in the cache, and its sha256.
+
+        A file with wrong content is fetched a second time.
         """
         for again in (False, True):
             get = partial(self.source.get, self.listing, file, self.cache, partial(self._received, file), again=again)
@@ -340,13 +341,13 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
         return False
     if file.version:
         return bool(entry.get("version") == file.version)
-    # The hub lists no sha256 for small files: they are read again.
+    # The hub lists no sha256 for small files, so these are read again.
     return entry["sha256"] == file.sha256 if file.sha256 is not None else check_file(file, path) is not None
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory. Other processes wait for it, and then find the files."""
+    """Hold the lock of a directory. Other processes wait for the lock, and can then use the files."""
     with (directory / ".megatron-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MANIFEST_FILE = ".megatron-manifest.json"
-"""Sizes and sha256 digests of the files of a directory, as `megatron fetch` writes it."""
+"""File in which `megatron fetch` records the sizes and sha256 digests of the files of a directory."""
 MAX_TRIES = 6
-"""Maximum number of consecutive tries without progress."""
+"""Maximum number of consecutive attempts without progress."""
 _MIN_BYTES = 1 << 16
-"""A try that transfers fewer bytes counts as no progress."""
+"""Minimum number of bytes by which an attempt counts as progress."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _OWN_PREFIX = ".megatron-"
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _READ_BYTES = 1 << 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""consolidated*.safetensors next to them are the same weights in another format."""
+"""Names of the files that a model needs. consolidated*.safetensors would be the same weights in another format."""
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
 
 
@@ -44,7 +44,7 @@ class HubError(ValueError):
 class HubUnavailableError(OSError):
     """The hub cannot be reached or is overloaded; a retry may help.
 
-    retry_after: seconds that an overloaded hub asks to wait, 0 if it gives none; None if no hub answers.
+    retry_after: seconds to wait that an overloaded hub names, 0 if it names none; None if no hub answers.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
@@ -58,8 +58,11 @@ class WrongContentError(HubError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """sha256: digest of the content, if the source knows it. blob: git's name of the content. version: version of an
-    object in a store; it changes with the content but is not a digest.
+    """A file of a model at a hub or in an object store.
+
+    sha256:  digest of the content, if the source lists it.
+    blob:    git's name of the content.
+    version: version of an object in a store; it changes with the content but is not a digest.
     """
 
     path: str
@@ -70,7 +73,7 @@ class RemoteFile:
 
     @property
     def digest(self) -> str:
-        """The digest that verifies the content, otherwise its version. Names the content in the cache."""
+        """The digest of the content, otherwise its version. It is the name of the content in the cache."""
         return self.sha256 or self.blob or self.version
 
 
@@ -124,11 +127,13 @@ def retried(
     *,
     reached: Callable[[], int] | None = None,
 ) -> T:
-    """Return what `call` returns; repeat it while the hub is overloaded, at most MAX_TRIES times. Raises its errors.
+    """Call `call`, and return its result; repeat it while the hub is overloaded, at most MAX_TRIES times.
 
-    wait:    sleeps for a number of seconds: the hub's retry-after, otherwise twice as long after each failure.
+    Raises its errors.
+
+    wait:    sleeps for a number of seconds: the hub's retry-after, otherwise a delay that doubles after each failure.
     reached: returns how many bytes of the file have arrived. If given, `call` is also repeated when no hub answers, and
-             tries that got further than all earlier ones do not count.
+             attempts that got further than all earlier ones do not count.
     """
     failures, furthest = 0, 0
     while True:
@@ -146,8 +151,9 @@ def retried(
 
 
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
-    """Return the files that a model needs, or that match the patterns. Files with names that we use ourselves are
-    excluded.
+    """Return the files that a model needs, or the files that match the patterns.
+
+    Files with names that this program itself uses are excluded.
     """
     files = [file for file in files if not file.path.startswith(_OWN_PREFIX)]
     if include:
@@ -167,8 +173,9 @@ def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
 
 
 def check_file(file: RemoteFile, path: Path) -> str | None:
-    """Return the sha256 of the file at `path` if its content matches `file`, else None. The file has then been flushed
-    to disk, so a manifest may list it.
+    """Return the sha256 of the file at `path` if its content matches `file`; otherwise None.
+
+    A matching file has been flushed to disk, so a manifest may list it.
     """
     if not path.is_file() or path.stat().st_size != file.size:
         return None
@@ -187,7 +194,7 @@ def check_file(file: RemoteFile, path: Path) -> str | None:
 
 
 def verify_directory(directory: Path, *, progress: Progress = silent) -> Manifest:
-    """Read every file of a fetched directory again and compare it with the manifest.
+    """Read all files of a fetched directory again, and compare them with the manifest.
 
     Raises WrongContentError naming every file that is missing or changed, and HubError if there is no manifest.
     """
@@ -199,8 +206,8 @@ def verify_directory(directory: Path, *, progress: Progress = silent) -> Manifes
     for file in files:
         if check_file(file, directory / file.path) is None:
             path = directory / file.path
-            found = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
-            wrong.append(f"{file.path} ({found}, should be {file.size} bytes with sha256 {file.sha256})")
+            actual = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
+            wrong.append(f"{file.path} ({actual}, should be {file.size} bytes with sha256 {file.sha256})")
         done += file.size
         progress(done, size, len(files))
     if wrong:

@@ -1,9 +1,8 @@
-"""A Hugging Face hub, through the library huggingface_hub: list the files of a revision, read the first bytes of one,
-and fetch one to the cache of the library.
+"""A client of a Hugging Face hub, through huggingface_hub: lists the files of a revision, and reads or fetches a file.
 
 The library reads its variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE, proxies, ...) when it is imported.
-The hub is trusted like a package index. This module checks names that become paths, and user values that errors would
-quote.
+The hub is trusted like a package index. This module checks names that become paths, and values of the user that error
+messages quote.
 """
 
 from __future__ import annotations
@@ -44,17 +43,19 @@ from megatron_runtime.process.secrets import HEADER, URL
 from megatron_runtime.protocol.text import escaped, shown
 
 _PROGRAM = "megatron-inference"
-"""Prefix of the User-Agent of this module's requests. It tells them apart from other requests of a program that uses
-the library too."""
+"""Prefix of the User-Agent of this module's requests.
+
+It distinguishes them from requests that the program itself sends through the library.
+"""
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LISTING_SECONDS = 30.0
-"""Time limit of each read of the list of files."""
+"""Timeout, in seconds, of each read of the list of files."""
 _PATH_HEADERS = ("etag", constants.HUGGINGFACE_HEADER_X_LINKED_ETAG, constants.HUGGINGFACE_HEADER_X_REPO_COMMIT)
-"""Headers of a HEAD response that the library uses as names of files and directories."""
+"""Headers of a HEAD response from which the library derives names of files and directories."""
 _PATH_NAME = re.compile(r'(W/)?"?[A-Za-z0-9][A-Za-z0-9._+=:-]*"?')
 _QUERY = re.compile(r"[?]\S+")
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, httpx2.HTTPError)
-"""Exceptions of the library for errors of the hub, and for a response that does not come from a hub."""
+"""Exceptions that the library raises for errors of the hub, and for responses that do not come from a hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,12 @@ class Reference:
 
     @property
     def commit(self) -> str | None:
-        """The revision if it is a commit: its files never change."""
+        """The revision if it is a commit, whose files never change; otherwise None."""
         return self.revision if is_commit(self.revision) else None
 
     @property
     def cache_name(self) -> str:
-        """Name of its directory in a cache."""
+        """Name of the repository's directory in a cache."""
         return f"models--{self.repository.replace('/', '--')}"
 
     def __str__(self) -> str:
@@ -87,15 +88,16 @@ class Reference:
 
 
 def offline_directory(reference: Reference, cache: Path) -> Path | None:
-    """Return the cached directory of a revision if HF_HUB_OFFLINE is set, else None. Raises HubError if it is not
-    cached.
+    """Return the cached directory of a revision if HF_HUB_OFFLINE is set, else None.
 
-    In this case, as in other programs, files that another program fetched are not verified by digest.
+    Raises HubError if it is not cached.
+
+    Files in this directory are not verified by digest, even if another program has fetched them.
     """
     if not constants.is_offline_mode():
         return None
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             reference.repository, revision=reference.revision, cache_dir=cache, local_files_only=True
         )
     except LocalEntryNotFoundError:
@@ -103,11 +105,11 @@ def offline_directory(reference: Reference, cache: Path) -> Path | None:
             f"HF_HUB_OFFLINE is set, and {cache} does not have all files of {reference}: fetch it with `megatron "
             "fetch` where the hub can be reached, or unset HF_HUB_OFFLINE"
         ) from None
-    return Path(found)
+    return Path(snapshot)
 
 
 class HubApi:
-    """The repository of a reference.
+    """A client for the repository of a reference.
 
     endpoint:   None means HF_ENDPOINT, or the public hub.
     token_file: None means the token that the library finds.
@@ -161,7 +163,7 @@ class HubApi:
         """
         received(0)
         with self._errors():
-            found = self._api.hf_hub_download(
+            downloaded = self._api.hf_hub_download(
                 listing.repository,
                 file.path,
                 revision=listing.commit,
@@ -170,7 +172,7 @@ class HubApi:
                 tqdm_class=_bar(received),
             )
         path = cache.resolve() / self._reference.cache_name / "snapshots" / listing.commit / file.path
-        if Path(found) != path:
+        if Path(downloaded) != path:
             raise HubError(f"{self._endpoint} sent {file.path} of another commit than {listing.commit}")
         return path
 
@@ -236,7 +238,7 @@ class HubApi:
             return OSError(f"no space left on device to fetch {self._reference}: free some, or name another directory")
         if isinstance(error, OSError) and error.errno is not None:
             return error
-        if isinstance(error, OSError | RuntimeError):  # a size that differs, an error of Xet
+        if isinstance(error, OSError | RuntimeError):  # for example a wrong size, or an error of Xet
             return HubUnavailableError(f"{self._endpoint} did not send a whole file {what}: run this again")
         return HubError(f"{self._endpoint} sends an unusable response {what}: name another hub in HF_ENDPOINT")
 
@@ -264,20 +266,22 @@ class HubApi:
 
 
 _configured = ""
-"""The endpoint that the library's HTTP client is configured for."""
+"""The endpoint for which the library's HTTP client is configured."""
 
 
 def _configure_library(endpoint: str) -> None:
-    """Give the library an HTTP client that keeps the token, checks names of paths and exempts loopback from proxies."""
+    """Give the library an HTTP client that sends the token only to the hub, checks path names, and uses no proxy for
+    loopback.
+    """
     global _configured
     if endpoint == _configured:
         return
-    # Messages of both quote the signed URLs of large files: they grant access to the file without a token.
+    # Both libraries log signed URLs of large files, which grant access to a file without a token.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     if not os.environ.get("HF_HUB_VERBOSITY"):
         library_logging.set_verbosity_error()
-    # The library would ask HF_ENDPOINT for a list of programs, even if another endpoint is given, and would block if it
-    # does not answer.
+    # With telemetry, the library requests a list of programs from HF_ENDPOINT, even if another endpoint is set, and
+    # blocks if it does not answer.
     constants.HF_HUB_DISABLE_TELEMETRY = True
     keep_token = partial(_keep_token, _origin(httpx2.URL(endpoint)))
     hooks = {"request": [hf_request_event_hook, keep_token], "response": [_require_path_names]}
@@ -295,15 +299,16 @@ def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 
 
 def _keep_token(origin: tuple[str, str, int | None], request: httpx2.Request) -> None:
-    """Send the token to the hub only. The hub names the service that issues Xet tokens, which may be on another
-    host.
+    """Remove the token from requests to other hosts than the hub.
+
+    The service for Xet tokens may be on another host.
     """
     if _is_own(request) and _origin(request.url) != origin:
         request.headers.pop("authorization", None)
 
 
 def _require_path_names(response: httpx2.Response) -> None:
-    """Reject an answer whose headers would lead out of the cache. Raises HubError."""
+    """Raise HubError for a response whose headers would lead to a path outside of the cache."""
     for name in _PATH_HEADERS if _is_own(response.request) and response.request.method == "HEAD" else ():
         value = response.headers.get(name)
         if value is not None and not _PATH_NAME.fullmatch(value):
@@ -325,7 +330,7 @@ def _bar(received: Callable[[int], None]) -> type[tqdm]:
             self.count += int(n or 0)
             received(self.count)
 
-        # A class with these methods gets the bytes of a file as one bar instead of two.
+        # If the class has these methods, the library reports the bytes of a file in one progress bar instead of two.
         def update_transfer(self, n: float | None = 1) -> None: ...
         def set_transfer_postfix_str(self, postfix: str, refresh: bool = False) -> None: ...
 

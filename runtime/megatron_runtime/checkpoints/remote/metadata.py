@@ -1,4 +1,4 @@
-"""Fetch the description of a model without its weights: small files, and the headers of the weight files."""
+"""Fetches the description of a model without its weights: the small files, and the headers of the weight files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_runtime.checkpoints.remote.files import Listing, RemoteFile, choos
 _WEIGHTS = (".safetensors", ".gguf", ".distcp", ".packed")
 _LENGTH_BYTES = 8
 _FIRST_GGUF_BYTES = 16 << 20
-"""Headers of GGUF files contain the vocabulary. Most headers are smaller than this."""
+"""Number of bytes of a GGUF file that are fetched first. Most headers, which contain the vocabulary, are smaller."""
 
 
 @contextmanager
@@ -57,9 +57,9 @@ def metadata_directory(model: str) -> Iterator[Path]:
 def _write_header(source: Source, listing: Listing, file: RemoteFile, path: Path) -> None:
     if file.path.endswith((".safetensors", ".packed")):
         _write_start(source, listing, file, path, _LENGTH_BYTES)
-        with path.open("rb") as found:
-            length = int.from_bytes(found.read(_LENGTH_BYTES), "little")
-        # The reader of the file rejects a longer header.
+        with path.open("rb") as opened:
+            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        # Fetch no more than this: the reader of the file rejects a longer header.
         _write_start(source, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
         return
     size = min(_FIRST_GGUF_BYTES, file.size) if file.path.endswith(".gguf") else 0
@@ -80,7 +80,7 @@ def _write_start(source: Source, listing: Listing, file: RemoteFile, path: Path,
 
 
 def _has_gguf_header(path: Path, size: int) -> bool:
-    """Return whether the header is within the first `size` bytes of the file, and not in the hole after them."""
+    """Return whether the first `size` bytes, after which the sparse file has a hole, contain the whole header."""
     try:
         _, index = read_gguf_header(path, vocabulary=True)
     except ModelFileError:

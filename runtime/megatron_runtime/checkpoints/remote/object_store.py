@@ -1,9 +1,9 @@
 """Models in object stores: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `https://HOST/PATH`.
 
 The library obstore signs and sends the requests. It reads credentials, region and endpoint from the environment
-(`AWS_*`, `GOOGLE_*`, `AZURE_*`), or from the workload identity of the machine. Nothing that a store sends is used
-before it is checked: names become paths, sizes limit what is written, and every read uses the listed version of an
-object.
+(`AWS_*`, `GOOGLE_*`, `AZURE_*`), or from the workload identity of the machine. Everything that a store sends is checked
+before it is used: names, because they become paths, and sizes, which limit the bytes to write. Every read requests the
+listed version of an object.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore
 
 MAX_FILE_BYTES, MAX_FILES, MAX_LISTING_BYTES = 1 << 50, 100_000, 64 << 20
-"""Limits of a model: bytes of a file, number of files, bytes of an index or a manifest."""
+"""Limits of a model: bytes per file, number of files, and bytes of an index or a manifest."""
 _URL = re.compile(r"(s3|gs|az|https)://([A-Za-z0-9][A-Za-z0-9._-]*(?::[0-9]{1,5})?)((?:/[^?#%]*)?)")
 _WANTED = (
     "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or https://HOST/PATH, without a query and without "
     "percent-encoded characters"
 )
 _REQUEST_BYTES = 64 << 20
-"""Maximum number of bytes of one request. Together with the timeout it ends a request that stalls or is too slow."""
+"""Maximum number of bytes of one request. With the timeout, it limits how long a stalled or slow request can last."""
 _REQUEST_SECONDS, _READ_SECONDS, _CONNECT_SECONDS = "600s", "30s", "10s"
 _PIECE_BYTES = 1 << 20
 _FIRST_BYTES = 1 << 20
@@ -59,7 +59,7 @@ _HTTP_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", _INDEX),
 )
-"""Files that a model may have in addition to its weights. An HTTPS server does not list its files."""
+"""Files that are requested from an HTTPS server in addition to the weights, because it does not list its files."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _CAUSE = re.compile(
@@ -77,7 +77,7 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Environment variables that name another server. A server without TLS is used only if the user names it."""
+"""Environment variables by which the user sets another server. Only such a server may be used without TLS."""
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _SWITCHES = ("_SKIP_SIGNATURE", "_ALLOW_HTTP", "_VIRTUAL_HOSTED_STYLE_REQUEST", "_UNSIGNED_PAYLOAD", "_EMULATOR")
 
@@ -96,7 +96,7 @@ class ObjectReference:
 
     scheme: `s3`, `gs`, `az` or `https`.
     bucket: bucket of the objects; for `https` the host and port.
-    prefix: prefix of their keys, without slashes at its ends; for a single .gguf file its key.
+    prefix: prefix of the objects' keys, without slashes at its ends; for a single .gguf file, the key of the object.
     """
 
     scheme: str
@@ -106,17 +106,17 @@ class ObjectReference:
     @classmethod
     def parse(cls, text: str) -> ObjectReference:
         """Raises ObjectStoreError."""
-        found = _URL.fullmatch(text)
-        prefix = found[3].strip("/") if found else ""
+        match = _URL.fullmatch(text)
+        prefix = match[3].strip("/") if match else ""
         try:
-            if found is None:
+            if match is None:
                 raise UnsafeNameError("")
             if prefix:
                 require_safe_name(prefix)
         except UnsafeNameError as error:
             reason = f" ({error})" if str(error) else ""
             raise ObjectStoreError(f"{shown(text)} is not the URL of a model{reason}: write {_WANTED}") from error
-        return cls(found[1], found[2], prefix)
+        return cls(match[1], match[2], prefix)
 
     @property
     def repository(self) -> str:
@@ -124,17 +124,17 @@ class ObjectReference:
 
     @property
     def revision(self) -> str:
-        """Name of the only branch in a cache."""
+        """Name of the only branch that a model in an object store has in a cache."""
         return "main"
 
     @property
     def commit(self) -> None:
-        """A store has no commits: its objects may change."""
+        """None: an object store has no commits, because its objects may change."""
         return
 
     @property
     def directory(self) -> tuple[str, str]:
-        """The prefix of the objects, and the only file of the model if the URL names one."""
+        """The prefix of the objects, and the name of the model's only file if the URL names a file; otherwise ""."""
         if not self.prefix.endswith(".gguf"):
             return self.prefix, ""
         parent, _, name = self.prefix.rpartition("/")
@@ -155,7 +155,7 @@ def is_object_reference(model: str) -> bool:
 
 
 class ObjectStoreApi:
-    """The objects of a reference."""
+    """A client for the objects of a reference."""
 
     def __init__(self, reference: ObjectReference) -> None:
         self._reference = reference
@@ -163,7 +163,7 @@ class ObjectStoreApi:
         try:
             self._store = _store(reference)
         except (exceptions.BaseError, ValueError) as error:
-            # The message of the library may quote credentials.
+            # Do not chain the library's error, whose message may quote credentials.
             raise ObjectStoreError(
                 f"{reference}: the settings of the object store are not valid ({type(error).__name__}): correct the "
                 f"variables of the environment, such as {_CREDENTIALS.get(reference.scheme, 'SSL_CERT_FILE')}"
@@ -187,7 +187,7 @@ class ObjectStoreApi:
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
         for parent in (content.parent, path.parent):
             parent.mkdir(parents=True, exist_ok=True)
-        # Two files with the same content may be transferred at the same time.
+        # The name contains the path too, because two files with the same content may be transferred at the same time.
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
         partial, link = content.with_name(f"{name}.incomplete"), content.with_name(f"{name}.link")
         if again or not content.is_file():
@@ -216,10 +216,10 @@ class ObjectStoreApi:
                 options["if_match"] = f'"{etag}"'
             received = 0
             with self._errors(file.path):
-                found = obstore.get(self._store, file.path, options=options)
-                if found.meta["size"] != file.size or _etag(found.meta) != (etag or ""):
+                response = obstore.get(self._store, file.path, options=options)
+                if response.meta["size"] != file.size or _etag(response.meta) != (etag or ""):
                     raise self._changed(file.path)
-                for piece in found.stream(min_chunk_size=_PIECE_BYTES):
+                for piece in response.stream(min_chunk_size=_PIECE_BYTES):
                     received += len(piece)
                     yield bytes(piece)
             if received == 0:
@@ -265,8 +265,8 @@ class ObjectStoreApi:
         return objects
 
     def _http_objects(self) -> Sequence[Mapping[str, Any]]:
-        found = {name: self._head(name, optional=True) for name in (MANIFEST_FILE, *_HTTP_FILES)}
-        objects = {name: entry for name, entry in found.items() if entry is not None}
+        heads = {name: self._head(name, optional=True) for name in (MANIFEST_FILE, *_HTTP_FILES)}
+        objects = {name: entry for name, entry in heads.items() if entry is not None}
         if MANIFEST_FILE in objects:
             names: Iterable[str] = self._digests(objects[MANIFEST_FILE])
         elif _INDEX in objects:
@@ -298,9 +298,9 @@ class ObjectStoreApi:
             raise
 
     def _digests(self, manifest: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
-        """Return size and sha256 by path of the manifest that `megatron fetch` wrote."""
+        """Return the size and sha256 of each file, by path, from a manifest that `megatron fetch` has written."""
         files = self._json(manifest).get("files")
-        found = {}
+        digests = {}
         for name, entry in (files if isinstance(files, dict) else {}).items():
             size, sha256 = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
             if not isinstance(size, int) or not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
@@ -308,8 +308,8 @@ class ObjectStoreApi:
                     f"{MANIFEST_FILE} of {self._reference} has no size and sha256 of {shown(name)}: upload the one "
                     "that `megatron fetch` wrote, or delete it"
                 )
-            found[self._safe(name)] = size, sha256
-        return found
+            digests[self._safe(name)] = size, sha256
+        return digests
 
     def _json(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         name, size = str(entry["path"]), int(entry["size"])
@@ -353,7 +353,7 @@ class ObjectStoreApi:
 
     @contextmanager
     def _errors(self, name: str = "") -> Iterator[None]:
-        """Translate errors of the library. Its messages quote URLs, which may have signatures."""
+        """Convert errors of the library, without its messages, which quote URLs that may have signatures."""
         where = f"{self._reference}/{name}" if name and not self._reference.directory[1] else str(self._reference)
         try:
             yield
@@ -399,8 +399,9 @@ def _etag(entry: Mapping[str, Any]) -> str:
 
 
 def _require_valid_variables(reference: ObjectReference) -> None:
-    """Check the environment variables that the library reads, because its errors and panics quote them. Raises
-    ObjectStoreError.
+    """Check the environment variables that the library reads, because its error messages quote them.
+
+    Raises ObjectStoreError.
     """
     prefix = _PREFIXES.get(reference.scheme)
     for name in sorted(os.environ) if prefix else ():
@@ -415,7 +416,10 @@ def _require_valid_variables(reference: ObjectReference) -> None:
 
 
 def _store(reference: ObjectReference) -> ObjectStore:
-    """Return the store. Raises ObjectStoreError, which never contains a credential."""
+    """Return the library's client for a reference.
+
+    Raises ObjectStoreError, whose message never contains a credential.
+    """
     _require_valid_variables(reference)
     try:
         return _library_store(reference)
@@ -445,7 +449,8 @@ def _library_store(reference: ObjectReference) -> ObjectStore:
                 f"the file of SSL_CERT_FILE cannot be read ({error.strerror}): name a PEM file"
             ) from None
     prefix = reference.directory[0] or None
-    # The download code counts tries and resumes. A retry of the library would start from the first byte.
+    # The download code itself counts attempts and resumes transfers. A retry of the library would start at the first
+    # byte.
     retries: Any = {"max_retries": 0}
     if reference.scheme == "s3":
         return S3Store(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)

@@ -1,4 +1,4 @@
-"""Read any part of any tensor of a Megatron-Core checkpoint from the mapped files, and write such a checkpoint."""
+"""Reads any part of any tensor of a Megatron-Core checkpoint from mapped files, and writes these checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ _DCP_VERSION = "1.0.0"
 
 
 class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
-    """The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
+    """A Megatron-Core checkpoint in a directory.
+
+    The constructor reads the index, and rejects missing tensors, unknown tensors and wrong shapes.
 
     directory: directory that contains `.metadata`.
 
@@ -85,17 +87,17 @@ def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callab
 
     Raises UnsupportedModelError for a model that Megatron-LM cannot describe.
     """
-    # This import takes half a second.
+    # Imported here because this import takes 0.5 s.
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as dcp
 
     config = checkpoint.config
     arguments, layout = arguments_of(config), layout_for(config)
     stored = stored_tensors(config, layout)
-    found = sorted(pieces(config, layout), key=attrgetter("index", "key"))
-    names = {piece.name: FAMILIES[config.family].hf_name(piece.name) for piece in found}
+    placed = sorted(pieces(config, layout), key=attrgetter("index", "key"))
+    names = {piece.name: FAMILIES[config.family].hf_name(piece.name) for piece in placed}
     types: dict[str, torch.dtype] = {}
-    for piece in found:
+    for piece in placed:
         own = checkpoint.kinds[names[piece.name]].dtype
         types[piece.key] = torch.promote_types(types.get(piece.key, own), own)
     tensors = {
@@ -106,7 +108,7 @@ def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callab
     release = directory / RELEASE
     release.mkdir()
     with (release / _DATA_FILE).open("wb") as file:
-        for (index, key), group in groupby(found, key=attrgetter("index", "key")):
+        for (index, key), group in groupby(placed, key=attrgetter("index", "key")):
             values = torch.empty(stored[key].cell, dtype=types[key])
             for piece in group:
                 tensor, at = checkpoint.read(names[piece.name]), 0

@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are assembled from chunks of Megatron-Core's tensors, in files or in a live model."""
+"""A checkpoint whose tensors are assembled from chunks of Megatron-Core's tensors, from files or from a live model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 _MAX_PLACES = 1 << 20
-"""Limit of the number of indices on the leading axes that the chunks of one stored tensor cover."""
+"""Maximum number of indices on the leading axes that the chunks of one stored tensor may cover."""
 
 
 class Chunk(Protocol):
@@ -50,12 +50,14 @@ class TensorIndex(Generic[C]):
 
 
 class ChunkedCheckpoint(Checkpoint, Generic[C]):
-    """The constructor rejects unknown and missing tensors and wrong shapes.
+    """Base of checkpoints that consist of chunks.
+
+    The constructor rejects unknown tensors, missing tensors and wrong shapes.
 
     index:  every tensor of Megatron-Core's model, by key.
-    where:  name of the place that holds the tensors, for errors. remedy: what to do if tensors do not fit the
-            configuration.
-    absent: type of the tensors that `index` may lack, because other ranks hold them; None: it must have all.
+    where:  name of the place that holds the tensors, for errors.
+    remedy: what to do if tensors do not fit the configuration.
+    absent: type of the tensors that `index` may lack because other ranks hold them; None: `index` must be complete.
 
     Raises UnsupportedModelError, ModelFileError.
     """
@@ -93,7 +95,7 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
 
     @abstractmethod
     def _incomplete(self, name: str, *, held: int, wanted: int) -> Exception:
-        """Return the error for an incomplete part of tensor `name`: the chunks have `held` of the `wanted` bytes."""
+        """Return the error for a part of tensor `name` of which the chunks contain only `held` of `wanted` bytes."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a copy of the tensor, or of a part of it."""
@@ -104,7 +106,7 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
         out_bytes = out.view(torch.uint8).view(*out.shape, dtype.itemsize)
         filled = at = 0
         for first, count in piece.rows:
-            # In the stored tensor, these rows of the piece begin `shift` rows later.
+            # In the stored tensor, the rows of the piece begin `shift` rows later.
             shift, rows = first - at, _overlap(wanted[0], range(at, at + count))
             at += count
             box = (range(rows.start + shift, rows.stop + shift), *wanted[1:])
@@ -132,16 +134,16 @@ def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _chunks_by_place(index: TensorIndex[C], *, axes: int) -> dict[tuple[int, ...], list[C]]:
-    """Return the chunks of a stored tensor by index on the leading axes; a chunk may span several indices."""
-    found: dict[tuple[int, ...], list[C]] = {}
+    """Return the chunks of a stored tensor by their index on the leading axes. A chunk may span several indices."""
+    by_place: dict[tuple[int, ...], list[C]] = {}
     count = 0
     for chunk in index.chunks:
         count += math.prod(map(len, chunk.box[:axes]))
         if count > _MAX_PLACES:
             raise ModelFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
         for place in product(*chunk.box[:axes]):
-            found.setdefault(place, []).append(chunk)
-    return found
+            by_place.setdefault(place, []).append(chunk)
+    return by_place
 
 
 def _require_fit(
@@ -156,7 +158,7 @@ def _require_fit(
 ) -> None:
     keys: Collection[str] = set(index)
     if config.tie_embeddings:
-        # Some programs save a head although it is tied to the embedding.
+        # Ignore the head, which some programs save although it is tied to the embedding.
         keys = set(index) - {layout.prefix + HEAD}
     missing, extra = sorted(set(stored) - set(keys)), sorted(set(keys) - set(stored))
     if extra or (missing and not may_lack):

@@ -1,4 +1,4 @@
-"""The configuration of a model in a Megatron-Core checkpoint: config.json next to it, or the arguments in common.pt.
+"""The configuration of a model in a Megatron-Core checkpoint, from a config.json or from the arguments in common.pt.
 
 Arguments are translated to the fields of transformers' config.json, so that a model family reads them like any
 config.json.
@@ -42,19 +42,20 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "mtp_num_layers": (None, 0),
 }
-"""Arguments that change the model's computation, with their supported values. The first value is written."""
+"""Arguments that change the model's computation, with the supported values. arguments_of() writes the first value."""
 
 _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Megatron's `use_rope_scaling`."""
+"""Constants that Megatron uses with `use_rope_scaling`."""
 
 _NOT_ARGUMENTS = frozenset(("family", "bos_token_id", "eos_token_ids"))
-"""Fields of ModelConfig that do not affect the computation. The files of the tokenizer have the tokens."""
+"""Fields of ModelConfig that need no argument: they do not affect the computation, and tokenizer files list the tokens.
+"""
 
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the configuration: config.json in the directory or the one above takes precedence over arguments.
+    """Return the configuration. A config.json in the directory or its parent takes precedence over the arguments.
 
     Raises UnsupportedModelError, UnsafePickleError, ModelFileError.
     """
@@ -75,17 +76,17 @@ def read_arguments(common: ModelFile) -> dict[str, Any]:
     path = common.path
     with saved_archive(common, where=str(path)) as archive:
         pickled = archive.pickle()
-    # The arguments of a training contain objects of arbitrary packages. None is needed, and none is imported.
-    found = read_pickle(
+    # The arguments of a training run contain objects of arbitrary packages. None of these is needed or imported.
+    saved = read_pickle(
         pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
     )
-    arguments = found.get("args") if isinstance(found, dict) else None
+    arguments = saved.get("args") if isinstance(saved, dict) else None
     if not isinstance(arguments, Namespace):
         raise UnsupportedModelError(f"{path} holds no training arguments: put the model's {CONFIG_FILE} next to")
     return {
         name: value
         for name, value in vars(arguments).items()
-        # Nested lists could exceed the memory.
+        # Nested lists are left out, because they could exceed the memory.
         if (all(map(_is_scalar, value)) if isinstance(value, list | tuple) else _is_scalar(value))
     }
 
@@ -140,12 +141,12 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def arguments_of(config: ModelConfig) -> Namespace:
-    """Return the arguments of Megatron-LM for a model: read_config() reads the same model from them.
+    """Return the arguments of Megatron-LM from which read_config() reads the same configuration.
 
     Raises UnsupportedModelError naming the field of ModelConfig that the arguments do not describe.
     """
     scaling = config.rope_scaling
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         **{name: allowed[0] for name, allowed in _ONLY.items()},
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -173,7 +174,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
     }
     if config.moe is not None:
         dense = [0 if layer in config.moe.dense_layers else 1 for layer in range(config.num_layers)]
-        found |= {
+        arguments |= {
             "num_experts": config.moe.num_experts,
             "moe_router_topk": config.moe.experts_per_token,
             "moe_ffn_hidden_size": config.moe.intermediate_size,
@@ -182,7 +183,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
             "moe_grouped_gemm": True,
         }
     where = f"a model of family {config.family!r}"
-    described = config_from_hf(config_json_of(found, where=where), ends=config.eos_token_ids, where=where)
+    described = config_from_hf(config_json_of(arguments, where=where), ends=config.eos_token_ids, where=where)
     for field in fields(config):
         value = getattr(config, field.name)
         if field.name not in _NOT_ARGUMENTS and getattr(described, field.name) != value:
@@ -190,24 +191,24 @@ def arguments_of(config: ModelConfig) -> Namespace:
                 f"{where} cannot be written as torch_dist: Megatron-LM has no argument for {field.name} "
                 f"{shown(value)}: convert it to safetensors"
             )
-    return Namespace(**found)
+    return Namespace(**arguments)
 
 
 def _architecture(arguments: Mapping[str, Any], where: str) -> str:
     mixture, bias, norm = (bool(arguments.get(name)) for name in ("num_experts", "add_qkv_bias", "qk_layernorm"))
-    found = {
+    fields = {
         (False, False, False): "LlamaForCausalLM",
         (False, True, False): "Qwen2ForCausalLM",
         (False, False, True): "Qwen3ForCausalLM",
         (True, False, False): "MixtralForCausalLM",
         (True, False, True): "Qwen3MoeForCausalLM",
     }.get((mixture, bias, norm))
-    if found is None:
+    if fields is None:
         raise UnsupportedModelError(
             f"{where} has num_experts {shown(arguments.get('num_experts'))}, add_qkv_bias {bias} and "
             f"qk_layernorm {norm}: no family here combines these"
         )
-    return found
+    return fields
 
 
 def _mixture(fields: Fields) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def _mixture(fields: Fields) -> dict[str, Any]:
         every = fields.size("moe_layer_freq", 1)
         sparse = [layer % every == 0 for layer in range(layers)]
     common = {"num_experts_per_tok": arguments.get("moe_router_topk", 2)}
-    # Without it the softmax is taken over the selected experts only, which equals normalising all their weights.
+    # Without this argument, the softmax covers the selected experts only, which equals normalising the weights.
     normalised = not arguments.get("moe_router_pre_softmax")
     if not arguments.get("qk_layernorm"):
         if not normalised or not all(sparse):

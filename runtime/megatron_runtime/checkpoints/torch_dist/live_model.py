@@ -1,5 +1,6 @@
-"""A GPTModel or HybridModel of Megatron-Core in this process as a checkpoint: its configuration, and the tensors that
-this rank holds.
+"""The checkpoint of a GPTModel or HybridModel of Megatron-Core in this process.
+
+It has the configuration of the model and the tensors that this rank holds.
 
 Megatron describes the tensors of a rank itself: `sharded_state_dict()` returns each local tensor with its name in a
 distributed checkpoint, its whole shape and its offset. Only attributes of the model are used: nothing is imported from
@@ -50,7 +51,7 @@ _SAME_NAME = (
     "moe_router_score_function",
     "moe_shared_expert_intermediate_size",
 )
-"""Fields of TransformerConfig with the same name as the argument of Megatron-LM."""
+"""Fields of TransformerConfig that have the same name as the argument of Megatron-LM."""
 
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "softmax_scale": (None,),
@@ -73,19 +74,19 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "moe_latent_size": (None,),
     "virtual_pipeline_model_parallel_size": (None,),
 }
-"""Fields of TransformerConfig that change the computation or the place of layers, with their supported values."""
+"""Fields of TransformerConfig that change the computation or the placement of layers, with their supported values."""
 
 _ATTENTION, _MLP = "*", "-"
 """Megatron-Core's symbols of the layers of a HybridModel."""
 _HYBRID_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 _FREQUENCY_TOLERANCE = 1e-3
-"""Relative tolerance: Megatron computes its frequencies in float32."""
+"""Relative tolerance of rotary frequencies, because Megatron computes them in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveChunk:
-    """A parameter of this rank as a part of a stored tensor: its box, one range per axis, and its values.
+    """A parameter of this rank as a box of a stored tensor: one range per axis, and the values.
 
     values: tensor with the extents of the box, on any device.
     """
@@ -97,10 +98,9 @@ class LiveChunk:
 class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
     """The weights of a GPTModel, read from its parameters at each read().
 
-    model: a GPTModel of megatron.core, or a HybridModel with the layers of one, possibly wrapped (Float16Module,
-           DistributedDataParallel). With an initialised parallel state it holds this rank's part: read() returns only
-           values of that part.
-    ends:  token ids that end an answer: the configuration of the model has none.
+    model: a GPTModel of megatron.core, or a HybridModel with the same layers, possibly wrapped (Float16Module,
+           DistributedDataParallel). If the parallel state is initialised, the model holds this rank's part, and read()
+           returns only values of this part. ends: token ids that end an answer, which the model's configuration lacks.
 
     Raises UnsupportedModelError naming the field, its value and the supported value.
     """
@@ -109,7 +109,7 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
         gpt = unwrapped(model)
         _require_pairs(gpt)
         self.shard = _shard_of(gpt.config)
-        found: dict[str, TensorIndex[LiveChunk]] = {}
+        index: dict[str, TensorIndex[LiveChunk]] = {}
         for tensor in _sharded_tensors(gpt.sharded_state_dict()):
             leading = tensor.prepend_axis_num
             extents = (*[1] * leading, *tensor.local_shape)
@@ -117,12 +117,12 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
                 range(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True)
             )
             name = _gpt_name(tensor.key) if _is_hybrid(gpt) else tensor.key
-            before = found[name].chunks if name in found else ()
+            before = index[name].chunks if name in index else ()
             chunk = LiveChunk(box, tensor.data[(None,) * leading])
-            found[name] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
+            index[name] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
         super().__init__(
             _config_of(gpt, ends),
-            found,
+            index,
             where=_WHERE,
             remedy="build it with a layer spec that has these tensors, as for a Llama, Qwen or Mixtral model",
             absent=gpt.config.params_dtype if self.shard.sizes.pipeline > 1 else None,
@@ -171,7 +171,10 @@ def _gpt_name(name: str) -> str:
 
 
 def _rotary_of_hybrid(model: Any) -> dict[str, Any]:
-    """Return the base and the rotated share of a HybridModel, which keeps the frequencies only."""
+    """Return the rotary base and the rotated share of a HybridModel, computed from its frequencies.
+
+    The model stores only the frequencies.
+    """
     frequencies = model.rotary_pos_emb.inv_freq.detach().double().cpu()
     size = 2 * len(frequencies)
     base = float(frequencies[1]) ** (-size / 2) if size > 2 else 10000.0
@@ -195,7 +198,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _sharded_tensors(entries: Any) -> Iterator[Any]:
-    """Yield the ShardedTensors of a sharded state dict; a factory describes gate and up as two tensors."""
+    """Yield the ShardedTensors of a sharded state dict. A ShardedTensorFactory yields gate and up as two tensors."""
     if isinstance(entries, Mapping):
         entries = entries.values()
     for entry in entries:
@@ -209,7 +212,10 @@ def _sharded_tensors(entries: Any) -> Iterator[Any]:
 
 
 def _shard_of(config: Any) -> Shard:
-    """Return the part of the model that this rank holds. Raises UnsupportedModelError for sizes that engines lack."""
+    """Return the part of the model that this rank holds.
+
+    Raises UnsupportedModelError for kinds of parallelism that engines lack.
+    """
     sizes = ParallelSizes(
         tensor=config.tensor_model_parallel_size,
         pipeline=config.pipeline_model_parallel_size,
@@ -270,19 +276,19 @@ def _config_of(gpt: Any, ends: tuple[int, ...]) -> ModelConfig:
     rotary = gpt.rotary_pos_emb
     theirs = rotary.inv_freq.detach().double().cpu()
     if getattr(gpt, "rotary_scaling", False):
-        # The factor is not kept. It divides the lowest frequency, whose wavelength is the longest.
+        # The model does not store the factor, so compute it from the lowest frequency, which it divides.
         factor = round(values["rope_theta"] ** (-(len(theirs) - 1) / len(theirs)) / float(theirs[-1]), 3)
         arguments |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
         values = config_json_of(arguments, where=_WHERE)
     if rotary.seq_len_interpolation_factor is not None:
         values["rope_scaling"] = {"rope_type": "linear", "factor": float(rotary.seq_len_interpolation_factor)}
-    found = config_from_hf(values, ends=ends, where=_WHERE)
-    ours = inverse_frequencies(head_dim=found.head_dim, theta=found.rope_theta, scaling=found.rope_scaling).double()
+    result = config_from_hf(values, ends=ends, where=_WHERE)
+    ours = inverse_frequencies(head_dim=result.head_dim, theta=result.rope_theta, scaling=result.rope_scaling).double()
     if rotary.seq_len_interpolation_factor is not None:
         theirs = theirs / rotary.seq_len_interpolation_factor
     if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=_FREQUENCY_TOLERANCE, atol=0.0):
         raise UnsupportedModelError(
-            f"{_WHERE} rotates by frequencies {shown(theirs.tolist())}: rotary_base {found.rope_theta:g} with "
-            f"{found.rope_scaling or 'no scaling'} has others; build it with rotary_base and the scaling of Llama 3.1"
+            f"{_WHERE} rotates by frequencies {shown(theirs.tolist())}: rotary_base {result.rope_theta:g} with "
+            f"{result.rope_scaling or 'no scaling'} has others; build it with rotary_base and the scaling of Llama 3.1"
         )
-    return found
+    return result

@@ -1,9 +1,9 @@
-"""Map the tensors of a decoder to the tensors that Megatron-Core stores. No torch, no files.
+"""Maps the tensors of a decoder to the tensors that Megatron-Core stores. Uses no torch and no files.
 
 Megatron stores one tensor for all layers (axis 0), and one for all experts of all layers (axes 0 and 1). Queries, keys
 and values share `linear_qkv`: for each key-value head its query heads, then its key, then its value. Gate and up share
 `linear_fc1`, gate first. A tensor of the decoder is therefore a list of row ranges at one index of the leading axes.
-If layers differ, their numbers are in the names; newer files may also number experts, or separate gate and up.
+If layers differ, the names contain layer numbers. Newer files may also number experts, or store gate and up separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layout:
     """The naming scheme of a set of tensors. The default is Megatron-Core's scheme for equal layers.
 
     mixture_norm_in_mlp: the norm before a mixture of experts has the key of the norm before a dense feed-forward.
-                         Megatron's local layer spec, which does without Transformer Engine, stores it like this.
+                         Megatron's local layer spec, which does not use Transformer Engine, stores it like this.
     """
 
     prefix: str = ""
@@ -57,13 +57,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor of the decoder in a stored tensor.
+    """The place of a decoder's tensor within a stored tensor.
 
     name:    short name, as in models/tensors.py.
     key:     name of the stored tensor.
-    index:   on the axes before the rows (layer, expert); empty if the stored tensor has no such axes.
-    rows:    rows in the stored tensor, at that index.
-    columns: extents after the rows: one for a matrix, none for a vector.
+    index: index on the axes before the rows (layer, expert); empty if the stored tensor has no such axes.
+    rows: rows in the stored tensor at this index.
+    columns: sizes of the axes after the rows: one for a matrix, none for a vector.
     """
 
     name: str
@@ -79,7 +79,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored tensor. grid: extents of the axes before the rows. cell: extents of the rows and columns."""
+    """The shape of a stored tensor. grid: sizes of the axes before the rows. cell: sizes of the rows and columns."""
 
     grid: Shape
     cell: Shape
@@ -95,7 +95,7 @@ def layout_for(config: ModelConfig) -> Layout:
 
 
 def find_layout(keys: Collection[str]) -> Layout:
-    """Return the naming scheme of `keys`."""
+    """Return the naming scheme of the tensors with these keys."""
     prefix = next((key.removesuffix(EMBEDDING) for key in sorted(keys) if key.endswith(EMBEDDING)), "")
     start = prefix + _LAYERS
     layers = [key.removeprefix(start) for key in keys if key.startswith(start)]
@@ -143,14 +143,14 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
     """Return the tensors that the files hold, by key, without padding."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
     grid = (experts,) if at.numbered_layers else (config.num_layers, experts)
     for piece in pieces(config, at):
         rows = max(first + count for first, count in piece.rows)
-        if piece.key not in found or found[piece.key].cell[0] < rows:
-            found[piece.key] = Stored(grid[: len(piece.index)], (rows, *piece.columns))
-    return found
+        if piece.key not in tensors or tensors[piece.key].cell[0] < rows:
+            tensors[piece.key] = Stored(grid[: len(piece.index)], (rows, *piece.columns))
+    return tensors
 
 
 def _qkv_rows(config: ModelConfig, letter: str) -> Rows:

@@ -1,6 +1,6 @@
-"""The pickled parts of a Megatron-Core checkpoint, read without unpickling: the index, and each tensor in a file.
+"""Reads the pickled parts of a Megatron-Core checkpoint, the index and each tensor, without running their code.
 
-The index maps each chunk of each tensor to a place in a file. A chunk is stored there as torch.save() wrote it.
+The index maps each chunk of each tensor to a place in a file, at which the chunk is stored as torch.save() wrote it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron_runtime.protocol.text import shown
 METADATA_FILE = ".metadata"
 
 _KNOWN_PACKAGES = ("torch", "megatron", "pathlib", "collections", "io", "_io", "numpy")
-"""Objects of these packages in the index are replaced by inert ones; any other name is rejected."""
+"""Packages whose objects in the index become inert objects. Names of other packages are rejected."""
 
 _LOCAL_HEADER_BYTES = 30
 _LENGTHS_AT = 26
-"""Position of the lengths of name and extra field in the header of an entry of a zip file."""
+"""Offset, in the header of a zip file's entry, of the lengths of the name and the extra field."""
 
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _ZIP_ERRORS = (
@@ -61,7 +61,12 @@ _ZIP_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor in a file. key: name of its storage. offset, strides: in values. at: first byte of its storage."""
+    """A tensor in a file.
+
+    key: name of its storage.
+    offset, strides: in values.
+    at: offset of the first byte of the storage in the file.
+    """
 
     key: str
     dtype: torch.dtype
@@ -78,7 +83,7 @@ class SavedTensor:
     def bytes_in(self, file: MappedFile) -> torch.Tensor:
         """Return a view of the file with the bytes of each value, uint8 [*shape, itemsize].
 
-        The address of a value in a file need not be a multiple of its size, hence bytes.
+        They are bytes because the address of a value in a file need not be a multiple of its size.
         """
         size = self.dtype.itemsize
         storage = file.piece(self.at + self.offset * size, self.span * size)
@@ -88,13 +93,13 @@ class SavedTensor:
 class SavedArchive:
     """An archive that torch.save() wrote. Raises ModelFileError if it is another kind of archive.
 
-    view:  the file up to the end of the archive: a zip file is read from its end, and may have other data before it.
-    start: first byte of the archive in the file.
-    where: its name in errors.
+    view:  the file up to the end of the archive. A zip file is read from its end, and other data may precede it.
+    start: offset of the archive's first byte in the file.
+    where: name of the archive in errors.
     """
 
     def __init__(self, view: mmap.mmap, start: int, where: str) -> None:
-        # zipfile reads the directory of an archive as a whole, with the size that the archive states.
+        # Check the size first: zipfile reads the whole directory of an archive, with the size that the archive states.
         end = zipfile._EndRecData(view)  # type: ignore[attr-defined]
         if end is not None and end[zipfile._ECD_SIZE] > MAX_METADATA_BYTES:  # type: ignore[attr-defined]
             raise ModelFileError(
@@ -109,7 +114,10 @@ class SavedArchive:
         self._view, self._start, self._where = view, start, where
 
     def pickle(self) -> bytes:
-        """Return the pickle in the archive. Raises ModelFileError if it is damaged or larger than an index can be."""
+        """Return the pickle in the archive.
+
+        Raises ModelFileError if it is damaged or exceeds the size limit of an index.
+        """
         at, size = self.find("data.pkl")
         if size > MAX_INDEX_BYTES:
             raise ModelFileError(f"{self._where} has a pickle of {size} bytes: at most {MAX_INDEX_BYTES} are read")
@@ -119,7 +127,7 @@ class SavedArchive:
         return data
 
     def find(self, name: str) -> tuple[int, int]:
-        """Return first byte and size of an entry in the file. Raises ModelFileError if it is compressed."""
+        """Return the offset in the file and the size of an entry. Raises ModelFileError if the entry is compressed."""
         entry = self._entries.getinfo(self._prefix + name)
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ModelFileError(f"{self._where} is compressed: save the checkpoint without compression")
@@ -134,7 +142,7 @@ class SavedArchive:
 
 @contextmanager
 def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int = 0) -> Iterator[SavedArchive]:
-    """Yield the archive that torch.save() wrote to the `length` bytes from `start` of a file, or to all of it.
+    """Yield the torch.save() archive in the `length` bytes from `start` of a file, or in the rest of the file.
 
     where: name of the archive in errors.
 
@@ -152,22 +160,25 @@ def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int 
 
 
 def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
-    """Return the tensor in the `length` bytes from `offset`. Raises ModelFileError, UnsafePickleError."""
+    """Return the tensor that torch.save() wrote to the `length` bytes from `offset` of a file.
+
+    Raises ModelFileError, UnsafePickleError.
+    """
     where = f"{stored.path} at byte {offset}"
     with saved_archive(stored, where=where, start=offset, length=length) as archive:
-        found = read_pickle(archive.pickle(), where=where, trusted=_TRUSTED_IN_TENSORS, persistent=_storage)
-        if not isinstance(found, SavedTensor):
-            raise UnsafePickleError(f"{where} holds {type(found).__name__}: a tensor was expected")
-        at, size = archive.find(f"data/{found.key}")
-    if min(found.shape, default=0) < 1 or (found.offset + found.span) * found.dtype.itemsize > size:
+        tensor = read_pickle(archive.pickle(), where=where, trusted=_TRUSTED_IN_TENSORS, persistent=_storage)
+        if not isinstance(tensor, SavedTensor):
+            raise UnsafePickleError(f"{where} holds {type(tensor).__name__}: a tensor was expected")
+        at, size = archive.find(f"data/{tensor.key}")
+    if min(tensor.shape, default=0) < 1 or (tensor.offset + tensor.span) * tensor.dtype.itemsize > size:
         raise ModelFileError(
-            f"{where} has shape {found.shape} of {found.dtype} and {size} bytes of values: save it again"
+            f"{where} has shape {tensor.shape} of {tensor.dtype} and {size} bytes of values: save it again"
         )
-    return replace(found, at=at)
+    return replace(tensor, at=at)
 
 
 def _storage(pid: Any) -> SavedTensor:
-    """Return a storage as a tensor without values."""
+    """Return the storage with a persistent id, as a tensor without values."""
     kind, dtype, key, _, _ = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("a persistent id is not a storage")
@@ -175,7 +186,7 @@ def _storage(pid: Any) -> SavedTensor:
 
 
 def _rebuild(storage: SavedTensor, offset: int, shape: Any, strides: Any, *others: object) -> SavedTensor:
-    """Replaces torch's functions that build a tensor on a storage. One of them is called with the tensor's type."""
+    """Stands for torch's functions that build a tensor on a storage. `others` may include the type of the tensor."""
     if not isinstance(storage, SavedTensor):
         raise ValueError("a tensor has no storage")
     ((first,), extents, steps) = size_of((offset,)), size_of(shape), size_of(strides)
@@ -212,28 +223,30 @@ class SavedChunk:
 
 
 def read_index(directory: Path) -> tuple[dict[str, TensorIndex[SavedChunk]], dict[str, MappedFile]]:
-    """Return every tensor in `directory`, by key, and the files of their chunks, by name.
+    """Return all tensors in `directory` by key, and the files that contain their chunks by name.
 
-    Raises UnsafePickleError, and ModelFileError if a file is missing or cut short, or if no file contains a chunk of a
-    tensor. No file is opened before these checks.
+    Raises UnsafePickleError, and ModelFileError if a file is missing or truncated, or if no file contains a chunk.
+    These checks precede the opening of any file.
     """
     place, path = ModelDirectory(directory), directory / METADATA_FILE
     index_file = place.file(METADATA_FILE)
     if index_file is None:
         raise ModelFileError(f"{path} is missing: copy the whole directory")
-    found = read_pickle(
+    metadata = read_pickle(
         index_file.read_bytes(MAX_INDEX_BYTES),
         where=str(path),
         trusted=_TRUSTED_IN_INDEX,
         opaque=lambda module, name: module.partition(".")[0] in _KNOWN_PACKAGES,
     )
-    if not isinstance(found, _Metadata):
-        raise UnsafePickleError(f"{path} holds {type(found).__name__}: the index of a distributed checkpoint is wanted")
+    if not isinstance(metadata, _Metadata):
+        raise UnsafePickleError(
+            f"{path} holds {type(metadata).__name__}: the index of a distributed checkpoint is wanted"
+        )
     try:
-        places = _places(found, path)
+        places = _places(metadata, path)
         index = {
             key: _tensor(key, entry, places, path)
-            for key, entry in found.state_dict_metadata.items()
+            for key, entry in metadata.state_dict_metadata.items()
             if isinstance(key, str) and isinstance(entry, _TensorEntry)
         }
     except ModelFileError:
@@ -286,12 +299,12 @@ def _tensor(
     return TensorIndex(shape, entry.properties.dtype, tuple(chunks))
 
 
-def _places(found: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
-    """Return the place of each chunk. If a chunk is repeated, its last place counts."""
-    if not isinstance(found.storage_data, Mapping):
+def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
+    """Return the place of each chunk. If the index lists a chunk more than once, the last place counts."""
+    if not isinstance(metadata.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}
-    for where, place in found.storage_data.items():
+    for where, place in metadata.storage_data.items():
         if not isinstance(where, _ChunkName) or not isinstance(where.fqn, str) or not isinstance(place, _Place):
             raise UnsafePickleError(f"{path} lists {type(place).__name__} as a place: a file and an offset are wanted")
         if place.transform_descriptors:
@@ -303,20 +316,21 @@ def _places(found: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
             require_safe_name(place.relative_path)
         except UnsafeNameError as error:
             raise UnsafePickleError(f"{path} refers to a file outside of its directory: {error}") from error
-        # Both have at most 63 bits; their sum is compared with the size of the file.
+        # This check limits both to 63 bits; their sum is compared with the file size later.
         size_of((place.offset, place.length))
         places[_place_key(where.fqn, size_of(where.offset or ()))] = place
     return places
 
 
 def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
-    """Return a key of strings: a file could make the hashes of integers collide, but not string hashes."""
+    """Return the key of a chunk in strings: a file could make the hashes of integers collide, but not string hashes."""
     return name, ",".join(map(str, start))
 
 
 class _Metadata(SimpleNamespace):
-    """This and the following classes replace classes of torch that have only attributes. The pickle sets the
-    attributes.
+    """Stands, like the following classes, for a class of torch that has only attributes.
+
+    The pickle sets the attributes.
     """
 
 
@@ -337,7 +351,7 @@ class _Place(SimpleNamespace):
 
 
 class _Properties:
-    """Replaces the properties of a tensor. Only the type is needed."""
+    """Stands for the properties of a tensor, of which only the type is needed."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
@@ -359,7 +373,7 @@ _TRUSTED_IN_INDEX: dict[tuple[str, str], Any] = {
     (_MODULE, "ChunkStorageMetadata"): _ChunkEntry,
     (_MODULE, "TensorProperties"): _Properties,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
-    # The module of older releases.
+    # the name of the module in older releases of torch
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
     **_DTYPES,
 }

@@ -1,4 +1,4 @@
-"""Packed matrices for the C++ kernels on the CPU, and the number formats of a model.
+"""Matrices that are packed for the C++ kernels, and the choice of a model's number formats.
 
 The kernels are chosen by the CPU's instruction sets, never by its name.
 """
@@ -38,7 +38,7 @@ Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 class PackedLinear(Linear):
     """A matrix that is packed for the C++ kernels; activations are float32.
 
-    matrices: its rows, one after the other. There are several if they have different formats.
+    matrices: the parts whose rows form the matrix. There are several if the parts have different formats.
     """
 
     def __init__(self, *matrices: PackedMatrix) -> None:
@@ -59,7 +59,7 @@ class PackedLinear(Linear):
         return sum(matrix.data.nbytes for matrix in self.matrices)
 
     def dense(self) -> torch.Tensor:
-        """Return weight_NK in float32, as it was rounded."""
+        """Return weight_NK in float32, with the values that the packed format stores."""
         return torch.cat([matrix.dequantize() for matrix in self.matrices])
 
 
@@ -75,7 +75,7 @@ class PackedLinears(LinearFactory):
     """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
 
     format: format of dense weights. Quantized weights and weights in panels keep their blocks if this is an integer
-            format; otherwise they are unpacked into it.
+            format; otherwise they are converted to it.
     """
 
     def __init__(self, format: Format) -> None:
@@ -88,7 +88,7 @@ class PackedLinears(LinearFactory):
         return panel_bytes(PANEL_FORMATS[self._format], BLOCK) / (PANEL * BLOCK)
 
     def settle(self) -> None:
-        """Merge the pages of the weights into larger pages. Call it after the last matrix."""
+        """Merge the memory pages of the weights into larger pages. Call it after the last matrix."""
         self._memory.join_pages()
 
     def dense(self, weight: Weight) -> torch.Tensor:
@@ -110,24 +110,24 @@ class PackedLinears(LinearFactory):
         blocks = [part for part in weight if isinstance(part, QuantizedTensor)]
         if not all(fits(*part.shape) for part in blocks):
             return None
-        # Parts of different GGML types become several matrices if they keep their blocks.
+        # If the parts keep their blocks, parts of different GGML types become separate matrices.
         groups = groupby(blocks, key=lambda part: packed_format(part, format))
         return PackedLinear(*(pack(list(parts), format, self._memory) for _, parts in groups))
 
 
 def table_format(format: Format) -> Format:
-    """Return the format of embedding tables, given the format of the other matrices."""
+    """Return the number format of embedding tables, given the format of the other matrices."""
     # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
     return "int8" if format == "int4" else format
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Number formats of a model. Activations are float32 between the kernels.
+    """The number formats of a model. Activations are float32 between the kernels.
 
     weights: format of the matrices. Products with bfloat16 weights round their inputs to bfloat16 if the CPU can
              multiply it. Products with integer weights round their inputs to 8 bits.
-    cache:   type of keys and values.
+    cache: type of keys and values in the KV cache.
     """
 
     weights: Format
@@ -167,8 +167,9 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
 
 
 def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
-    """Return the number formats to compute with a checkpoint. name and errors: as for select_numbers(). "auto" keeps
-    matrices that are stored in panels.
+    """Return the number formats to compute with a checkpoint.
+
+    name and errors: as for select_numbers(), but "auto" keeps the format of matrices that are stored in panels.
     """
     if name == "auto" and checkpoint.panels_of is not None:
         name = checkpoint.panels_of

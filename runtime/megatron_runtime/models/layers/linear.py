@@ -11,7 +11,7 @@ from megatron_kernels.cpu.packing import PackedMatrix
 from megatron_kernels.quantized import QuantizedTensor
 
 Weight = torch.Tensor | Sequence[QuantizedTensor] | Sequence[PackedMatrix]
-"""A dense matrix, or several quantized or packed matrices whose rows form one matrix; their formats may differ."""
+"""A dense matrix, or quantized or packed matrices, possibly of different formats, whose rows form one matrix."""
 
 
 class Linear:
@@ -30,7 +30,7 @@ class Linear:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product reads."""
+        """Number of bytes of weights that a product reads."""
         return self._weight.nbytes
 
     def dense(self) -> torch.Tensor:
@@ -39,12 +39,12 @@ class Linear:
 
 
 class LinearFactory:
-    """Creates a model's matrices, one after the other while weights are loaded. This base class creates dense ones.
+    """Creates a model's matrices one after the other while weights are loaded. This base class creates dense matrices.
 
     quantized_kinds: GGML types that the factory accepts in stored form. All other types are passed to it as dense
                      weights.
-    dense_dtypes:    types of dense weights that it accepts unchanged. Others are converted to the type of the model
-                     first.
+    dense_dtypes:    types of dense weights that it accepts unchanged. Weights of other types are converted to the type
+                     of the model first.
     panel_formats:   formats of packed weights that it accepts.
     checks_values:   whether dense weights are checked for non-finite values while they are read. The matrices of a
                      factory on a GPU are checked there, after all are loaded.
@@ -60,7 +60,7 @@ class LinearFactory:
     checks_values: bool = True
 
     def value_bytes(self, dtype: torch.dtype) -> float:
-        """Return the approximate memory of one value of a model of type `dtype`."""
+        """Return the approximate number of bytes in memory for one weight of a model of type `dtype`."""
         return dtype.itemsize
 
     def dense(self, weight: Weight) -> torch.Tensor:
@@ -71,8 +71,9 @@ class LinearFactory:
         return Linear(self.dense(weight_NK))
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
-        """Return the matrices of the `count` experts of a layer, which have one shape. A device may keep them in one
-        tensor.
+        """Return the matrices of the `count` experts of a layer, which have the same shape.
+
+        A factory for a device may keep them in one tensor.
         """
         return tuple(map(self.linear, weights))
 

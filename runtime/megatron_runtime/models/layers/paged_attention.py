@@ -25,10 +25,10 @@ from megatron_runtime.models.config import (
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of a step's tokens, in the halves layout of
-    transformers.
+    """The rotary position embedding (Su et al. 2021, arXiv:2104.09864) of a step's tokens.
 
-    The first half of sin_T1D is negated.
+    The two values of a pair are in the first and the second half of a head, as in transformers. The first half of
+    sin_T1D is negated.
     """
 
     cos_T1D: torch.Tensor
@@ -56,10 +56,10 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """The rotation of all layers of one kind.
+    """The rotary embedding of all layers of one kind.
 
-    magnitude:          factor of cos and sin.
-    long_frequencies_F: frequencies of long sequences, if the model distinguishes them. A position is then twice the
+    magnitude: factor of cos and sin.
+    long_frequencies_F: frequencies for long sequences, if the model has them. In this case, a position is twice the
                         index in the sequence, plus one in a long sequence.
     """
 
@@ -68,11 +68,11 @@ class RotaryEmbedding:
     long_frequencies_F: torch.Tensor | None = None
 
     def table(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of all positions in sequences of `length` tokens."""
+        """Return the tables of cos and sin for all positions in sequences of `length` tokens."""
         return self.cos_sin(torch.arange(length if self.long_frequencies_F is None else 2 * length))
 
     def cos_sin(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the angles, float32 [T, F]."""
+        """Return cos and sin of the tokens' angles, float32 [T, F]."""
         frequencies_TF = self.frequencies_F
         if self.long_frequencies_F is not None:
             is_long_T1 = (positions_T % 2).bool()[:, None]
@@ -89,7 +89,7 @@ class RotaryEmbedding:
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Return the rotation of the layers that attend to all tokens, and the rotation of the local layers."""
+    """Return the rotary embedding of the layers that attend to all tokens, and the one of the local layers."""
     scaling, sliding = config.rope_scaling, config.sliding
     frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -116,7 +116,7 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 
 
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
-    """Like _scale_llama3(), but the blend is linear in the index of the pair instead of its rotations."""
+    """Scale like _scale_llama3(), but interpolate in the index of the pair instead of its number of rotations."""
     count = len(frequencies)
 
     def pair_of(rotations: float) -> float:
@@ -137,7 +137,7 @@ def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -
 class SequenceRows:
     """The new tokens of one sequence: rows `rows` of the step.
 
-    pages:   int64; pages of its cached tokens and the new ones. None: no token was cached before.
+    pages:   int64; pages of the cached and the new tokens; None if no token was cached before.
     mask_TS: 0 for a token that is attended to, -inf for others, from the first token of `pages` on. None: causal.
     """
 
@@ -148,12 +148,11 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The cache positions of a step's tokens, and the tokens that each attends to. Shared by all layers of a
-    kind.
+    """The cache rows of a step's tokens, and the tokens to which each token attends. All layers of one kind share it.
 
     cache_rows_T: row of the cache, page * X + offset, of each token's keys and values.
-    chunks:       in the order of the step's rows.
-    local:        the same for layers with a sliding window; None if the window covers the context of every token.
+    chunks: the new tokens by sequence, in the order of the step's rows.
+    local: the batch for layers with a sliding window; None if the window covers the context of every token.
     """
 
     cache_rows_T: torch.Tensor
@@ -162,7 +161,7 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """softmax(scale q k^T) v for grouped query heads."""
+    """Computes softmax(scale q k^T) v for grouped query heads."""
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         self._kv_heads, self._head_dim = num_kv_heads, head_dim
@@ -172,8 +171,9 @@ class PagedAttention:
     def __call__(
         self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """Write `kv_TE` to the cache, which may have a smaller type, compute the attention, and return it: [T, H *
-        D].
+        """Write `kv_TE` to the cache, and return the attention, [T, H * D].
+
+        The cache may have a smaller type.
         """
         cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE.to(cache_PXE.dtype))
         return torch.cat([self._attend(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.chunks])

@@ -1,8 +1,8 @@
-"""Grammars of tool calls, in Lark's notation: of the formats without an entry in the table, and parts of the others.
+"""Grammars of tool calls, in Lark's notation: the formats without a table entry, and building blocks for the others.
 
-A grammar is built from three inputs: the JSON schemas of the arguments by tool name, a function that writes a text of
-the format in Lark's notation, and whether the answer may have only one call. The result maps the beginning of an answer
-to a rule for the rest of the answer.
+A grammar is built from three inputs: the JSON schemas of the arguments by tool name, a function that converts a literal
+text to Lark's notation, and whether the answer may have only one call. The result maps the beginning of an answer to a
+rule for the rest of the answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ _DEFINITIONS = ("$defs", "definitions")
 def all_calls(
     openings: Sequence[str], group: str, rules: Sequence[str], written: Written, *, is_single: bool
 ) -> CallGrammar:
-    """Return the grammar of groups of calls, each after one of the texts that open it. group: grammar of the text that
-    follows.
+    """Return the grammar of an answer with one or more groups of calls.
+
+    openings: texts, one of which begins each group.
+    group:    Lark expression of the rest of a group.
+    rules:    the rules that `group` refers to.
     """
     opening = " | ".join(map(written, openings))
     more = "" if is_single else f" (SPACE? ({opening}) group)*"
@@ -48,7 +51,7 @@ def all_calls(
 
 
 def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`{"name": …, "parameters": {…}}`, with `;` between calls. An object that names no tool is not a call."""
+    """Return the grammar of `{"name": …, "parameters": {…}}`, with `;` between calls. Other objects are not calls."""
     starts = {"<|python_tag|>": "calls"}
     rules = []
     more = "" if is_single else ' (SPACE? ";" SPACE? call)*'
@@ -64,7 +67,7 @@ def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGramma
 
 
 def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`name`, a newline and the arguments, with `>>>` before a further call."""
+    """Return the grammar of `name`, a newline and the arguments, with `>>>` before each further call."""
     starts = {f"{name}\n": f"calls_{place}" for place, name in enumerate(tools)}
     call = " | ".join(f"{quoted(start)} rest_{place}" for place, start in enumerate(starts))
     more = "" if is_single else f" (SPACE? {written('>>>')} ({call}))*"
@@ -73,7 +76,7 @@ def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGr
 
 
 def pythonic(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`[name(argument="value"), …]`: a Python list of calls, whose arguments are in the order of their declaration."""
+    """Return the grammar of `[name(argument="value"), …]`, with the arguments in the order of their declaration."""
     starts = {f"[{name}(": f"calls_{place}" for place, name in enumerate(tools)}
     further, rules = _python_calls(tools, is_single=is_single)
     first = [f'calls_{place}: arguments_{place} ")"{further} "]"' for place in range(len(tools))]
@@ -81,14 +84,14 @@ def pythonic(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`<|tool_call_start|>[name(argument="value"), …]<|tool_call_end|>`."""
+    """Return the grammar of `<|tool_call_start|>[name(argument="value"), …]<|tool_call_end|>`."""
     begin, end = "<|tool_call_start|>", written("<|tool_call_end|>")
     further, rules = _python_calls(tools, is_single=is_single)
     return {begin: "calls"}, lines(f'calls: SPACE? "[" call{further} "]" {end}', *rules, SPACE)
 
 
 def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
-    """Return what may follow a call in a list, and the rules of `call` and of the arguments of each tool."""
+    """Return the expression of what may follow a call in a list, and the rules for `call` and each tool's arguments."""
     calls = " | ".join(f'{quoted(f"{name}(")} arguments_{place} ")"' for place, name in enumerate(tools))
     rules = [f"call: {calls}"]
     for place, schema in enumerate(tools.values()):
@@ -101,7 +104,10 @@ def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
 
 
 def gemma4(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`<|tool_call>call:name{key:<|"|>text<|"|>,…}<tool_call|>`: keys and texts are written as they are."""
+    """Return the grammar of `<|tool_call>call:name{key:<|"|>text<|"|>,…}<tool_call|>`.
+
+    Keys and texts have no escapes.
+    """
     rules = _Gemma4Rules(written)
     calls = [
         f"{quoted(f'call:{name}')} {rules.value(f'arguments_{place}', {**schema, 'type': 'object'})}"
@@ -112,7 +118,7 @@ def gemma4(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def minimax_m3(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`<invoke name="…"><key>value</key>…</invoke>` with a marker before each tag, nested."""
+    """Return the grammar of `<invoke name="…"><key>value</key>…</invoke>`, nested, with a marker before each tag."""
     tag = "]<]minimax[>["
     rules = _MiniMaxM3Rules(tag, written)
     calls = [
@@ -127,7 +133,10 @@ def minimax_m3(tools: Schemas, written: Written, is_single: bool) -> CallGrammar
 
 
 def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """`<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`, which ends the answer."""
+    """Return the grammar of an answer that ends with a call.
+
+    The call is `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`.
+    """
     channel, begin = "<|channel|>commentary", "<|start|>assistant"
     starts = dict.fromkeys((f"{channel} to=functions.", f"{begin}{channel} to=functions."), "calls")
     starts |= dict.fromkeys(("to=functions.", f"{begin} to=functions."), "calls_of_recipient")
@@ -144,7 +153,10 @@ def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 class _Gemma4Rules:
-    """Makes the rules of values in Gemma 4's notation. Members of objects are sorted by name, as its template does."""
+    """Generates grammar rules for values in Gemma 4's notation.
+
+    Members of objects are sorted, as in its template.
+    """
 
     QUOTE = '<|"|>'
 
@@ -162,7 +174,7 @@ class _Gemma4Rules:
         ]
 
     def value(self, rule: str, schema: Mapping[str, Any]) -> str:
-        """Return the expression of a value. rule: prefix of the names of its rules."""
+        """Return the Lark expression of a value. rule: prefix for the names of the rules that the expression needs."""
         entry = ToolParameter("", schema, is_required=True)
         match entry.kind:
             case "string" if entry.choices:
@@ -191,14 +203,17 @@ class _Gemma4Rules:
 
 
 class _MiniMaxM3Rules:
-    """Makes the rules of values in MiniMax M3's notation."""
+    """Generates grammar rules for values in MiniMax M3's notation."""
 
     def __init__(self, tag: str, written: Written) -> None:
         self._tag, self._written = tag, written
         self.rules: list[str] = []
 
     def value(self, rule: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the expression of a value and of the tag that ends it. rule: prefix of the names of its rules."""
+        """Return the Lark expression of a value and its closing tag `end`.
+
+        rule: prefix for the names of the rules it needs.
+        """
         entry, ending = ToolParameter("", schema, is_required=True), self._written(end)
         items = schema.get("items")
         match entry.kind:
@@ -225,7 +240,10 @@ class _MiniMaxM3Rules:
 
 
 def _separated(rule: str, entries: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Return the rules of a list of entries in their order, each of which is required or may be missing."""
+    """Return the rules of a list of entries in a fixed order.
+
+    entries: expression of each, and whether it is required.
+    """
     rules = []
     first = rule
     for number, (entry, is_required) in enumerate(entries):
@@ -252,7 +270,7 @@ def _python_value(entry: ToolParameter) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolParameter:
-    """A parameter of a tool, with the schema of its value, and its type if that is one of the schema's."""
+    """A parameter of a tool. schema: JSON schema of its value, complete with the definitions that it refers to."""
 
     name: str
     schema: Mapping[str, Any]
@@ -265,7 +283,7 @@ class ToolParameter:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The only allowed values, if all are texts; empty if other values are allowed."""
+        """The values of the schema's `enum`, if all are strings; empty if other values are allowed."""
         choices = self.schema.get("enum")
         is_of_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
         return choices if isinstance(choices, list) and is_of_texts else ()
@@ -276,7 +294,7 @@ class ToolParameter:
 
     @property
     def is_json(self) -> bool:
-        """Whether its value is written as JSON where other values are text."""
+        """Whether the value is written as JSON in formats that write other values as plain text."""
         return self.kind in _OF_JSON
 
 
@@ -289,7 +307,7 @@ def parameters_of(schema: Mapping[str, Any]) -> Iterator[ToolParameter]:
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return a copy of a schema without titles and descriptions, which may use up most of a grammar's size limit."""
+    """Return a copy of a schema without titles and descriptions, which could take up most of a grammar's size limit."""
     if isinstance(schema, list):
         return [without_annotations(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -297,13 +315,14 @@ def without_annotations(schema: Any) -> Any:
     return {
         key: value if key in ("const", "enum") else without_annotations(value)
         for key, value in schema.items()
-        if key not in _ANNOTATIONS or not isinstance(value, str)  # a property of this name has a schema
+        if key not in _ANNOTATIONS or not isinstance(value, str)  # a schema here belongs to a property called "title"
     }
 
 
 def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[str, Any]:
-    """Return the schema of a call of one of the tools. at: JSON pointer of the list of calls in the enclosing
-    schema.
+    """Return the schema of one call of any of the tools.
+
+    at: JSON pointer of the list of alternatives in the whole schema.
     """
     calls = []
     for place, (name, schema) in enumerate(tools.items()):
@@ -318,7 +337,7 @@ def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[
 
 
 def keyed_calls(tools: Schemas, *, is_single: bool) -> dict[str, Any]:
-    """Return the schema of a list of objects, each with the arguments of a call under the name of its tool."""
+    """Return the schema of a list of calls, each an object `{name of the tool: arguments}`."""
     entries = [
         {
             "type": "object",
@@ -359,7 +378,7 @@ def _referring(schema: Any, *, to: str) -> Any:
 
 
 def _with_definitions(value: Mapping[str, Any], *, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a property as a separate schema, with the definitions of the enclosing one."""
+    """Return the schema of a property as a schema of its own, with the definitions of the enclosing schema `root`."""
     return {**{key: root[key] for key in _DEFINITIONS if key in root}, **value}
 
 
@@ -369,27 +388,30 @@ def quoted(text: str) -> str:
 
 
 def until(end: str, written: Written) -> tuple[str, str]:
-    """Return attributes and expression of a rule for any text, including the text that ends it."""
+    """Return the attributes and the expression of a rule that matches any text up to and including `end`."""
     if written(end) == quoted(end):
         return f"[suffix={quoted(end)}]", "/(?s:.*)/"
-    return "", f"/(?s:.*)/ {written(end)}"  # the text ends before a special token
+    return "", f"/(?s:.*)/ {written(end)}"  # `end` is a special token, which no regular expression matches
 
 
 def written_with(special_tokens: Mapping[int, str]) -> Written:
-    """Return a function that writes a text of a format. special_tokens: texts of those that occur in the format."""
+    """Return a function that converts a literal text to Lark.
+
+    special_tokens: text by id of the format's special tokens.
+    """
     by_text = {text: id_ for id_, text in special_tokens.items()}
     longest_first = sorted(by_text, key=len, reverse=True)
     pieces = re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "(?!)")
 
     def written(text: str) -> str:
-        found = filter(None, pieces.split(text))
-        return " ".join(f"<[{by_text[piece]}]>" if piece in by_text else quoted(piece) for piece in found)
+        texts = filter(None, pieces.split(text))
+        return " ".join(f"<[{by_text[piece]}]>" if piece in by_text else quoted(piece) for piece in texts)
 
     return written
 
 
 def written_head(head: Head, written: Written, **holes: str) -> str:
-    """Return the expression of a head. holes: the expression of each hole."""
+    """Return the Lark expression of a head. holes: the expression for each hole, by its name."""
     expressions = {"text": written, "space": lambda _: "SPACE?", "hole": lambda name: holes[name]}
     return " ".join(expressions[kind](text) for kind, text in head.parts)
 

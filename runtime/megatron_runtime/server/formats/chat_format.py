@@ -1,7 +1,8 @@
 """`ChatFormat`, the interface between the HTTP API and model-specific code: prompts, and the structure of answers.
 
 The API speaks of conversations, text, reasoning and calls; engines speak of tokens. A server has one ChatFormat, which
-turns the first into tokens and the answers' text back. Every route is converted to a chat before it comes here.
+converts conversations to tokens and generated text to reasoning, text and calls. Every route is converted to a chat
+before it comes here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RenderedChat:
 
     text:   prompt text to encode, without the tokens that the model expects around a text.
     tokens: prompt tokens, instead of the text, if the format renders to tokens.
-    media:  images, audio and video of the conversation, at their tokens.
+    media:  images, audio and video of the conversation, with the positions of their tokens.
     """
 
     text: str = ""
@@ -47,7 +48,7 @@ class AnswerRequest:
     tools:      JSON schema of the arguments of each tool that may be called, by its name.
     forced:     a grammar restricts the answer to calls: to a list of them ("*"), or to the arguments of this tool.
     continues:  the answer continues the last message of the prompt.
-    is_thought: that message has ended within its reasoning.
+    is_thought: the continued message ends within its reasoning.
     earlier_calls: number of calls in the conversation.
     variables:  variables of the chat template.
     """
@@ -62,18 +63,18 @@ class AnswerRequest:
 
 
 ANY_CALLS = "*"
-"""As `AnswerRequest.forced`: a list of calls of any tools."""
+"""Value of `AnswerRequest.forced` for an answer that must be a list of calls of any tools."""
 
 
 class AsyncAnswerParser(Protocol):
     """Parses the answer of one choice in another process."""
 
     async def feed(self, text: str, tokens: Sequence[int], *, is_last: bool) -> list[Event]:
-        """Return the events that the next part of the answer completes.
+        """Return the events that the next part of the answer completes. Raises AnswerParserError.
 
-        tokens:  tokens of the part; with the last part, also the tokens that ended the answer.
-        is_last: nothing follows.
-        Raises AnswerParserError.
+        text:    next part of the answer.
+        tokens:  tokens of this part; with the last part, also the tokens that ended the answer.
+        is_last: this is the last part.
         """
         ...
 
@@ -83,14 +84,14 @@ class AsyncAnswerParser(Protocol):
 
 
 class AnswerParserError(RuntimeError):
-    """The answer of this choice cannot be parsed. The text gives the reason."""
+    """The answer of this choice cannot be parsed. The message gives the reason."""
 
 
 class AnswerFormat(Protocol):
     """The structure of the answers to one request.
 
     markers:   special tokens of the vocabulary that its parsers need as text.
-    reasoning: the tokens that mark the reasoning; None: the model marks none.
+    reasoning: the tokens that mark the reasoning; None: the model does not mark its reasoning.
     """
 
     @property
@@ -100,22 +101,22 @@ class AnswerFormat(Protocol):
     def reasoning(self) -> ReasoningUse | None: ...
 
     def parser(self) -> AnswerParser | None:
-        """Return a new parser for one choice; None: the answer is text.
+        """Return a new parser for one choice; None if the whole answer is text.
 
-        The state of a parser depends only on the text that it was fed, however it was divided. So a lost parser is
-        rebuilt by feeding it the text so far, and dropping the events, which the client already has.
+        The state of a parser depends only on the text that it has read, however the text was divided. So a lost parser
+        is rebuilt by a new parser that reads the text so far; its events are dropped, because the client has them.
         """
         ...
 
     def async_parser(self) -> AsyncAnswerParser | None:
         """Return a new parser for one choice that runs in another process; None if the format has no such parser.
 
-        parser() then parses the text that this parser finds.
+        With this parser, parser() parses only the events of type Text that this parser returns.
         """
         ...
 
     def call_id(self, name: str, number: int) -> str | None:
-        """Return the id of a call to which the parser gave none; None: any id will do.
+        """Return the id for a call to which the parser gave no id; None if any id is valid.
 
         name:   name of the function.
         number: index of the call in its answer, from 0.
@@ -126,10 +127,10 @@ class AnswerFormat(Protocol):
 class ChatFormat(Protocol):
     """Turns conversations into tokens and describes the answers. Thread-safe; render() and encode() may block.
 
-    tool_format:      name of the format of calls, for /v1/models and the log; None: unknown, calls are text.
-    reasoning_format: name of the format of reasoning; None: it is part of the text.
+    tool_format: name of the tool-call format, for /v1/models and the log; None: unknown, so calls are returned as text.
+    reasoning_format: name of the reasoning format; None: reasoning is part of the text.
     offers_tools:     whether requests may have tools.
-    takes:            which of image, audio and video conversations may have.
+    takes:            which of "image", "audio" and "video" conversations may contain.
     """
 
     @property
@@ -153,7 +154,10 @@ class ChatFormat(Protocol):
         ...
 
     def decoder(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return an incremental decoder of one sequence of tokens. skip_special: special tokens have no text."""
+        """Return an incremental decoder of one sequence of tokens.
+
+        skip_special: leave out the text of special tokens.
+        """
         ...
 
     def answer(self, request: AnswerRequest) -> AnswerFormat:
@@ -165,8 +169,9 @@ class ChatFormat(Protocol):
         ...
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure`, as SamplingParams has it, of an answer that may be a call of one of the tools; None:
-        no grammar constrains the calls, or one beyond the limits.
+        """Return the sampling parameter `call_structure` for an answer that may call one of the tools.
+
+        None if the format has no grammar of calls, or if the grammar exceeds the limits.
 
         tools:     JSON schema of the arguments of each tool, by its name.
         is_single: the answer may have one call only.
@@ -176,7 +181,7 @@ class ChatFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NativeAnswerFormat:
-    """Answers of a model whose format is in our tables."""
+    """The structure of the answers of a model whose format is in our tables."""
 
     request: AnswerRequest
     calls: ToolFormat | None
@@ -184,7 +189,7 @@ class NativeAnswerFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Special tokens that the parsers need as text."""
+        """The special tokens that the parsers need as text."""
         call_markers = self.calls.markers if self.calls is not None and self._may_call else ()
         return (*call_markers, *(() if self.reasoning is None else self.reasoning.format.markers))
 
@@ -200,7 +205,7 @@ class NativeAnswerFormat:
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
-        """Return a new parser for an answer that a grammar forces after the reasoning; None if no grammar does."""
+        """Return a new parser for the part after the reasoning if a grammar forces it to be a call; None otherwise."""
         if self.request.forced is None:
             return None
         if self.request.forced == ANY_CALLS:
@@ -221,7 +226,7 @@ _KEPT_STRUCTURES = 64
 
 
 class NativeChatFormat:
-    """The model's chat template, our tokenizer, and a format of our tables (table.py, reasoning.py).
+    """ChatFormat with the model's chat template, our tokenizer, and a format from our tables (table.py, reasoning.py).
 
     tool_call_parser, reasoning_parser: as for recognised(), whose errors this raises.
     """
@@ -238,7 +243,7 @@ class NativeChatFormat:
         self._reasoning: ReasoningFormat | None = formats.reasoning
         special = {} if self._calls is None else tokenizer.special_tokens_in(self._calls.texts)
         self._written = written_with(special)
-        # An agent sends the same tools with each request.
+        # Cached, because an agent sends the same tools with each request.
         self._structure = lru_cache(maxsize=_KEPT_STRUCTURES)(self._make_structure)
         self.tool_format = None if formats.tools is None else formats.tools.name
         self.reasoning_format = formats.reasoning_name
@@ -254,7 +259,10 @@ class NativeChatFormat:
         return self._tokenizer.encode(text, add_special=add_special)
 
     def decoder(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return an incremental decoder of one sequence of tokens. skip_special: special tokens have no text."""
+        """Return an incremental decoder of one sequence of tokens.
+
+        skip_special: leave out the text of special tokens.
+        """
         return self._tokenizer.detokenizer(skip_special=skip_special)
 
     def answer(self, request: AnswerRequest) -> NativeAnswerFormat:
@@ -274,7 +282,7 @@ class NativeChatFormat:
         """Do nothing."""
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure` of an answer that may be a call; None: no format, or a grammar beyond the limits."""
+        """Return `call_structure`; None if the format is unknown or the grammar exceeds the limits."""
         return None if self._calls is None else self._structure(json.dumps(tools), is_single)
 
     def _make_structure(self, tools: str, is_single: bool) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""Conversations as text, in a form that the model's chat template accepts.
+"""Renders conversations to text, in a form that the model's chat template accepts.
 
 Templates differ. Some know no tools, demand that user and assistant alternate, or reject system messages. Some read the
-arguments of a call as an object, or accept only ids of nine characters. A conversation that a client may send is
-rendered in the first of these forms that the template accepts.
+arguments of a call as an object, or accept only ids of nine characters. A conversation is converted to several forms,
+and rendered in the first form that the template accepts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization import ChatTemplate, ChatTemplateError, ChatTemplateRejectedError
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which chat templates read the reasoning of a message: Qwen and DeepSeek, gpt-oss, Gemma."""
+"""Keys under which the templates of Qwen and DeepSeek, of gpt-oss, and of Gemma read the reasoning of a message.
+"""
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -32,14 +33,14 @@ _TOOL_INSTRUCTIONS = (
 )
 """A description of tools in the format of Hermes, for chat templates without support for them."""
 _TRIMMED = "\n\t\n"
-"""White space after the end marker. A template that trims messages removes it."""
+"""White space after the mark that `_unfinished` adds to a message. It is missing if the template trims messages."""
 
 
 class Renderer(Protocol):
     """Renders a conversation like the model's chat template. A Tokenizer is a Renderer."""
 
     def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
-        """Return the chat template of a request with these tools; None: there is none."""
+        """Return the chat template for a request with these tools; None if the model has no chat template."""
         ...
 
     def render_chat(
@@ -57,7 +58,8 @@ class Renderer(Protocol):
 class _Form:
     """One form of a conversation.
 
-    has_all_system_text: whether the prompt must contain the text of every system message, which a template might drop.
+    has_all_system_text: whether the prompt must contain the text of every system message, because some templates drop
+                         it.
     """
 
     messages: Sequence[Message]
@@ -93,7 +95,7 @@ class ChatTemplateInput:
 
         Raises ChatTemplateError for messages that the template rejects in every form, or that cannot be continued.
         """
-        if self.continues and not self.media:  # a renderer of media ends the prompt there on its own
+        if self.continues and not self.media:  # a renderer of media ends the prompt at the last message itself
             return self._unfinished(renderer)
         rejection: ChatTemplateRejectedError | None = None
         accepted: str | None = None
@@ -105,7 +107,7 @@ class ChatTemplateInput:
             else:
                 if form.is_complete(text):
                     return text
-                accepted = accepted or text  # a template may write the messages as JSON
+                accepted = accepted or text  # a template may escape the texts, for example in JSON
         if accepted is None:
             assert rejection is not None
             raise rejection
@@ -124,8 +126,8 @@ class ChatTemplateInput:
         fields = {name: last[name] + mark + _TRIMMED for name in (THOUGHT_FIELDS if is_thought else ("content",))}
         variables = {**self.variables, "add_generation_prompt": False}
         marked = replace(self, messages=[*earlier, {**last, **fields}], variables=variables, continues=False)
-        before, found, after = marked.render(renderer).rpartition(mark)
-        if not found:
+        before, separator, after = marked.render(renderer).rpartition(mark)
+        if not separator:
             raise ChatTemplateError(
                 "the model's chat template leaves the text of the last message out: it cannot be continued"
             )
@@ -143,7 +145,7 @@ class ChatTemplateInput:
             return
         plain = [_without_calls(message) for message in self.messages]
         if not self.tools and plain == self.messages:
-            yield _Form(messages=plain, tools=None)  # the client gets the rejection of the template
+            yield _Form(messages=plain, tools=None)  # if the template rejects this form too, the client gets its error
             if _has_late_system(plain):
                 yield _Form(messages=_merged(_with_first_system(plain)), tools=None)
             return
@@ -157,7 +159,7 @@ class ChatTemplateInput:
 
 
 def _strict(message: Message) -> Message:
-    """Return a message with objects as arguments, and ids of nine letters and digits."""
+    """Return a message whose calls have objects as arguments, and ids of nine letters and digits."""
     strict = dict(message)
     if "tool_call_id" in strict:
         strict["tool_call_id"] = _short_id(strict["tool_call_id"])
@@ -180,7 +182,10 @@ def _short_id(id_: str) -> str:
 
 
 def _without_calls(message: Message) -> dict[str, Any]:
-    """Return a message with calls and results as text. Only the roles system, user and assistant remain."""
+    """Return a message with calls and results written as text.
+
+    Only the roles system, user and assistant remain.
+    """
     if message["role"] == "tool":
         return {"role": "user", "content": _joined(["<tool_response>", message["content"], "</tool_response>"], "\n")}
     kept = {key: value for key, value in message.items() if key != "tool_calls"}
@@ -192,19 +197,19 @@ def _without_calls(message: Message) -> dict[str, Any]:
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Return a content as parts."""
+    """Return the content of a message as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def _joined(contents: Sequence[Any], separator: str) -> Any:
-    """Return the joined contents: a text if all are texts, else parts."""
+    """Join the contents of messages: return a text if all are texts, otherwise a list of parts."""
     if all(isinstance(content, str) for content in contents):
         return separator.join(contents)
     return [part for content in contents for part in _parts(content)]
 
 
 def _without_system(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield messages whose roles are user and assistant: system text becomes text of the user."""
+    """Yield the messages with only the roles user and assistant: each system message becomes a message of the user."""
     for message in messages:
         yield {**message, "role": "user"} if message["role"] == "system" else message
 
@@ -215,13 +220,13 @@ def _has_late_system(messages: Sequence[Message]) -> bool:
 
 
 def _with_first_system(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield the messages; a system message that follows another message becomes text of the user."""
+    """Yield the messages. A system message that follows another message becomes a message of the user."""
     yield messages[0]
     yield from _without_system(messages[1:])
 
 
 def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return the messages with neighbours of one role joined, so that user and assistant alternate."""
+    """Join adjacent messages of the same role, so that user and assistant alternate."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         if not merged or merged[-1]["role"] != message["role"]:

@@ -8,7 +8,7 @@ from megatron_runtime.server.formats.parser import CallArguments, Event, Reading
 
 
 class HarmonyParser(ToolParser):
-    """The messages of gpt-oss, each `<|channel|>channel [to=recipient] …<|message|>…<|end|>`.
+    """Parses the messages of gpt-oss, each `<|channel|>channel [to=recipient] …<|message|>…<|end|>`.
 
     Channel `analysis` is reasoning, a message to `functions.name` is a call, and any other message is text. Without
     tools, no message is a call.

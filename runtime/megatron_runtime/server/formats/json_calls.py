@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON, between markers: one table entry for each family of models."""
+"""Calls between markers, with arguments in JSON. Each family of models is one table entry."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ Body: TypeAlias = Literal["object", "list", "keyed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """How a family writes its calls.
+    """How a family of models writes its calls.
 
-    open:    texts before the calls, any of them.
-    bodies:  what may follow: `{"name": …, "arguments": {…}}`, one or several; a list of them; a list of
-             `{name: {…}}`.
+    open:    texts, one of which precedes the calls.
+    bodies:  what may follow: "object": one or several `{"name": …, "arguments": {…}}`; "list": a list of such objects;
+             "keyed": a list of `{name: {…}}`.
     keys:    keys of `{"name": …, "arguments": {…}}` as this family writes them.
-    heads:   texts before the arguments alone, with the name of the function; instead of bodies, or before them.
+    heads:   texts with the name of the function that precede the arguments alone. They replace `bodies` or come before
+             them.
     end:     text after each call that is not in a list; a model may omit it.
     close:   text after the last call; a model may omit it.
     dropped: texts of the format outside of calls, which are not part of the answer.
@@ -87,7 +88,7 @@ class JsonCalls:
 
 
 class _JsonCallParser(ToolParser):
-    """Text, and calls after one of the texts that open them."""
+    """Parses text, and calls after one of the texts that open them."""
 
     def __init__(self, calls: JsonCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._calls = calls
@@ -114,13 +115,16 @@ class _JsonCallParser(ToolParser):
                 return
 
     def _read_next(self) -> Generator[None, None, bool]:
-        """Read one call, or a list of calls. Return False if none follows, or if the calls end within it."""
+        """Read one call, or a list of calls.
+
+        Return False if no call follows or a call is malformed.
+        """
         calls = self._calls
         until = calls.end or calls.close
         name: str | None = None
-        if calls.heads and (found := (yield from self._read_head(*calls.heads))) is not None:
-            name = found[1]["name"]
-            self._at = found[1].end()
+        if calls.heads and (head := (yield from self._read_head(*calls.heads))) is not None:
+            name = head[1]["name"]
+            self._at = head[1].end()
         elif not calls.bodies:
             return False
         else:
@@ -137,7 +141,7 @@ class _JsonCallParser(ToolParser):
 
 
 class Llama3JsonParser(ToolParser):
-    """`{"name": …, "parameters": {…}}` as the whole answer, several with `;` between: Llama 3.
+    """Parses answers of Llama 3: `{"name": …, "parameters": {…}}` as the whole answer, or several, separated by `;`.
 
     An answer that does not begin with an object that names a tool is text.
     """
@@ -148,7 +152,7 @@ class Llama3JsonParser(ToolParser):
 
     def _read(self) -> Reading:
         while True:
-            self._in_call = self._num_calls > 0  # what separates calls is dropped
+            self._in_call = self._num_calls > 0  # text that separates calls is dropped
             yield from self._read_space(self._SEPARATORS, marker=self.TAG)
             if self._in_call:
                 self._flush()
@@ -159,7 +163,9 @@ class Llama3JsonParser(ToolParser):
 
 
 class Functionary32Parser(ToolParser):
-    """Messages to recipients, `all\\ntext>>>name\\n{…}`, of which the prompt opens the first: Functionary 3.2.
+    """Parses answers of Functionary 3.2: messages to recipients, `all\\ntext>>>name\\n{…}`.
+
+    The prompt opens the first message.
 
     A message to `all` is text, one to a tool is a call, and anything else is text with its marker.
     """
@@ -170,11 +176,11 @@ class Functionary32Parser(ToolParser):
 
     def _read(self) -> Reading:
         while True:
-            found = yield from self._read_head(self._TO_ALL, self._TO_TOOL)
-            if found is not None and found[0] is self._TO_ALL:
-                self._at = found[1].end() + 1
+            head = yield from self._read_head(self._TO_ALL, self._TO_TOOL)
+            if head is not None and head[0] is self._TO_ALL:
+                self._at = head[1].end() + 1
                 self._flush()
-            elif found is not None and self._accepts(name := found[1]["name"]):
-                self._at = found[1].end()
+            elif head is not None and self._accepts(name := head[1]["name"]):
+                self._at = head[1].end()
                 yield from self._read_call(name=name)
             yield from self._read_text(self.OPEN)

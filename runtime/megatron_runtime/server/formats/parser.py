@@ -1,11 +1,12 @@
-"""Tool calls: how models write them, and parsers of their answers.
+"""`ToolParser`, the base of the parsers of tool calls, and the events that parsers return.
 
 A parser takes the text in parts of any size and returns text and calls; how the text is divided does not change the
-result. Generators read it: a reader yields when it needs more text, returns at the end of its construct, and raises
-MalformedError for text that cannot continue the construct. So arguments are streamed while the model writes them.
+result. Parsers are written as generators: a reader yields when it needs more text, returns at the end of its construct,
+and raises MalformedError for text that cannot continue the construct. So arguments are streamed while the model writes
+them.
 
-The cost is linear in the length of the answer: before a reader yields, it consumes all text except a bounded rest,
-which it sees again.
+The cost is linear in the length of the answer: before a reader yields, it consumes all text except a bounded remainder,
+which it reads again.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call begins. Comes once for each call, before its arguments.
+    """A call begins. This event comes once for each call, before its arguments.
 
-    id: id that the format gives it; None: any id will do.
+    id: id that the model gave the call; None: any id is valid.
     """
 
     name: str
@@ -66,7 +67,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of the arguments of the call that began last."""
+    """The next part of the arguments of the most recent call."""
 
     text: str
 
@@ -75,15 +76,15 @@ Event = Text | Reasoning | CallBegin | CallArguments
 
 
 class MalformedError(ValueError):
-    """The text at the reader's position cannot continue what is being read."""
+    """The text at the reader's position cannot continue the construct that the reader parses."""
 
 
 class ToolParser(ABC):
     """Parses the answer of one choice.
 
     tools:     JSON schema of the arguments of each tool of the request, by its name.
-    is_marked: a marker precedes each call. A call of an unknown tool is then a call too, and the client reports the
-               error to the model.
+    is_marked: a marker precedes each call. In this case a call of an unknown tool is also returned as a call, and the
+               client reports the error to the model.
     """
 
     is_marked: ClassVar[bool] = True
@@ -91,15 +92,15 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._tools = tools
         self._events: list[Event] = []
-        self._spaces: list[str] = []  # at the end of the text
+        self._spaces: list[str] = []  # white space at the end of the emitted text, held back
         self._num_calls = 0
         self._in_call = False
-        self._held: list[str] = []  # read before the buffer, not emitted yet
+        self._held: list[str] = []  # consumed text that precedes the buffer and is not emitted yet
         self._buffer = ""
-        self._start = 0  # of what has not been emitted
-        self._at = 0  # end of what has been read
+        self._start = 0  # start of the buffered text that is not emitted yet
+        self._at = 0  # end of the text that has been consumed
         self._kind: type[Text | Reasoning | CallArguments] | None = None
-        """Type of the event that consumed text becomes; None: the reader decides later."""
+        """Type of the events for consumed text; None: the reader has not decided yet."""
         self._reading = self._read()
         next(self._reading)
 
@@ -125,7 +126,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _read(self) -> Reading:
-        """Read the whole answer. Does not return."""
+        """Read the whole answer. The generator never ends."""
 
     def _new_events(self) -> list[Event]:
         """Return the collected events, with adjacent ones of the same type joined."""
@@ -158,14 +159,14 @@ class ToolParser(ABC):
             self._start = self._at
 
     def _take_read(self) -> str:
-        """Return the consumed text that was not emitted, and forget it."""
+        """Return the consumed text that is not emitted yet, and discard it."""
         self._hold()
         read = "".join(self._held)
         self._held.clear()
         return read
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        """Emit the beginning of a call instead of the consumed text, and the arguments that are already known."""
+        """Discard the consumed text, and emit the beginning of a call with the arguments that are already known."""
         self._flush()
         self._spaces.clear()
         self._num_calls += 1
@@ -184,7 +185,7 @@ class ToolParser(ABC):
             self._at = match.end()
 
     def _read_space(self, pattern: re.Pattern[str], *, marker: str) -> Reading:
-        """Read what matches the pattern, until it is known whether the marker follows."""
+        """Consume the white space that matches the pattern, up to a possible beginning of the marker."""
         while True:
             self._skip(pattern)
             following = self._buffer[self._at : self._at + len(marker)]
@@ -193,7 +194,7 @@ class ToolParser(ABC):
             yield
 
     def _read_end(self, marker: str) -> Generator[None, None, bool]:
-        """Read white space, and the marker if it follows. Return whether it does."""
+        """Read white space, and the marker if it follows. Return whether the marker followed."""
         yield from self._read_space(_SPACE, marker=marker)
         follows = self._buffer.startswith(marker, self._at)
         self._at += len(marker) if follows else 0
@@ -216,7 +217,10 @@ class ToolParser(ABC):
         self._at = len(self._buffer) - max(kept, default=0)
 
     def _read_head(self, *heads: Head) -> Generator[None, None, tuple[Head, re.Match[str]] | None]:
-        """Return the first head that follows, and its match, without consuming it; None if no head can follow."""
+        """Return the first of the heads that matches the text here, and its match; None if none can match.
+
+        Consumes nothing.
+        """
         while True:
             is_undecided = False
             for head in heads:
@@ -241,9 +245,9 @@ class ToolParser(ABC):
 
         name:     name of the function, if the text has only the arguments.
         is_keyed: the call is `{name: {…}}`.
-        until:    if the JSON of a call that has begun is malformed, its text up to this marker, or up to the end of
-                  the answer, is passed on as arguments: the client sees what the model wrote. After complete arguments
-                  it is text.
+        until:    marker after the call; empty: the end of the answer. If the JSON of a call that has begun is
+                  malformed, its text up to `until` is emitted as arguments, so that the client sees what the model
+                  wrote. If the arguments are complete already, it is emitted as text.
         """
         try:
             first = yield from self._token()
@@ -257,7 +261,7 @@ class ToolParser(ABC):
         except (ValueError, RecursionError):
             if not self._in_call:
                 return False
-            if self._kind is None:  # the arguments are complete: what follows them is text
+            if self._kind is None:  # the arguments are complete, so the malformed rest is text
                 self._in_call = False
                 self._kind = Text
             yield from self._read_until(*((until,) if until else ()))
@@ -297,7 +301,8 @@ class ToolParser(ABC):
         while token != "}":
             _expect(token == '"')
             key = json.loads((yield from self._raw(token)))
-            # An unknown key shows that this is another kind of object; after the arguments its text follows the call.
+            # An unknown key shows that the object is no call. After the arguments, the rest of the object is emitted as
+            # text.
             _expect(key in _ARGUMENT_KEYS or key in _NAME_KEYS or key in _OTHER_KEYS)
             _expect((yield from self._token()) == ":")
             token = yield from self._token()
@@ -330,7 +335,7 @@ class ToolParser(ABC):
             self._begin(name, "{}")
 
     def _stream_arguments(self, name: str) -> Reading:
-        """Read an object whose bracket has been read, and pass it on while it is read."""
+        """Read an object whose opening bracket has been read, and emit its text as arguments while it is read."""
         self._begin(name)
         self._held.append("{")
         self._kind = CallArguments
@@ -339,7 +344,7 @@ class ToolParser(ABC):
         self._kind = None
 
     def _raw(self, token: str) -> StringReading:
-        """Read one JSON value and return it as it is written. token: as for _value(); the text is not streamed."""
+        """Read one JSON value, and return its text without emitting it. token: as for _value()."""
         self._at -= len(token)
         self._hold()
         begin = len(self._held)
@@ -349,7 +354,7 @@ class ToolParser(ABC):
         return "".join(self._held[begin:])
 
     def _value(self, token: str, *, depth: int = 0) -> Reading:
-        """Read one JSON value. token: the first of the value, which has been read."""
+        """Read one JSON value. token: its first token, which has been read."""
         if token == '"':
             yield from self._string()
             return
@@ -397,7 +402,7 @@ class ToolParser(ABC):
 
 
 class RequiredParser(ToolParser):
-    """`tool_choice: required`: a grammar restricts the answer to a list of calls."""
+    """Parses answers to `tool_choice: required`, which a grammar restricts to a list of calls."""
 
     def _read(self) -> Reading:
         if (yield from self._token()) == "[":
@@ -406,7 +411,7 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """`tool_choice` names one tool: a grammar restricts the answer to its arguments."""
+    """Parses answers to a `tool_choice` that names one tool, which a grammar restricts to the arguments of the tool."""
 
     def __init__(self, name: str) -> None:
         self._name = name

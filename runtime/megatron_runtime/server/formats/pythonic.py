@@ -1,4 +1,4 @@
-"""Calls as Python writes them, with literal arguments."""
+"""Tool calls in Python's syntax, with literals as arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _JSON_NAMES = {"null": None, "true": True, "false": False}
 
 
 class PythonicParser(ToolParser):
-    """`[name(argument="value"), …]` as the whole answer, a Python list of calls with literals: Llama 3.2 and 4.
+    """Parses answers of Llama 3.2 and 4: `[name(argument="value"), …]`, a Python list of calls, as the whole answer.
 
     An answer that does not begin with `[name(` of a tool is text. Each call is emitted when it is complete.
     """
@@ -34,7 +34,10 @@ class PythonicParser(ToolParser):
         return self._buffer[self._at - 1]
 
     def _read_list(self) -> Generator[None, None, bool]:
-        """Read up to the end of the list. Return False at the first character that a list of calls cannot have."""
+        """Read up to the end of the list.
+
+        Return False at the first character that cannot be part of a list of calls.
+        """
         while (character := (yield from self._character())).isspace():
             pass
         if character != "[":
@@ -50,7 +53,7 @@ class PythonicParser(ToolParser):
                     character = yield from self._character()
                 elif character == quote:
                     quote = ""
-                elif character == "\n":  # some models write it as it is
+                elif character == "\n":  # some models write a newline in a string without an escape
                     character = "\\n"
             elif depth == 0 and character in ",]":
                 text = "".join(call).strip()
@@ -78,7 +81,7 @@ class PythonicParser(ToolParser):
 
 
 class Lfm2Parser(PythonicParser):
-    """Text, then `<|tool_call_start|>[name(argument="value"), …]<|tool_call_end|>`: LFM2."""
+    """Parses answers of LFM2: text, then `<|tool_call_start|>[name(argument="value"), …]<|tool_call_end|>`."""
 
     OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
     is_marked = True
@@ -91,7 +94,7 @@ class Lfm2Parser(PythonicParser):
 
 
 def literal_of(text: str) -> Any:
-    """Return the value of a Python literal, in which JSON's names may stand for Python's. Raises ValueError."""
+    """Return the value of a Python literal, in which `true`, `false` and `null` are also allowed. Raises ValueError."""
     if len(text) > _MAX_LITERAL_CHARACTERS:
         raise ValueError(f"the text has {len(text)} characters: at most {_MAX_LITERAL_CHARACTERS} are allowed")
     try:
@@ -105,14 +108,14 @@ def _literal(node: ast.expr) -> Any:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Replaces the names of JSON by their values."""
+    """Replaces `true`, `false` and `null` in a syntax tree by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _python_call(text: str) -> tuple[str, str] | None:
-    """Return name and JSON arguments of a call; None unless all its arguments are literals given by keyword."""
+    """Return the name and the JSON arguments of a call; None unless all arguments are literals passed by keyword."""
     try:
         tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args or any(keyword.arg is None for keyword in tree.keywords):

@@ -16,7 +16,7 @@ from megatron_runtime.server.formats.parser import Event, Reasoning, Text, ToolP
 from megatron_runtime.tokenization import Tokenizer
 
 _PROMPT_TOKENS = 16
-"""Tokens at the end of a prompt that may open the reasoning."""
+"""Number of tokens at the end of a prompt that are searched for the opening of the reasoning."""
 
 
 class AnswerParser(Protocol):
@@ -39,8 +39,9 @@ class ReasoningFormat:
              answer begins with reasoning.
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
-    ending:  text that ends the reasoning when its budget is used up; it ends with the closing. Empty: only the closing.
-    message: texts before and after a message of reasoning, if such messages also come before calls.
+    ending:  text that ends the reasoning when its budget is used up, with the closing at its end; empty: the closing
+             alone.
+    message: texts before and after each message of reasoning, for formats in which such messages also precede calls.
     """
 
     opening: str
@@ -61,7 +62,7 @@ _TAGS: Mapping[str, tuple[str, str]] = {
     "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
     "apriel": ("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
 }
-"""Opening and closing of the formats in which both are markers of a template."""
+"""Opening and closing markers of the formats that enclose the reasoning in two markers."""
 _FORMATS: Mapping[str, ReasoningFormat] = {
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
     "gpt_oss": ReasoningFormat(
@@ -76,15 +77,15 @@ _FORMATS: Mapping[str, ReasoningFormat] = {
     **{name: ReasoningFormat(*tags, tags) for name, tags in _TAGS.items()},
 }
 FORMATS: Mapping[str, ReasoningFormat] = {name: _FORMATS[name] for name in REASONING_FORMATS}
-"""Formats by their name for `--reasoning-parser`."""
+"""The formats by their names for `--reasoning-parser`."""
 _HARMONY = FORMATS["gpt_oss"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningUse:
-    """The reasoning of the answers to one prompt.
+    """How the answers to one prompt mark their reasoning, in tokens.
 
-    opening, closing, ending: tokens of the markers.
+    opening, closing, ending: tokens of the markers of the same names in ReasoningFormat.
     is_open:          the answer begins within the reasoning.
     continues:        the answer continues a message of the prompt.
     message:          tokens before and after a message of reasoning.
@@ -108,10 +109,11 @@ class ReasoningUse:
         continues: bool = False,
         is_thought: bool = False,
     ) -> ReasoningUse:
-        """Return the reasoning of the answers to a prompt.
+        """Return how the answers to a prompt mark their reasoning.
 
         prompt:     tokens of the prompt.
-        continues:  the answer continues a message of the prompt; is_thought: which has ended within its reasoning.
+        continues:  the answer continues the last message of the prompt.
+        is_thought: the continued message ends within its reasoning.
         """
 
         def encoded(text: str) -> tuple[int, ...]:
@@ -131,9 +133,9 @@ class ReasoningUse:
         )
 
     def parameter(self, budget: int | None, *, has_tools: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `reasoning`; None if the answer has none that an engine can end.
+        """Return the sampling parameter `reasoning`; None if the answer has no reasoning that an engine can end.
 
-        budget:    tokens of reasoning; None: any number.
+        budget:    maximum number of reasoning tokens; None: no limit.
         has_tools: the answer may be a call. In the format of gpt-oss, a call is a separate message after a message of
                    reasoning.
         """
@@ -160,7 +162,7 @@ class ReasoningUse:
         """Return a parser for one choice. calls: parses the rest of the answer; None: the rest is text."""
         if self.format is _HARMONY:
             harmony = calls if isinstance(calls, HarmonyParser) else HarmonyParser({})
-            if self.continues:  # the header of the message is in the prompt
+            if self.continues:  # the prompt contains the header of the message
                 harmony.feed("<|channel|>analysis<|message|>" if self.is_open else _HARMONY.closing)
             return harmony if calls in (None, harmony) else _Sequence(harmony, calls)
         if isinstance(calls, HarmonyParser):
@@ -170,12 +172,12 @@ class ReasoningUse:
 
 
 class TaggedReasoningParser:
-    """Separates reasoning between two markers, at the beginning of an answer, from the text that follows it.
+    """Separates the reasoning at the beginning of an answer, between two markers, from the text that follows.
 
     White space around the reasoning, and before the text that follows, is dropped.
 
     is_open:   the prompt ends within the reasoning.
-    is_answer: the text has no reasoning: the prompt ends after it. Ignored if `is_open`.
+    is_answer: the answer has no reasoning, because the prompt ends after it. Ignored if `is_open`.
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:
@@ -184,7 +186,7 @@ class TaggedReasoningParser:
             self._continue if is_open else self._answer if is_answer else self._begin
         )
         self._has_reasoning = False
-        self._spaces: list[str] = []  # before the buffer; dropped unless more follows
+        self._spaces: list[str] = []  # white space before the buffer; dropped unless more text follows
         self._buffer = ""
 
     def feed(self, text: str) -> list[Event]:
@@ -213,7 +215,7 @@ class TaggedReasoningParser:
         return [] if self._opening.startswith(text) else self._enter(self._answer)
 
     def _continue(self) -> list[Event]:
-        """Read reasoning. Hold what may belong to the closing marker, and white space before it."""
+        """Read reasoning. Hold back a possible beginning of the closing marker, and the white space before it."""
         end = self._buffer.find(self._closing)
         is_closed = end >= 0
         if not is_closed:
@@ -236,7 +238,7 @@ class TaggedReasoningParser:
         return events
 
     def _leave(self) -> list[Event]:
-        """Drop white space between reasoning and text."""
+        """Drop the white space between the reasoning and the text."""
         self._buffer = self._buffer.lstrip()
         return self._enter(self._answer) if self._buffer else []
 
@@ -251,7 +253,7 @@ class TaggedReasoningParser:
 
 
 class _Sequence:
-    """Two parsers: the text that the first finds is parsed by the second."""
+    """Two parsers in sequence: the second parses the events of type Text that the first returns."""
 
     def __init__(self, first: AnswerParser, second: AnswerParser) -> None:
         self._first, self._second = first, second

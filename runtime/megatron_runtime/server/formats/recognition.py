@@ -1,8 +1,8 @@
 """Recognises the formats of a model's calls and reasoning from its chat template.
 
-A template is recognised by what it does: it renders a conversation with one call, and the format whose parser finds
-that call in the result is the format of the model. Only a template that writes no call is searched for the texts that
-begin one, because it may describe them. This takes a few renderings, once for each server process.
+The template renders a conversation with one call, and the format whose parser finds this call in the result is the
+format of the model. If the template writes no call, its source is searched for the texts that begin a call, because it
+may describe the format to the model. Each server process does this once, with a few renderings.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Recognised:
     """The formats of a model.
 
     tools:     format of its calls; None: unknown, or tools are not offered.
-    offers_tools: whether requests may have tools. With an unknown format, calls that the model chooses are text.
+    offers_tools: whether requests may have tools. If the format is unknown, calls that the model chooses to make are
+                  returned as text.
     reasoning: format of its reasoning; None: reasoning is part of the text.
     """
 
@@ -74,12 +75,12 @@ def recognised(
     template: ChatTemplate | None,
     tool_template: ChatTemplate | None,
 ) -> Recognised:
-    """Return the formats for the settings of a server, and log them.
+    """Return the formats that the settings of a server and the chat template choose, and log them.
 
     tool_call_parser: a name of PARSERS, "none" or "auto".
     reasoning_parser: a name of FORMATS, "none" or "auto".
     template:         the chat template; tool_template: the one for requests with tools.
-    Raises ValueError for another name.
+    Raises ValueError for an unknown name.
     """
     for what, name, names in (
         ("tool-call parser", tool_call_parser, PARSERS),
@@ -155,10 +156,11 @@ def written_calls(
     tools: Sequence[Any] = TOOLS,
     text: str = "",
 ) -> Iterator[str]:
-    """Yield what a template writes of an answer with calls, in each form of the message that it accepts.
+    """Yield the text that a template writes for an answer with calls, for each form of the message that it accepts.
 
-    Templates read arguments as an object or as JSON, and some write calls only without a text. An answer is what
-    follows the prompt, or the question: in a history, an answer may begin differently than after a prompt.
+    Templates read arguments as an object or as JSON, and some write calls only without a text. The answer is taken to
+    be the text after the prompt, and also the text after the question, because an answer in a history may begin
+    differently than an answer after a prompt.
     """
     for arguments_of in (lambda value: value, lambda value: json.dumps(value, ensure_ascii=False)):
         for content in dict.fromkeys((text, text or None)):
@@ -180,13 +182,13 @@ def written_calls(
                     prompt = template.render([_QUESTION], tools=tools, variables={"add_generation_prompt": begins})
                     prefix = _common_prefix(prompt, whole)
                     if prefix != prompt and ">" not in prefix[prefix.rfind("<") :]:
-                        prefix = prefix[: prefix.rfind("<")]  # a marker begins as another one of the prompt
+                        prefix = prefix[: prefix.rfind("<")]  # both texts have a marker's first characters
                     if calls[0][0] in (answer := whole[len(prefix) :]):
                         yield answer
             except ChatTemplateRejectedError:
                 continue
             except ChatTemplateError:
-                return  # it does not render within the limits
+                return  # the template exceeds the limits of rendering
 
 
 def _common_prefix(first: str, second: str) -> str:

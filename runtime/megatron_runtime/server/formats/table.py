@@ -25,16 +25,16 @@ _SPECIAL = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes its calls. Called with the schemas of the tools, it returns a parser.
+    """How a family of models writes its calls. Calling it with the schemas of the tools returns a parser.
 
     name:    name for `--tool-call-parser`.
     make:    returns a parser for one choice. Its argument maps each tool to the JSON schema of its arguments.
-    starts:  texts that begin a call; empty: a call has no marker, and is the whole answer.
+    starts:  texts that begin a call; empty: calls have no marker, and are the whole answer.
     markers: special tokens of the vocabulary that the parser needs as text.
     texts:   all texts of the format, in which special tokens of the vocabulary may occur.
     dropped: texts of the format outside of calls.
     hints:   texts of a chat template that show the format although the template writes no call.
-    decides: whether the hints take precedence over what the template writes.
+    decides: whether the hints take precedence over the calls that the template writes.
     grammar: returns the grammar of the rest of an answer that begins with a call.
     """
 
@@ -215,7 +215,7 @@ _FAMILIES: Mapping[str, JsonCalls | TaggedCalls] = {
     "functools": JsonCalls(open=("functools",), bodies=("list",)),
     "functionary_v31": JsonCalls(open=("<function=",), bodies=(), heads=(Head("{name}>"),), end="</function>"),
 }
-"""Families whose parser is a table entry."""
+"""Families whose parser and grammar follow from a table entry, by format name."""
 
 _HINTS: Mapping[str, tuple[str, ...]] = {
     "qwen3_coder": ("<function=",),
@@ -224,7 +224,7 @@ _HINTS: Mapping[str, tuple[str, ...]] = {
     "pythonic": ("[func_name1(",),
     "llama3_json": ("<|python_tag|>", '{"name": function name, "parameters":'),
 }
-"""Texts of chat templates by format, besides the texts that begin a call."""
+"""`ToolFormat.hints` by format name: texts of chat templates other than the texts that begin a call."""
 
 
 def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:
@@ -297,5 +297,5 @@ _FORMATS = (
 PARSERS: Mapping[str, ToolFormat] = {
     name: next(format_ for format_ in _FORMATS if format_.name == name) for name in TOOL_FORMATS
 }
-"""Every format, by its name."""
+"""All formats, by name."""
 assert len(PARSERS) == len(_FORMATS)

@@ -1,4 +1,4 @@
-"""Calls whose arguments are tagged text, one value after the other: one table entry for each family of models."""
+"""Calls whose arguments are text between tags, one value after the other. Each family of models is one table entry."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from megatron_runtime.server.formats.pythonic import literal_of
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _TYPE_OF_STRING = 'string="{type}"'
 _STRING_TYPES = frozenset({"true", "string"})
-"""Values of a parameter's `type` that stand for a string."""
+"""Values of a parameter's `{type}` that mark a string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
-    """How a family writes its calls.
+    """How a family of models writes its calls.
 
-    open:       texts before the calls, any of them.
+    open:       texts, one of which precedes the calls.
     call:       text before the arguments of a call, with its `{name}`.
     parameter:  text before a value, with its `{key}`, and its `{type}` if the format has one.
     value_end:  text after a value.
@@ -42,7 +42,7 @@ class TaggedCalls:
     close:      text after the calls; a model may omit it.
     is_padded:  a newline before and after each value is part of the format.
     dropped:    texts of the format outside of calls, which are not part of the answer.
-    headers:    texts of the format where the answer begins, and after one of `dropped`, which are not part of it.
+    headers:    texts at the beginning of the answer, and after one of `dropped`, which are not part of the answer.
     """
 
     open: tuple[str, ...]
@@ -65,8 +65,9 @@ class TaggedCalls:
         return _TaggedCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the rest of an answer that begins with one of `open` (see call_grammars), with
-        parameters as declared.
+        """Return the grammar of the rest of an answer that begins with one of `open` (see call_grammars).
+
+        Parameters are in the order of their declaration.
         """
         rules: list[str] = []
         for place, (name, schema) in enumerate(tools.items()):
@@ -94,7 +95,7 @@ class TaggedCalls:
     def _value(self, rule: str, parameter: ToolParameter, written: Written) -> list[str]:
         """Return the grammar rule of a value and its terminator."""
         values = ""
-        if parameter.kind == "boolean":  # some models write it as Python does
+        if parameter.kind == "boolean":  # some models write Python's True and False
             values = '"true" | "false" | "True" | "False"'
         elif parameter.is_json:
             values = f"%json {dumped(parameter.schema)}"
@@ -107,9 +108,9 @@ class TaggedCalls:
 
 
 class _TaggedCallParser(ToolParser):
-    """Text, and calls after one of the texts that open them. Each argument is passed on when it is complete.
+    """Parses text, and calls after one of the texts that open them. Each argument is emitted when it is complete.
 
-    A value is text. It becomes the JSON value that the schema of the parameter allows, or else a string.
+    The text of a value becomes a JSON value if the schema of the parameter may allow it, and otherwise a string.
     """
 
     def __init__(self, calls: TaggedCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
@@ -119,7 +120,10 @@ class _TaggedCallParser(ToolParser):
         super().__init__(tools)
 
     def finish(self) -> list[Event]:
-        """Return the remaining events. What follows the last complete argument of a cut call is text."""
+        """Return the remaining events.
+
+        In a truncated call, the text after the last complete argument is text of the answer.
+        """
         self._at = len(self._buffer)
         if self._in_call:
             self._kind = Text
@@ -136,20 +140,20 @@ class _TaggedCallParser(ToolParser):
                 yield from self._read_calls()
 
     def _read_header(self) -> Reading:
-        if self._calls.headers and (found := (yield from self._read_head(*self._calls.headers))) is not None:
-            self._at = found[1].end()
+        if self._calls.headers and (head := (yield from self._read_head(*self._calls.headers))) is not None:
+            self._at = head[1].end()
             self._flush()
 
     def _read_calls(self) -> Reading:
         """Read the calls after the text that opens them. Hold the text after the last call."""
-        while (found := (yield from self._read_head(self._calls.call))) is not None:
-            self._at = found[1].end()
-            self._begin(found[1]["name"])
-            if (yield from self._read_arguments(found[1]["name"])):
+        while (head := (yield from self._read_head(self._calls.call))) is not None:
+            self._at = head[1].end()
+            self._begin(head[1]["name"])
+            if (yield from self._read_arguments(head[1]["name"])):
                 return
-            found = yield from self._read_head(self._close, self._calls.call)
-            if found is not None and found[0] is self._close:
-                self._at = found[1].end()
+            head = yield from self._read_head(self._close, self._calls.call)
+            if head is not None and head[0] is self._close:
+                self._at = head[1].end()
                 self._flush()
                 return
 
@@ -160,13 +164,13 @@ class _TaggedCallParser(ToolParser):
         ends = (self._close,) if self._call_end is None else (self._call_end, self._close)
         separator = "{"
         while True:
-            found = yield from self._read_head(self._calls.parameter, *ends)
-            if found is None or found[0] is not self._calls.parameter:
+            match = yield from self._read_head(self._calls.parameter, *ends)
+            if match is None or match[0] is not self._calls.parameter:
                 break
-            head = found[1]
+            head = match[1]
             self._at = head.end()
             if not (yield from self._read_value()):
-                found = None
+                match = None
                 break
             text = self._take_read()[len(head[0]) : -len(self._calls.value_end)]
             if self._calls.is_padded:
@@ -178,17 +182,17 @@ class _TaggedCallParser(ToolParser):
             separator = ", "
         self._events.append(CallArguments("{}" if separator == "{" else "}"))
         self._in_call = False
-        if found is None:  # what cannot continue the call is text, up to its end
+        if match is None:  # text that cannot continue the call is text of the answer
             self._kind = Text
             yield from self._read_until(self._calls.close)
             self._at += len(self._calls.close)
         else:
-            self._at = found[1].end()
+            self._at = match[1].end()
         self._flush()
-        return found is None or found[0] is self._close
+        return match is None or match[0] is self._close
 
     def _read_value(self) -> Generator[None, None, bool]:
-        """Read a value and its terminator. Return False, and read only the value, if the call ends first."""
+        """Read a value and its terminator. If the call ends first, read only the value and return False."""
         markers = (self._calls.value_end, self._calls.close)
         while True:
             places = [(place, marker) for marker in markers if (place := self._buffer.find(marker, self._at)) >= 0]
@@ -204,9 +208,10 @@ class _TaggedCallParser(ToolParser):
 
 
 def value_of(text: str, schema: Any) -> str:
-    """Return the text of a parameter as JSON: unchanged if the schema may allow it as a value, otherwise as a string.
+    """Return the value of a parameter as JSON.
 
-    Some templates write lists and objects as Python does, and some write strings as CDATA.
+    A text that is a JSON value which the schema may allow is returned unchanged, any other text as a JSON string. Lists
+    and objects in Python's syntax and strings in CDATA are understood, because some templates write them.
     """
     if text.startswith(_CDATA) and text.endswith(_CDATA_END):
         return json.dumps(text[len(_CDATA) : -len(_CDATA_END)], ensure_ascii=False)
@@ -216,7 +221,7 @@ def value_of(text: str, schema: Any) -> str:
             if not isinstance(json.loads(text), str):
                 return text
         except (ValueError, RecursionError):
-            with contextlib.suppress(ValueError, TypeError):  # not a literal, or one that JSON lacks
+            with contextlib.suppress(ValueError, TypeError):  # not a Python literal, or one without a JSON equivalent
                 value = literal_of(text)
                 if isinstance(value, dict | list) or (isinstance(value, bool) and allowed == "boolean"):
                     return json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,8 @@
-"""`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM. Decision 033 has the reasons.
+"""`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM.
 
-Conversations become tokens as vLLM's own server makes them, and its parsers read the answers. Where vLLM lacks a parser
-that the model needs, ours read them. Grammars of calls, budgets of reasoning and the forms of a conversation are ours.
+Decision 033 has the reasons. vLLM renders and tokenizes conversations as its own server does, and its parsers read the
+answers. If vLLM lacks a parser that the model needs, this server's parsers read the answers. The grammars of calls, the
+budgets of reasoning and the forms of a conversation are always this server's.
 """
 
 from __future__ import annotations
@@ -46,13 +47,15 @@ logger = logging.getLogger(__name__)
 async def chat_format_of(
     tokenizer: Tokenizer, *, backend: str, model: str, tool_call_parser: str, reasoning_parser: str
 ) -> ChatFormat:
-    """Return the format of a server, and log which it is.
+    """Return the chat format of a server, and log it.
 
-    backend: backend of the engines. "vllm": vLLM's renderer and parsers if it is installed and reads the model, else
-             ours.
+    backend: backend of the engines. "vllm": vLLM's renderer and parsers if vLLM is installed and supports the model,
+             otherwise this server's.
     model:   reference of the model.
-    tool_call_parser, reasoning_parser: "auto", "none", a name of our formats, or with "vllm" one of vLLM's parsers.
-    Raises ValueError for another name.
+    tool_call_parser, reasoning_parser: "auto", "none", the name of a format of this server, or with "vllm" the name of
+    a vLLM parser.
+
+    Raises ValueError for an unknown name.
     """
     if backend == "vllm":
         native = NativeChatFormat(
@@ -88,7 +91,7 @@ async def chat_format_of(
 
 
 def _directory(model: str) -> Path:
-    """Return the directory of a model that vLLM can read. Raises UnusableError."""
+    """Return the local directory of a model. Raises UnusableError if the reference names none that vLLM can read."""
     if importlib.util.find_spec("vllm") is None:
         raise UnusableError("the package vllm is not installed")
     directory = tokenizer_location(model)
@@ -98,9 +101,9 @@ def _directory(model: str) -> Path:
 
 
 class VllmChatFormat:
-    """vLLM's renderer and parsers in processes of their own, with our tokenizer and grammars.
+    """ChatFormat with vLLM's renderer and parsers in child processes, and this server's tokenizer and grammars.
 
-    native:    our formats of the model.
+    native: this server's format for the same model.
     processes: have started.
     parsers:   result of VllmProcesses.start().
     """
@@ -115,7 +118,8 @@ class VllmChatFormat:
         self._reasoning: str | None = parsers["reasoning"]
         self._skips_special: tuple[bool, bool] = tuple(parsers["skips_special"])
         self._numbers_calls: bool = parsers["numbers_calls"]
-        # An answer has only one reader: if vLLM lacks a parser that the model needs, ours read the whole answer.
+        # Only one implementation parses an answer: if vLLM lacks a parser that the model needs, NativeChatFormat parses
+        # it.
         self._reads = (self._tools is not None or native.tool_format is None) and (
             self._reasoning is not None or native.reasoning_format is None
         )
@@ -131,7 +135,7 @@ class VllmChatFormat:
         )
 
     def render(self, conversation: ChatTemplateInput) -> RenderedChat:
-        """Return the prompt of a conversation as tokens; as text if it ends within a message.
+        """Return the prompt of a conversation as tokens, or as text if the prompt ends within a message.
 
         Raises ChatTemplateError.
         """
@@ -144,7 +148,10 @@ class VllmChatFormat:
         return self._native.encode(text, add_special=add_special)
 
     def decoder(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return an incremental decoder of one sequence of tokens. skip_special: special tokens have no text."""
+        """Return an incremental decoder of one sequence of tokens.
+
+        skip_special: leave out the text of special tokens.
+        """
         return self._native.decoder(skip_special=skip_special)
 
     def answer(self, request: AnswerRequest) -> NativeAnswerFormat | VllmAnswerFormat:
@@ -170,22 +177,24 @@ class VllmChatFormat:
         return self._native.call_structure(tools, is_single=is_single)
 
     def close(self) -> None:
-        """End vLLM's processes. Idempotent."""
+        """Stop vLLM's processes. Idempotent."""
         self._processes.close()
 
 
 def _name(parser: str | None) -> str | None:
-    """Return the name under which a parser of vLLM is reported."""
+    """Return the name under which /v1/models and the log report a vLLM parser; None for no parser."""
     return None if parser is None else f"vllm:{parser}"
 
 
 @dataclass(frozen=True, slots=True)
 class VllmAnswerFormat:
-    """Answers that vLLM's parsers read. A call that a grammar forces is JSON, which ours read after its reasoning.
+    """The structure of answers that vLLM's parsers read.
 
-    processes:     None: vLLM's parsers have nothing to read.
-    markers:       special tokens that its parsers need as text.
-    numbers_calls: ids of calls are their numbers in the conversation, as Kimi has them.
+    A call that a grammar forces is JSON, which this server's parser reads after the reasoning.
+
+    processes:     None: no vLLM parser is needed.
+    markers:       special tokens that the parsers need as text.
+    numbers_calls: the id of a call contains its number in the conversation, as in Kimi's format.
     """
 
     request: AnswerRequest
@@ -196,11 +205,11 @@ class VllmAnswerFormat:
 
     @property
     def reasoning(self) -> ReasoningUse | None:
-        """The tokens that mark the reasoning; None: the model marks none that we know."""
+        """The tokens that mark the reasoning; None: the model has no known markers."""
         return self.native.reasoning
 
     def parser(self) -> AnswerParser | None:
-        """Return a parser of the text that async_parser() finds; None: it is text."""
+        """Return a parser for the text that async_parser() returns; None if this text needs no further parsing."""
         return self.native.forced_parser()
 
     def async_parser(self) -> AsyncAnswerParser | None:
@@ -216,7 +225,7 @@ class VllmAnswerFormat:
         return self.processes.answer(request, self.request.prompt)
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id that vLLM gives a call whose parser gave it none."""
+        """Return the id that vLLM's server gives a call to which the parser gave no id."""
         if self.numbers_calls:
             return f"functions.{name}:{self.request.earlier_calls + number}"
         return f"chatcmpl-tool-{secrets.token_hex(8)}"
@@ -225,7 +234,7 @@ class VllmAnswerFormat:
 class _Rendering:
     """Renders the forms of one conversation with vLLM.
 
-    rendered: tokens and media of each prompt that was rendered, by its text.
+    rendered: tokens and media of each rendered prompt, by its text.
     """
 
     def __init__(self, tokenizer: Tokenizer, processes: VllmProcesses, conversation: ChatTemplateInput) -> None:
@@ -255,7 +264,7 @@ class _Rendering:
             reply = self._processes.render(conversation, self._media)
         except AnswerParserError as error:
             if self._media:
-                # The decoded size is the most likely cause: a worker has limits of memory and time.
+                # The most likely cause is the decoded size, because workers have limits of memory and time.
                 raise ChatTemplateError(f"the images, audio or video cannot be read: {error}") from error
             raise ChatTemplateUnusableError(f"the conversation cannot be rendered: {error}") from error
         if (reason := reply.get("rejected")) is not None:

@@ -1,8 +1,8 @@
-"""The table of vLLM's parsers: vLLM has no "auto", so the model's type and the format of its template choose them.
+"""Chooses vLLM's parsers by the model's type and the format of its chat template, because vLLM has no "auto".
 
-If one of our formats is recognised by rendering the template (recognition.py), the template decides, because models of
-one type are trained for several formats. The type in config.json decides between formats that render identically, and
-for formats that we do not read.
+If the rendered template shows one of this server's formats (recognition.py), this format decides, because models of one
+type are trained for several formats. The type in config.json decides between formats that render identically, and for
+formats that this server cannot parse.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOOL_PARSERS: Mapping[str, str] = {
     "minicpm5": "minicpm5",
     "muse": "muse_glimmer",
 }
-"""vLLM's name of each format of `protocol.answer_formats` that it reads."""
+"""vLLM's name for each tool-call format of `protocol.answer_formats` that vLLM can parse."""
 
 REASONING_PARSERS: Mapping[str, str] = {
     "gemma4": "gemma4",
@@ -51,14 +51,16 @@ REASONING_PARSERS: Mapping[str, str] = {
     "hunyuan_v3": "hy_v3",
     "muse": "muse_glimmer",
 }
-"""vLLM's name of each format of reasoning that it reads. The type of the model says how it uses `think`."""
+"""vLLM's name for each reasoning format that vLLM can parse. For `think` the model's type decides."""
 ALWAYS_THINKS = "deepseek_r1"
-"""vLLM's parser of models whose answers all begin within `<think>`: it takes an answer without `</think>` for thought.
+"""vLLM's parser for models that always reason.
+
+It treats an answer without `</think>` as reasoning.
 """
 
 
 class Parsers(NamedTuple):
-    """Names of vLLM's parsers; None: the answer has no such part, or vLLM has no parser for it."""
+    """Names of vLLM's parsers; None: answers have no such part, or vLLM has no parser for it."""
 
     tools: str | None
     reasoning: str | None
@@ -104,7 +106,7 @@ MODEL_TYPES: Mapping[str, Parsers] = {
     "step3_text": Parsers("step3", "step3"),
     "step3p5": Parsers("step3p5", "step3p5"),
 }
-"""Parsers by `model_type` of config.json."""
+"""vLLM's parsers by the `model_type` in config.json."""
 
 _READS_ALIKE: Mapping[str, frozenset[str]] = {
     "hermes": frozenset({"hermes", "granite4", "longcat"}),
@@ -115,7 +117,7 @@ _READS_ALIKE: Mapping[str, frozenset[str]] = {
     "pythonic": frozenset({"pythonic", "llama4_pythonic", "olmo3"}),
     "minimax": frozenset({"hunyuan_a13b", "jamba"}),
 }
-"""Parsers of vLLM for templates of one of our formats, between which the type of the model chooses."""
+"""vLLM parsers that fit the templates of one of this server's formats. The type of the model chooses between them."""
 
 
 def parsers_of(
@@ -129,7 +131,8 @@ def parsers_of(
     """Return the parsers of a model.
 
     model_type:       value in its config.json; empty: unknown.
-    tool_format:      our name of the format that its template writes; None: unknown. reasoning_format: likewise.
+    tool_format:      this server's name of the format that the model's template writes; None: unknown.
+                      reasoning_format: likewise.
     is_open:          the prompt that the template writes ends within the reasoning.
     installed:        names of the tool parsers and the reasoning parsers of the installed vLLM.
     """

@@ -1,8 +1,8 @@
 """The server's side of vllm_worker.py: its processes, and calls that survive the loss of a worker.
 
-Each worker handles one batch of calls at a time. Calls that arrive meanwhile form the next batch, so that
-answers which grow together share a message. A lost worker is replaced. Each call of its batch is repeated alone:
-if one loses a second worker, only that call fails.
+Each worker handles one batch of calls at a time. Calls that arrive meanwhile form the next batch, so that one message
+carries the new text of many answers. A lost worker is replaced. Each call of its batch is repeated alone: if one loses
+a second worker, only that call fails.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from megatron_runtime.tokenization.loader import VLLM_ENVIRONMENT
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
-"""Imports of vLLM and the tokenizer of the model: about a minute on two loaded cores."""
+"""Timeout of the start, which imports vLLM and reads the tokenizer: about a minute on two loaded cores."""
 FORK_SECONDS = 30.0
 BATCH_SECONDS = 30.0
 """Timeout of a batch; a worker that takes longer counts as lost."""
 _GRACE_SECONDS = 2.0
-"""The worker's own alarm fires first. It terminates a worker whose server died."""
+"""How long the server waits after the worker's own alarm, which also terminates a worker whose server died."""
 WORKER_BYTES = 2 << 30
-"""Address space of a worker in addition to the modules."""
+"""Maximum address space of a worker, in addition to the imported modules."""
 RENDERERS = 2
-"""Workers that render conversations, one at a time each."""
+"""Number of workers that render conversations, each one conversation at a time."""
 PARSERS = 2
-"""Workers that parse answers; each has a share of them."""
+"""Number of workers that parse answers; each answer stays with one worker."""
 _MAX_BATCH = 256
 _ENVIRONMENT: Mapping[str, str] = {**VLLM_ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
 _CLASSES: Mapping[int, type[Text | Reasoning | CallArguments]] = {
@@ -60,7 +60,7 @@ _CLASSES: Mapping[int, type[Text | Reasoning | CallArguments]] = {
 
 
 class UnusableError(RuntimeError):
-    """vLLM cannot render and parse for this model. The text gives the reason."""
+    """vLLM cannot render conversations and parse answers for this model. The message gives the reason."""
 
 
 class UnknownSettingError(ValueError):
@@ -69,7 +69,7 @@ class UnknownSettingError(ValueError):
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call that waits for its reply. losses: workers that were lost while they handled it."""
+    """One call that waits for its reply. losses: number of workers that were lost while they handled it."""
 
     message: _Message
     reply: asyncio.Future[dict[str, Any]]
@@ -77,7 +77,10 @@ class _Call:
 
 
 class _Message:
-    """Content of a call. worker: number of the worker, which has the state that its earlier calls created."""
+    """The operation of a call.
+
+    worker: number of the worker that has the state of the answer's earlier calls; None: any.
+    """
 
     def content(self, worker: int) -> dict[str, Any]:
         raise NotImplementedError
@@ -106,7 +109,7 @@ class _Parse(_Message):
 
 
 class VllmProcesses:
-    """The parent process and its workers. Used on one event loop; render() from other threads.
+    """The parent process and its workers. Its methods run on one event loop, except render(), which threads call.
 
     setup: as vllm_worker.Formats has it, without `memory_bytes`.
     """
@@ -123,10 +126,10 @@ class VllmProcesses:
         self._keys = itertools.count()
 
     async def start(self) -> dict[str, Any]:
-        """Start the parent, and return its parsers: `tools`, `reasoning`, `skips_special`, `numbers_calls`, and what
-        the model `takes`.
+        """Start the parent, and return its description of the model.
 
-        Raises UnusableError, UnknownSettingError.
+        Members: the parsers `tools` and `reasoning`, `skips_special`, `numbers_calls`, and the media that the model
+                 `takes`. Raises UnusableError, UnknownSettingError.
         """
         self._loop = asyncio.get_running_loop()
         async with self._lock:
@@ -145,7 +148,7 @@ class VllmProcesses:
         return reply
 
     def _start_parent(self) -> socket.socket:
-        """Start the parent, and return the socket to it."""
+        """Start the parent, and return the socket that is connected to it."""
         self._end()
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -196,7 +199,8 @@ class VllmProcesses:
     def render(self, conversation: Mapping[str, Any], media: Sequence[tuple[str, bytes]] = ()) -> dict[str, Any]:
         """Return the worker's reply to a conversation: `text` and `tokens`, or `rejected`. Blocks; called from threads.
 
-        conversation: `messages`, `tools` and `variables` of the template; `continues`: end within the last message.
+        conversation: `messages`, `tools` and `variables` of the template; `continues`: the prompt ends within the last
+                      message.
         media:        kind and file of the images, audio and video that parts of messages name by number.
         Raises AnswerParserError.
         """
@@ -247,10 +251,11 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 
 
 class _Worker:
-    """A worker that is forked when it is first used, and again when it is lost.
+    """A worker that is forked on its first use, and replaced if it is lost.
 
-    worker_number: number of workers that were forked.
-    answers:    number of open answers. load: number of calls that have no reply.
+    worker_number: number of workers forked so far.
+    answers: number of open answers.
+    load:    number of calls without a reply.
     pid:        process id of the current worker; None: there is none.
     """
 
@@ -281,7 +286,7 @@ class _Worker:
         return await call.reply
 
     def forget(self, key: int) -> None:
-        """Drop an answer, with the next batch."""
+        """Make the worker drop the parser of an answer, with the next batch. key: number of the answer."""
         self.answers -= 1
         self._closed.append(key)
 
@@ -293,7 +298,7 @@ class _Worker:
         self._disconnect()
 
     async def _run(self) -> None:
-        """Handle the waiting calls, and return."""
+        """Send the waiting calls in batches until no call waits."""
         while self._waiting or self._suspects:
             if self._suspects:
                 batch = [self._suspects.popleft()]
@@ -356,7 +361,7 @@ class _Worker:
         return bytes(received)
 
     def _disconnect(self) -> None:
-        """Close the socket: an idle worker exits, and the alarm terminates a busy one."""
+        """Close the socket, so that an idle worker exits and the alarm terminates a busy one."""
         if self._channel is not None:
             self._channel.close()
             self._channel = self.pid = None
@@ -372,7 +377,7 @@ class VllmAnswer:
     """vLLM's parser of one choice, in a worker.
 
     opened_in: number of the worker that has the parser.
-    earlier:   the pieces that the parser has read: another worker reads them again, and their events are dropped.
+    earlier:   pieces that the parser has read. A replacement of the worker reads them again, and drops their events.
     """
 
     key: int

@@ -1,7 +1,7 @@
 """vLLM's renderer and parsers in processes of their own: a parent that imports vLLM once, and workers that it forks.
 
-The server (vllm_processes.py) runs this module. The parent answers with the parsers that it has, and forks a worker for
-each socket that it receives. A worker serves batches of operations until the server closes the socket, within limits of
+The server (vllm_processes.py) runs this module. The parent reports which parsers it has, and forks a worker for each
+socket that it receives. A worker serves batches of operations until the server closes the socket, within limits of
 memory and time. Only this module of the server imports vLLM. Messages are msgpack.
 """
 
@@ -30,9 +30,9 @@ from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS, is_unico
 from megatron_runtime.server.formats.vllm_parsers import REASONING_PARSERS, TOOL_PARSERS, parsers_of
 
 MESSAGE_LIMITS = UnpackLimits(frame_bytes=1 << 30, elements=1 << 27, containers=1 << 24, depth=300)
-"""The other side is this program: the limits only stop a damaged stream."""
+"""Both sides are this program, so these limits only protect against a corrupt stream."""
 HEADER = struct.Struct("<dQ")
-"""Seconds that a batch may take, and its length in bytes."""
+"""Header of a batch: its timeout in seconds, and its length in bytes."""
 SIZE = struct.Struct("<Q")
 
 _SMALL_IMAGE = bytes.fromhex(
@@ -41,10 +41,10 @@ _SMALL_IMAGE = bytes.fromhex(
 )
 """A PNG of 64 x 64 pixels."""
 TEXT, REASONING, CALL, ARGUMENTS = range(4)
-"""Kinds of events in replies: each is [kind, text]; a call is [kind, name, id]. The id may be None."""
+"""Kinds of events in replies. An event is [kind, text]; the beginning of a call is [CALL, name, id or None]."""
 
 _HARMONY = "gpt_oss"
-"""The `model_type` whose conversations and answers vLLM reads with the package openai_harmony."""
+"""The `model_type` for which vLLM uses the package openai_harmony instead of the chat template."""
 
 
 class Formats:
@@ -57,7 +57,7 @@ class Formats:
         is_open: prompts end within the reasoning.
         call, written: a sample call, and the texts that the chat template renders for it.
 
-    Raises UnknownParserError, and what vLLM raises for a model that it cannot read.
+    Raises UnknownParserError, and any exception of vLLM for a model that it cannot read.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -70,10 +70,10 @@ class Formats:
         from vllm.tool_parsers import ToolParserManager
 
         directory = Path(setup["directory"])
-        # vLLM recognises a model of Mistral by its weights, which a server may not have.
+        # vLLM recognises Mistral's format by the names of weight files, which a server may not have.
         is_mistral = (directory / "tekken.json").exists() and not (directory / TOKENIZER_FILE).exists()
         mode = {"tokenizer_mode": "mistral"} if is_mistral else {}
-        # No features of media are kept: this process has no use for them.
+        # Disable vLLM's cache of media features, which this process does not use.
         config = AsyncEngineArgs(model=str(directory), mm_processor_cache_gb=0, **mode).create_model_config()
         config.quantization = None  # no weights are read
         config.max_model_len = (1 << 31) - 1  # the server checks lengths itself
@@ -126,15 +126,16 @@ class Formats:
             self._warm_up(renderer, {"role": "user", "content": [image]})
 
     def _warm_up(self, renderer: Any, message: Mapping[str, Any]) -> None:
-        """Render a message here, so that each worker has what the first one imports and compiles. No thread may start
-        before a fork, so this is not the way of render().
+        """Render a message in the parent, so that forked workers inherit the modules and compiled templates.
+
+        It must not start a thread before the forks, so it does not call render().
         """
         request = self.request([], {}, messages=[message])
-        with contextlib.suppress(Exception):  # a chat template may reject it, and a model may take larger images only
+        with contextlib.suppress(Exception):  # a template may reject it; a model may need larger images
             renderer.render_chat([request.messages], request.build_chat_params(None, "auto"))
 
     def _observe(self, renderer: Any) -> None:
-        """Note the tokens of each conversation before its media are expanded, which the answer of vLLM lacks."""
+        """Record the tokens of each conversation before its media are expanded, which vLLM does not return."""
         process = renderer.process_for_engine_async
 
         async def observed(prompt: Any, *arguments: Any, **options: Any) -> Any:
@@ -144,7 +145,7 @@ class Formats:
         renderer.process_for_engine_async = observed
 
     def _fits(self) -> bool:
-        """Return whether the parser of reasoning can be made: some need tokens that the tokenizer may lack."""
+        """Return whether the reasoning parser can be created: some parsers need tokens that the tokenizer may lack."""
         from vllm.parser import ParserManager
 
         try:
@@ -156,9 +157,10 @@ class Formats:
         return True
 
     def _reads(self, written: Sequence[str], call: Sequence[Any]) -> bool:
-        """Return whether the parser of calls returns the call that the chat template writes.
+        """Return whether the tool parser finds the call that the chat template wrote.
 
-        written: the call, in each form; none: the template writes no calls. call: its name and its arguments.
+        written: the rendered call, in each form; empty: the template writes no calls.
+        call:    name and arguments of the call.
         """
         from vllm.parser import ParserManager
 
@@ -182,7 +184,7 @@ class Formats:
         return bool(request.skip_special_tokens)
 
     def request(self, tools: Sequence[Any], variables: Mapping[str, Any], **fields: Any) -> Any:
-        """Return a request of a chat for vLLM."""
+        """Return a chat request as vLLM's classes expect it. fields: further fields of the request."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         offered = {"tools": list(tools), "tool_choice": "auto"} if tools else {}
@@ -199,8 +201,8 @@ class Formats:
     def render(self, operation: Mapping[str, Any]) -> dict[str, Any]:
         """Return the text and the tokens of a conversation; `rejected`: why it has none.
 
-        With media also the tokens before they were expanded, `template`, and of each the offset and number of its
-        tokens, `spans`.
+        With media also `template`, the tokens before the media were expanded, and `spans`, the offset and number of
+        tokens of each item.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -212,10 +214,10 @@ class Formats:
             "add_generation_prompt": variables.pop("add_generation_prompt", True) and not conversation["continues"],
             "continue_final_message": conversation["continues"],
         }
-        if self._is_harmony:  # its conversations are written without the chat template
+        if self._is_harmony:  # vLLM renders its conversations without a chat template
             fields["reasoning_effort"] = variables.get("reasoning_effort")
         try:
-            # vLLM may take `auto` for a model without a parser only if the request has no choice of tools.
+            # vLLM rejects an explicit tool_choice `auto` for a model without a parser.
             request = self.request(tools, variables, **fields)
             if self.tools is None and tools:
                 request.tool_choice = "none"
@@ -242,7 +244,7 @@ class Formats:
 
 
 def _modalities(renderer: Any) -> list[str]:
-    """Return which of image, audio and video the model takes."""
+    """Return the modalities that the model takes, of "image", "audio" and "video"."""
     mm_processor = getattr(renderer, "mm_processor", None)
     if mm_processor is None:
         return []
@@ -267,12 +269,15 @@ def _with_media(message: Mapping[str, Any], media: Sequence[Sequence[Any]]) -> M
 
 
 def _spans(kinds: Sequence[str], placeholders: Mapping[str, Sequence[Any]]) -> list[list[int]]:
-    """Return offset and number of the tokens of each item. Raises ValueError if vLLM found other items."""
+    """Return [offset, number of tokens] of each image, audio or video.
+
+    Raises ValueError if vLLM processed other items.
+    """
     left = {modality: list(ranges) for modality, ranges in placeholders.items()}
     spans = []
     for kind in kinds:
         ranges = left.get(kind.partition("/")[0])
-        if not ranges:  # the model has one modality for images and videos, or its chat template left the item out
+        if not ranges:  # the model treats videos as images, or its chat template left the item out
             ranges = next((each for name, each in left.items() if name not in ("image", "audio", "video")), None)
         if not ranges:
             raise ValueError(f"the model's chat template left the {kind} out")
@@ -284,7 +289,7 @@ def _spans(kinds: Sequence[str], placeholders: Mapping[str, Sequence[Any]]) -> l
 
 
 def _load_harmony() -> None:
-    """Load the vocabulary of gpt-oss, which every conversation needs. Raises RuntimeError."""
+    """Load openai_harmony's vocabulary, which every conversation of gpt-oss needs. Raises RuntimeError."""
     from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
 
     try:
@@ -297,7 +302,7 @@ def _load_harmony() -> None:
 
 
 def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
-    """Return whether a parser finds one call in a text, and no other."""
+    """Return whether a parser finds exactly this call in a text."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     name, arguments = call
@@ -309,19 +314,22 @@ def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
         request = parser.adjust_request(request)
         tokens = tokenizer.encode(text, add_special_tokens=False)
         _, _, calls = parser.parse(text, request, enable_auto_tools=True, model_output_token_ids=tokens)
-        return [(found.name, json.loads(found.arguments)) for found in calls or ()] == [(name, arguments)]
+        return [(parsed.name, json.loads(parsed.arguments)) for parsed in calls or ()] == [(name, arguments)]
     except Exception:
         return False
 
 
 class UnknownParserError(ValueError):
-    """A setting names a parser that neither vLLM nor this server has."""
+    """A setting of the server names a parser that neither vLLM nor the server has."""
 
 
 def _chosen(
     setting: str, automatic: str | None, installed: Sequence[str], ours: Mapping[str, str], *, option: str
 ) -> str | None:
-    """Return the name of a parser for a setting of the server. ours: our format name -> vLLM's name."""
+    """Return the name of a parser for a setting of the server.
+
+    ours: vLLM's parser by this server's name of the format.
+    """
     if setting in ("auto", "none"):
         return automatic if setting == "auto" else None
     if setting in installed:
@@ -334,7 +342,7 @@ def _chosen(
 
 
 class ChoiceParser:
-    """The parser of one choice."""
+    """vLLM's parser of one choice."""
 
     def __init__(self, formats: Formats, opening: Mapping[str, Any]) -> None:
         opening_request = json.loads(opening["request"])
@@ -350,7 +358,10 @@ class ChoiceParser:
         self._has_begun = False
 
     def read(self, text: str, tokens: list[int], *, is_last: bool) -> list[list[Any]]:
-        """Return the events of a piece. If the first piece is also the last, it is parsed as a complete answer."""
+        """Return the events of a piece of the answer.
+
+        If the first piece is also the last, it is parsed as a complete answer.
+        """
         is_first, self._has_begun = not self._has_begun, True
         if is_first and is_last:
             self._parser.set_prompt_token_ids(self._prompt)
@@ -379,7 +390,7 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return an assistant message with `number` calls, to detect parsers that number the calls of a conversation."""
+    """Return an assistant message with `number` calls, to test whether a parser numbers the calls of a conversation."""
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 
@@ -397,7 +408,7 @@ def _tokens(packed: bytes) -> list[int]:
 
 
 class Worker:
-    """Handles the operations of one socket."""
+    """The state of a worker process, which handles the operations from one socket."""
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
@@ -433,7 +444,7 @@ def serve(channel: socket.socket, formats: Formats, *, memory_bytes: int) -> Non
         limit_memory(memory_bytes)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        # A parser may print a client's text. Keep it out of the log.
+        # Discard standard output: a parser may print text of a client, which must not appear in the log.
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), sys.stdout.fileno())
             os.dup2(nothing.fileno(), sys.stderr.fileno())
@@ -464,7 +475,7 @@ def _received(channel: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """Run as the parent: answer with the parsers, then fork a worker for each socket that arrives."""
+    """Run as the parent: report the parsers, then fork a worker for each socket that arrives."""
     control, setup = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     be_child()
     try:
@@ -484,7 +495,7 @@ def main() -> None:
             "numbers_calls": formats.numbers_calls,
         },
     )
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers that have exited
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:

@@ -1,4 +1,4 @@
-"""Calls whose arguments have a syntax of their own: each call is translated to JSON when it is complete."""
+"""Calls whose arguments are written in a special syntax: each call is translated to JSON when it is complete."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_runtime.server.formats.parser import MAX_JSON_DEPTH, Reading, Tool
 from megatron_runtime.server.formats.tagged_calls import value_of
 
 MAX_CALL_CHARACTERS = 1 << 20
-"""A longer call is text: it is held until it is complete."""
+"""Maximum length of a call, because a call is held until it is complete. A longer one is returned as text."""
 
 
 class WholeCallParser(ToolParser):
-    """Text, and calls after a text that opens them, each with a head, a body and an end."""
+    """Parses text, and calls after a text that opens them, each with a head, a body and an end."""
 
     OPEN: str
     HEAD: Head
@@ -32,9 +32,9 @@ class WholeCallParser(ToolParser):
     def _read(self) -> Reading:
         while True:
             yield from self._read_text(self.OPEN)
-            while (found := (yield from self._read_head(self.HEAD))) is not None:
-                begin = len("".join(self._held)) + found[1].end() - self._start
-                self._at = found[1].end()
+            while (head := (yield from self._read_head(self.HEAD))) is not None:
+                begin = len("".join(self._held)) + head[1].end() - self._start
+                self._at = head[1].end()
                 size = 0
                 while (place := self._buffer.find(self.END, self._at)) < 0 and size <= MAX_CALL_CHARACTERS:
                     size -= self._at
@@ -47,12 +47,12 @@ class WholeCallParser(ToolParser):
                 body = self._peek()[begin:]
                 self._at += len(self.END)
                 try:
-                    written = json.dumps(self.arguments(found[1]["name"], body), ensure_ascii=False, allow_nan=False)
+                    written = json.dumps(self.arguments(head[1]["name"], body), ensure_ascii=False, allow_nan=False)
                 except (ValueError, RecursionError):
                     break
                 if not is_unicode(written):
                     break
-                self._begin(found[1]["name"], written)
+                self._begin(head[1]["name"], written)
                 self._in_call = False
                 if not self.CLOSE:
                     break
@@ -61,12 +61,15 @@ class WholeCallParser(ToolParser):
                     break
 
     def _peek(self) -> str:
-        """Return the text that was read but not emitted."""
+        """Return the text that was consumed but not emitted."""
         return "".join(self._held) + self._buffer[self._start : self._at]
 
 
 class Gemma4Parser(WholeCallParser):
-    """`<|tool_call>call:name{key:<|"|>value<|"|>,…}<tool_call|>`: Gemma 4. Keys and strings are written as they are."""
+    """Parses Gemma 4's calls: `<|tool_call>call:name{key:<|"|>value<|"|>,…}<tool_call|>`.
+
+    Keys and strings have no escapes.
+    """
 
     OPEN, HEAD, END = "<|tool_call>", Head("call:{name}{?{}"), "<tool_call|>"
     QUOTE = '<|"|>'
@@ -81,7 +84,7 @@ class Gemma4Parser(WholeCallParser):
         return value
 
     def _literal(self, text: str, at: int, *, depth: int) -> tuple[Any, int]:
-        """Return the value that begins at `at`, and where it ends."""
+        """Return the value that begins at index `at`, and the index of its end."""
         if depth > MAX_JSON_DEPTH:
             raise ValueError("the arguments are nested too deeply")
         if text.startswith(self.QUOTE, at):
@@ -129,7 +132,7 @@ class Gemma4Parser(WholeCallParser):
         return text[begin:end], end + len(self.QUOTE)
 
     def _separated(self, text: str, at: int, closer: str) -> int:
-        """Return where the next item begins, or the closer is."""
+        """Return the index of the next item, or of the closing bracket `closer`."""
         if text.startswith(closer, at):
             return at
         if not text.startswith(",", at):
@@ -138,7 +141,7 @@ class Gemma4Parser(WholeCallParser):
 
 
 class MiniMaxM3Parser(WholeCallParser):
-    """`<invoke name="…"><key>value</key>…</invoke>` with a marker before each tag, nested: MiniMax M3.
+    """Parses MiniMax M3's calls: `<invoke name="…"><key>value</key>…</invoke>`, nested, with a marker before each tag.
 
     Members of an object are elements with their names, and items of a list are elements `item`.
     """
@@ -155,7 +158,7 @@ class MiniMaxM3Parser(WholeCallParser):
         return value
 
     def _content(self, text: str, at: int, schema: Any, *, depth: int) -> tuple[Any, int]:
-        """Return the value of the elements, or of the text, that begins at `at`, and where it ends."""
+        """Return the value of the elements or the text that begins at index `at`, and the index of its end."""
         if depth > MAX_JSON_DEPTH:
             raise ValueError("the arguments are nested too deeply")
         schema = schema if isinstance(schema, Mapping) else {}

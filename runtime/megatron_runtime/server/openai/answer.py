@@ -1,4 +1,4 @@
-"""From an engine's tokens to the text and the log-probabilities of one choice. Streamed and whole answers are equal."""
+"""Converts an engine's tokens to the text and log-probabilities of one choice, equal for streams and whole answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.server.openai.jobs import Job
 from megatron_runtime.tokenization import Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot express."""
+"""Value reported for a log-probability of minus infinity, which JSON cannot express."""
 
 TopTokens: TypeAlias = Sequence[tuple[int, float]]
 _Detail: TypeAlias = tuple[float, TopTokens]
@@ -27,7 +27,7 @@ class TokenLogProb:
 
     log_prob: None for the first token of a prompt, which follows no other.
     top:      the most likely tokens at this position with their log-probabilities, as many as requested.
-    offset:   characters before it in the text of the choice.
+    offset:   number of characters before the token in the text of the choice.
     """
 
     token: int
@@ -42,12 +42,12 @@ class Piece:
 
     log_probs, token_ids: log-probabilities and ids of the tokens of this part. The text of a token may follow in a
                           later part, when its last character is complete.
-    generated: all generated tokens, with those that ended the answer; on the last part only.
+    generated: all generated tokens, including tokens that ended the answer; on the last part only.
     generated_log_probs: log-probability of each generated token, if known.
     stop_text: the stop text that ended the answer; on the last part only.
     prompt_log_probs: log-probabilities of the prompt tokens, if requested; on the last part only.
     hidden_state: little-endian float32 [D] after the prompt, if the request wants it; on the last part only.
-    events: events that a parser in another process found in the text; None: there is no such parser.
+    events: events of a parser that runs in another process; None: the choice has no such parser.
     """
 
     index: int
@@ -64,7 +64,7 @@ class Piece:
 
 
 class _Cut(NamedTuple):
-    """Where a stop text ended the text of an answer, in characters without markers.
+    """The position at which a stop text ends an answer. Positions count characters without markers.
 
     end:        end of the text.
     stop_begin: start of the stop text, whose markers count as text.
@@ -77,7 +77,7 @@ class _Cut(NamedTuple):
 
 
 class Choice:
-    """One choice while it is generated: turns the engine's replies into pieces.
+    """Converts the engine's replies for one choice to pieces of the answer.
 
     A token that may end the answer is held until the next token shows that the answer continues (possible below
     min_tokens), because the token that ends an answer is not part of it. If the request wants log-probabilities, tokens
@@ -92,15 +92,15 @@ class Choice:
         self._top = job.options.log_probs or 0
         self._echoes_log_probs = job.options.echoes_log_probs
         self._has_begun = job.prompt.echoed is None
-        self._is_plain = not self._wants_log_probs and not job.visible  # tokens become text together
-        self._held: list[_Token] = []  # at most one
-        self._received = 0  # tokens taken or held
-        self._is_waiting = False  # a token came without its log-probability
+        self._is_plain = not self._wants_log_probs and not job.visible  # many tokens are decoded in one call
+        self._held: list[_Token] = []  # at most one token that may end the answer
+        self._received = 0  # number of tokens received, held ones included
+        self._is_waiting = False  # a token waits for its log-probability
         self._offset = len(job.prompt.echoed or "")
-        self._plain = 0  # generated characters without markers: what the engine counts
+        self._plain = 0  # generated characters without markers, as the engine counts them
 
     def begin(self) -> Piece | None:
-        """Return the echo of the prompt, unless it needs log-probabilities or is not wanted."""
+        """Return the echo of the prompt; None if it is not requested, or if it must wait for log-probabilities."""
         if self._has_begun or self._echoes_log_probs:
             return None
         piece = Piece(self._job.index)
@@ -108,7 +108,7 @@ class Choice:
         return piece
 
     def feed(self, partial: Mapping[str, Any]) -> Piece | None:
-        """Return the piece that a partial answer completes. The echo of a prompt with log-probabilities comes first."""
+        """Return the piece for a partial reply. A prompt that is echoed with log-probabilities comes first."""
         piece = Piece(self._job.index)
         if partial.get("prompt_log_probs") is not None:
             self._echo(partial, piece)
@@ -123,13 +123,13 @@ class Choice:
         return piece if piece.text or piece.token_ids else None
 
     def finish(self, reply: Mapping[str, Any]) -> Piece:
-        """Return the rest, from the final reply.
+        """Return the last piece of the choice, from the final reply.
 
         A reply with `generated_text` matched a stop string. The engine held back the text that could belong to it, so
         the text so far is the beginning of `generated_text`.
         """
         piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
-        if isinstance(stop := reply.get("stop_reason"), str):  # a number is the token that ended it
+        if isinstance(stop := reply.get("stop_reason"), str):  # a number would be the id of the stop token
             piece.stop_text = stop
         if isinstance(hidden := reply.get("hidden_state"), bytes):
             piece.hidden_state = hidden
@@ -184,7 +184,7 @@ class Choice:
         self._take(ready, piece)
 
     def _take(self, tokens: Iterable[_Token], piece: Piece, *, cut: _Cut | None = None) -> None:
-        """Add tokens to a piece. Only those that begin before the cut, or end no later, are taken."""
+        """Add tokens to a piece. cut: tokens that begin at or after the cut, and end after it, are left out."""
         if self._is_plain and cut is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
@@ -195,7 +195,7 @@ class Choice:
             text = self._detokenizer.feed((token,))
             marker = self._tokenizer.token_bytes(token).decode() if token in self._job.visible else ""
             if cut is not None and marker in cut.stop and self._plain >= cut.stop_begin:
-                marker = ""  # the engine counts it as text
+                marker = ""  # the engine counts this special token as text
             plain = len(text) - len(marker)
             excess = 0 if cut is None else max(0, self._plain + plain - cut.end)
             if cut is not None and excess and self._plain >= cut.end:
@@ -207,7 +207,10 @@ class Choice:
         piece.text += "".join(texts)
 
     def _counted(self, text: str, *, plain: int | None = None) -> str:
-        """Count text that is added to the answer, and return it. plain: its characters without markers; None: all."""
+        """Count text that is added to the answer, and return it.
+
+        plain: its number of characters without markers; None: all.
+        """
         self._offset += len(text)
         self._plain += len(text) if plain is None else plain
         return text
@@ -230,7 +233,7 @@ def _prompt_details(
 
 
 def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False) -> dict[str, Any]:
-    """Return `logprobs` of a chat choice. as_ids: name tokens by their ids."""
+    """Return the member `logprobs` of a chat choice. as_ids: write each token as its id."""
 
     def entry(token: int, log_prob: float | None) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
@@ -246,10 +249,12 @@ def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_i
 def completion_log_probs(
     tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return `logprobs` of a completion choice. The token itself is always listed among the most likely tokens.
+    """Return the member `logprobs` of a completion choice.
+
+    The token itself is always listed among the most likely tokens.
 
     A token that is a part of a character is written as bytes, so that different parts have different texts.
-    as_ids: name tokens by their ids.
+    as_ids: write each token as its id.
     """
 
     def text(token: int) -> str:
@@ -270,26 +275,30 @@ def completion_log_probs(
 def prompt_log_probs(
     tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` as vLLM writes it: for each token of the prompt, the most likely tokens at its place and
-    itself, by id; None for the first token. A rank is known for the most likely tokens only.
+    """Return `prompt_logprobs` as vLLM writes it.
+
+    For each token of the prompt, the list has a map of the most likely tokens at its position and of the token itself,
+    by id; None for the first token.
+
+    Only the most likely tokens have a rank.
     """
 
     def entry(token: int, log_prob: float, rank: int | None) -> dict[str, Any]:
         text = _id_text(token) if as_ids else _token_text(tokenizer.token_bytes(token))
         return {"logprob": finite_log_prob(log_prob), "rank": rank, "decoded_token": text}
 
-    found: list[dict[str, Any] | None] = []
+    entries: list[dict[str, Any] | None] = []
     for item in tokens:
         if item.log_prob is None:
-            found.append(None)
+            entries.append(None)
             continue
         likeliest = {str(id_): entry(id_, value, rank) for rank, (id_, value) in enumerate(item.top, 1)}
-        found.append({str(item.token): entry(item.token, item.log_prob, None), **likeliest})
-    return found
+        entries.append({str(item.token): entry(item.token, item.log_prob, None), **likeliest})
+    return entries
 
 
 def finite_log_prob(log_prob: float) -> float:
-    """Return a number that JSON can express, whatever a foreign engine sends."""
+    """Return a log-probability as a number that JSON can express, even if an engine sends NaN or an infinity."""
     return float(log_prob) if LOWEST <= log_prob < math.inf else LOWEST
 
 
@@ -305,7 +314,7 @@ def _token_text(data: bytes, *, prefix: str = "") -> str:
 
 
 def _details(log_probs: Sequence[float] | None, likeliest: Sequence[TopTokens] | None, *, top: int) -> list[_Detail]:
-    """Return the reported details of each token. top: number of most likely tokens to report."""
+    """Return the log-probability of each token, with its `top` most likely alternatives."""
     given = log_probs or ()
     return [
         (log_prob, tuple((id_, other) for id_, other in some[:top]))

@@ -24,9 +24,9 @@ PARSED_IN_PLACE_BYTES = 64 * 1024
 PARSE_SECONDS = 10.0
 """Timeout for one body. The most complex ones take 0.2 s."""
 PARSE_MEMORY_BYTES = 1 << 30
-"""Address space of the child process for a body and its result."""
+"""Address space of the child process for parsing a body, in addition to the imported modules."""
 TOKEN_BYTES = 40
-"""Memory of a token in a list: the list's pointer, and the integer."""
+"""Bytes of memory of a token id in a list: the pointer and the integer."""
 
 _MAX_REPLY_BYTES = 256 << 20
 _PARSER = "megatron_runtime.server.openai.body_parser"
@@ -47,7 +47,10 @@ class BodyBudget:
         self.total = 0
 
     def add(self, tenant: str, size: int) -> None:
-        """Count `size` bytes, which may be negative. Raises ApiError 429 if they are too many."""
+        """Count `size` bytes, which may be negative, for a tenant.
+
+        Raises ApiError 429 if they would exceed the limit.
+        """
         if size > 0 and self.total + size > self.limit:
             share = self.limit // len({*self.held, tenant})
             if self.held.get(tenant, 0) + size > share:
@@ -64,7 +67,7 @@ class BodyBudget:
         self.held[tenant] = self.held.get(tenant, 0) + size
 
     def release(self, tenant: str, size: int) -> None:
-        """Stop counting `size` bytes."""
+        """Stop counting `size` bytes of a tenant."""
         self.force(tenant, -size)
         if not self.held[tenant]:
             del self.held[tenant]
@@ -84,7 +87,7 @@ class Lease:
         self.size += size
 
     def force(self, size: int) -> None:
-        """Count bytes that are held already."""
+        """Count `size` bytes that the request already holds, even beyond the limit."""
         self._budget.force(self.tenant, size)
         self.size += size
 
@@ -96,7 +99,7 @@ class Lease:
 def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
     """Return the validated body. Raises ApiError 400.
 
-    scan: the structure of the body, which counts JSON in its strings too.
+    scan: counts of the body, to which JSON in its strings is added.
     """
     try:
         return model.model_validate_json(body, context=scan).prepared()
@@ -139,7 +142,7 @@ def end_parser() -> None:
 
 
 def _start_over() -> None:
-    """A forked process must not share the connection of its parent."""
+    """Discard the connection to the child process after a fork, because parent and child must not share it."""
     global _child
     _child = _new_child()
 

@@ -9,7 +9,8 @@ from typing import Any
 from megatron_runtime.process.sacrificial_process import serve
 from megatron_runtime.server.errors import ApiError
 
-# The models of all bodies: nothing can be imported when the thread that handles requests has begun.
+# These imports define the models of all bodies. They must precede the thread that handles requests, which can import
+# nothing.
 from megatron_runtime.server.openai import embeddings, messages, pooling, responses, schema
 from megatron_runtime.server.openai.bodies import parse
 
@@ -18,7 +19,10 @@ __all__ = ["embeddings", "messages", "pooling", "responses", "schema"]
 
 def _prepare(_setup: bytes) -> Callable[[bytes], bytes]:
     def handle(request: bytes) -> bytes:
-        """Return the result of parse(), and the fields of the error that it raised. request: its arguments."""
+        """Return the pickled result of parse(), or the fields of the error that it raised.
+
+        request: its pickled arguments.
+        """
         parsed: Any = None
         rejection = None
         try:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: tools, conversations that continue from generated tokens, chunks and messages."""
+"""POST /v1/chat/completions: prompts, tool calls, and the chunks and messages of answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_runtime.tokenization import Tokenizer
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
-"""Some chat templates accept only ids of nine letters and digits."""
+"""Length of the ids of calls: some chat templates accept only nine letters and digits."""
 _EFFORTS: Mapping[str, str] = {
     "none": "low",
     "minimal": "low",
@@ -42,10 +42,10 @@ _EFFORTS: Mapping[str, str] = {
     "high": "high",
     "xhigh": "high",
 }
-"""The efforts that chat templates know."""
+"""The effort that chat templates get for each `reasoning_effort` of a request."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
-"""Members that a schema for a function without parameters may have."""
+"""Keys that the schema of a function without parameters may have."""
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
@@ -68,7 +68,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 
 
 def _prompt_log_probs(body: ChatRequest, pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the answer's field with the log-probabilities of the prompt, if requested."""
+    """Return the field `prompt_logprobs` of the answer; an empty dict if it is not requested."""
     if body.prompt_logprobs is None:
         return {}
     as_ids = bool(body.return_tokens_as_token_ids)
@@ -97,7 +97,7 @@ class PreparedChat:
 
 
 async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
-    """Tokenize a conversation. Raises ApiError 400, and 429 if too many requests are open."""
+    """Tokenize the conversation of a request. Raises ApiError 400, and 429 if too many requests are open."""
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, service.chat_format)
     request.state.has_unread_calls = tools.is_unread
@@ -169,9 +169,9 @@ def _check_without_media(body: ChatRequest) -> None:
 
 
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
-    """Return the variables for the chat template: from the request, its reasoning effort, and what the prompt begins.
+    """Return the variables for the chat template, from the request's variables, reasoning effort and prompt options.
 
-    The effort is left out if the template does not read it, because clients send one to every model.
+    The effort is left out if the template does not read it, because many clients send an effort to every model.
     """
     given = request.chat_template_kwargs or {}
     effort, template = request.reasoning_effort, service.prompts.tokenizer.template_for(request.offered_tools)
@@ -197,7 +197,7 @@ class _ToolUse:
     offered:       schemas of the arguments, by name; empty if no tool can be called.
     forced:        as in AnswerRequest.
     forced_format: the structured output of an answer that must be a call.
-    is_unread:     the model may write calls whose format is unknown: they are returned as text.
+    is_unread:     the model's tool-call format is unknown, so its calls are returned as text.
     call_structure: as in SamplingParams, for an answer that may be a call.
     """
 
@@ -246,7 +246,7 @@ def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
 
 
 def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the schema of the arguments, and its keywords that are not enforced.
+    """Return the schema of a tool's arguments, and the keywords of it that are not enforced.
 
     Raises ApiError 400 for such a keyword if the tool is strict.
     """
@@ -260,13 +260,13 @@ def _declared(tool: Tool) -> Mapping[str, Any]:
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:
-    """Return the prompt with the tokens that the last answer carries, instead of the tokens of its text.
+    """Return the prompt with the tokens that the last answer carries, instead of the tokens of the answer's text.
 
     Tokenizing the text of an answer again may give tokens other than the generated ones. Training needs the same
-    tokens, so a message may carry them, and the next prompt begins with them.
+    tokens, so a message of an answer may carry its prompt and its tokens, with which the next prompt begins.
 
     prompt: the whole conversation, tokenized from its text.
-    Raises ApiError 400 for an answer whose end cannot be found in the prompt.
+    Raises ApiError 400 if the end of the answer cannot be located in the prompt.
     """
     messages, eos_ids = request.messages, service.prompts.tokenizer.eos_ids
     last = next((at for at in reversed(range(len(messages))) if messages[at].role == "assistant"), None)
@@ -283,7 +283,7 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
     )
     upto = rendered.tokens
     ends = [at for at, token in enumerate(upto) if token in eos_ids]
-    # Special tokens are never merged with text, so both have the same tokens up to the end of the answer.
+    # Special tokens are never merged with text, so both token lists are equal up to the end of the answer.
     if not ends or prompt[: ends[-1] + 1] != upto[: ends[-1] + 1]:
         problem = (
             "the chat template puts no end token after an answer, so its tokens cannot be separated from those of the "
@@ -296,7 +296,7 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
 
 
 class AnswerReader:
-    """Turns the pieces of one choice into events.
+    """Converts the pieces of one choice to events.
 
     call_id: as in AnswerFormat.
     calls:   number of calls that have begun.
@@ -341,7 +341,7 @@ class AnswerReader:
 
 
 class _ChatChoice:
-    """Turns the pieces of one choice into chunks: `choices` entries of the events of a stream."""
+    """Converts the pieces of one choice to chunks, the entries of `choices` in the events of a stream."""
 
     def __init__(self, body: ChatRequest, conversation: PreparedChat, tokenizer: Tokenizer) -> None:
         self._body = body
@@ -366,7 +366,7 @@ class _ChatChoice:
             yield self._chunk(piece.index, self._token_fields(piece), self._reason(piece))
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """Return the choice of a whole answer, which has one piece."""
+        """Return the choice of a whole answer. piece: the only piece."""
         events = list(self._reader.read(piece))
         text = "".join(event.text for event in events if isinstance(event, Text))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
@@ -376,7 +376,8 @@ class _ChatChoice:
                 calls.append(_new_call(event))
             elif isinstance(event, CallArguments):
                 calls[-1]["function"]["arguments"] += event.text
-        # A forced call has an empty text; a call that the model chose to make has none unless the model wrote some.
+        # The content of a forced call is ""; of a call that the model chose to make it is null, unless the model wrote
+        # text.
         no_text = None if self._tools.forced_format is None else ""
         message = {
             "role": "assistant",
@@ -427,7 +428,7 @@ class _ChatChoice:
         return "tool_calls" if is_call else piece.finish_reason
 
     def _token_fields(self, piece: Piece) -> dict[str, Any]:
-        """Return the fields of the message that describe its tokens, if requested."""
+        """Return the fields of a message that list its tokens; an empty dict if they are not requested."""
         body = self._body
         fields: dict[str, Any] = {}
         if body.prevent_retokenization or body.return_tokenized_data:

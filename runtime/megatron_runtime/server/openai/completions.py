@@ -21,13 +21,13 @@ from megatron_runtime.server.openai.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 _TEXTS_AT_ONCE = 1024
-"""Tokens that are written as JSON before other requests run."""
+"""Number of tokens that are converted to JSON before other requests run."""
 _LISTS_AT_ONCE = 8
-"""Lists of token ids that are checked before other requests run."""
+"""Number of lists of token ids that are checked before other requests run."""
 
 
 async def create_completion(service: Service, request: Request) -> Response:
-    """Complete one or several prompts; choices come in the order of the prompts."""
+    """Complete one or several prompts. The choices have the order of the prompts."""
     body = await service.read(request, CompletionRequest)
     service.check_in_flight(tenant=request.state.tenant)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -56,7 +56,7 @@ async def create_completion(service: Service, request: Request) -> Response:
 
 
 async def tokenized_prompts(service: Service, request: Request, body: CompletionRequest) -> list[Prompt]:
-    """Return the prompts of a request. Raises ApiError 400 for one that is too long."""
+    """Return the tokenized prompts of a request. Raises ApiError 400 if a prompt is too long."""
     characters = sum(len(item) for item in body.prompt if isinstance(item, str))
     work = _prompts(service, body, characters, service.lease(request))
     return await service.while_connected(request, work, characters=characters)
@@ -68,7 +68,7 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
     characters: total length of the texts.
     """
     prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
-    found = []
+    tokenized = []
     given: Sequence[str | list[int]] = body.prompt
     for place, item in enumerate(given):
         param = "prompt" if len(body.prompt) == 1 else f"prompt[{place}]"
@@ -94,12 +94,12 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
             has_all = isinstance(item, str) and body.truncate_prompt_tokens is None
             is_whole = body.max_tokens == 0  # a character that begins in the prompt is part of the answer
             echoed = str(item) if has_all else await prompts.decode(tokens, lease=lease, is_whole=is_whole)
-        found.append(Prompt(tokens, param=param, echoed=echoed))
-    return found
+        tokenized.append(Prompt(tokens, param=param, echoed=echoed))
+    return tokenized
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer with the token ids that a prompt of a text or of a conversation has."""
+    """Answer with the token ids of the prompt that a text or a conversation becomes."""
     body = await service.read(request, TokenizeRequest)
     prompts, lease = service.prompts, service.lease(request)
     if body.prompt is not None:
@@ -128,8 +128,9 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def _json_list(tokens: Sequence[int], value_of: Callable[[int], Any], lease: Lease) -> bytes:
-    """Return values of tokens as the inner part of a JSON list, which the request then holds. Other requests run in
-    between. Raises ApiError 429 if the server holds too much.
+    """Return the values of tokens as JSON, separated by commas and without brackets.
+
+    The lease counts the bytes, and other requests run in between. Raises ApiError 429 if the server holds too much.
     """
     parts = []
     for start in range(0, len(tokens), _TEXTS_AT_ONCE):
@@ -140,7 +141,7 @@ async def _json_list(tokens: Sequence[int], value_of: Callable[[int], Any], leas
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Answer with the text of token ids, special tokens written out."""
+    """Answer with the text of token ids, including the text of special tokens."""
     body = await service.read(request, DetokenizeRequest)
     tokens, prompts = body.tokens, service.prompts
     if prompts.sequence_limit is not None and len(tokens) > prompts.sequence_limit:

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema, core_schema
 from megatron_runtime.server.errors import invalid_value
 
 _OF_URL: Mapping[str, str] = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
-"""Modality of the types of parts that have a URL."""
+"""Modality of each type of content part that has a URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class MediaPart:
 
     modality:    image, audio or video.
     url:         URL of its file.
-    named:       type of the part in the request, for errors.
-    placeholder: text to use instead for a model that does not accept it; None: the request is then rejected.
+    named:       type of the part in the request, for error messages.
+    placeholder: text that replaces the part if the model does not accept it; None: the request is rejected.
     """
 
     modality: str
@@ -47,12 +47,12 @@ class MixedContent:
 
     @property
     def text(self) -> str:
-        """The text, with a placeholder for each medium that defines one."""
+        """The text, with the placeholder of each image, audio or video that has one."""
         texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
         return "\n".join(text for text in texts if text is not None)
 
     def media(self, supported: Collection[str]) -> list[MediaPart]:
-        """Return the media that become part of the prompt. All others are replaced by placeholders.
+        """Return the media that become part of the prompt; placeholders replace all others.
 
         supported: modalities of the model.
         """
@@ -62,17 +62,17 @@ class MixedContent:
         """Return the content as renderers expect it.
 
         supported:   modalities of the model.
-        numbers:   numbers for the media of the conversation.
+        numbers: yields the number of each medium of the conversation.
         """
         if not self.media(supported):
             return self.text
-        found: list[dict[str, Any]] = []
+        parts: list[dict[str, Any]] = []
         for part in self.parts:
             if isinstance(part, MediaPart) and part.is_supported(supported):
-                found.append({"type": "media", "number": next(numbers)})
+                parts.append({"type": "media", "number": next(numbers)})
             else:
-                found.append({"type": "text", "text": part if isinstance(part, str) else part.placeholder})
-        return found
+                parts.append({"type": "text", "text": part if isinstance(part, str) else part.placeholder})
+        return parts
 
 
 def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str | MixedContent:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the vectors of a pooling model, or the hidden state of a decoder after each text."""
+"""POST /v1/embeddings: the vectors of a pooling model, or the hidden states of a generating model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EmbeddingRequest(TextsRequest):
 
 
 async def create_embedding(service: Service, request: Request) -> Response:
-    """Answer with one vector for each text. Raises ApiError 404 if the engines return none."""
+    """Answer with one vector for each text. Raises ApiError 404 if the engines offer no embeddings."""
     body = await service.read(request, EmbeddingRequest)
     service.check_in_flight(tenant=request.state.tenant)
     tasks = await service.tasks()
@@ -60,7 +60,7 @@ async def create_embedding(service: Service, request: Request) -> Response:
 
 
 async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest) -> Response:
-    """Answer with the hidden states of a model that generates."""
+    """Answer with the hidden states of a generating model after the last token of each text."""
     if body.dimensions is not None:
         raise invalid_value("dimensions", "the vectors have the hidden size of the model: leave it out")
     if body.use_activation is False:
@@ -107,7 +107,7 @@ def _answer(
 
 
 def _vector(piece: Piece) -> Any:
-    """Return float32 [D] of length 1. Raises ApiError 500 for a vector with a number that is not finite."""
+    """Return the hidden state as float32 [D], scaled to length 1. Raises ApiError 500 if a number is not finite."""
     if not piece.hidden_state:
         raise _not_offered()
     vector = np.frombuffer(piece.hidden_state, dtype="<f4")

@@ -1,4 +1,4 @@
-"""The fields of request bodies: which are served, which are known and not offered, and which are unknown.
+"""The fields of request bodies: which ones are served, known but not offered, and unknown.
 
 A served field is declared in the class of its body: type, limits and meaning. A sampling parameter's field follows from
 `SamplingParams`. A route's `FieldPolicy` lists the other fields that OpenAI, Anthropic and vLLM know. A body may have
@@ -26,9 +26,9 @@ _Model = TypeVar("_Model", bound=BaseModel)
 HTTP_FIELDS: Mapping[str, HttpField] = {
     name: parameter.http for name, parameter in PARAMETERS.items() if parameter.http is not None
 }
-"""The HTTP field of each sampling parameter that has one."""
+"""The HTTP field of each sampling parameter that clients can set by a field of its own."""
 PARAMETER_OF: Mapping[str, str] = {field.name: name for name, field in HTTP_FIELDS.items()}
-"""The sampling parameter of each such HTTP field."""
+"""The sampling parameter of each HTTP field in HTTP_FIELDS, by the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class NotOffered:
     """A field that would change the answer and that no engine serves.
 
     neutral: values, besides null, that have no effect.
-    remedy:  alternative to leaving it out.
+    remedy:  what the client can do instead of leaving the field out.
     """
 
     neutral: tuple[Any, ...] = ()
@@ -53,7 +53,7 @@ class NotOffered:
 
     @property
     def text(self) -> str:
-        """Its meaning, for the reference."""
+        """How the HTTP reference describes the field."""
         accepted = " and ".join(f"`{_json(item)}`" for item in self.neutral)
         verb = "are" if len(self.neutral) > 1 else "is"
         return " ".join(
@@ -76,7 +76,7 @@ def _json(value: Any) -> str:
 class FieldPolicy:
     """The fields of a route that its class does not declare, and that clients of other servers may send.
 
-    without_effect: accepted, whatever their value is: they do not change the answer.
+    without_effect: accepted with any value, because they do not change the answer.
     not_offered:    rejected if their value would have an effect.
     """
 
@@ -84,7 +84,9 @@ class FieldPolicy:
     not_offered: Mapping[str, NotOffered] | None = None
 
     def unknown(self, fields: Mapping[str, Any]) -> list[str]:
-        """Return the names of unknown fields. Raises ApiError 400 for a value that requests something not offered.
+        """Return the names of unknown fields.
+
+        Raises ApiError 400 for a field that is not offered and would have an effect.
 
         fields: fields of a body, without the fields that its class declares.
         """
@@ -102,23 +104,23 @@ class FieldPolicy:
 
 
 def reported(names: Iterable[str]) -> str:
-    """Return the value of a header of names: at most 20 of 64 printable ASCII characters."""
+    """Return the names as the value of a header: at most 20 names, cut to 64 printable ASCII characters each."""
     shown = dict.fromkeys(
         "".join(char if "!" <= char <= "~" and char != "," else "?" for char in name[:MAX_REPORTED_CHARACTERS])
-        or "?"  # a header value neither begins nor ends with a space
+        or "?"  # a name without characters would leave a space at the end of the header
         for name in names
     )
     return ", ".join(list(shown)[:MAX_REPORTED_FIELDS])
 
 
 def converted(name: str, value: Any) -> Any:
-    """Return the sampling parameter `name` for a value of its HTTP field."""
+    """Convert the value of an HTTP field to the value of the sampling parameter `name`."""
     convert = HTTP_FIELDS[name].value
     return value if convert is None else convert(value)
 
 
 def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Return the bounds of the sampling parameter `name`, for the field of a body that becomes it.
+    """Return pydantic's Field with the bounds of the sampling parameter `name`, for a body field that sets it.
 
     minimum, maximum: limits of one route, if they differ from the HTTP field's.
     """
@@ -145,12 +147,12 @@ def meaning(name: str) -> str:
 
 
 def served(text: str, **options: Any) -> Any:
-    """Return the declaration of a served field whose default is null. text: its meaning."""
+    """Declare a served field whose default is null. text: description in the HTTP reference."""
     return Field(default=None, description=text, **options)
 
 
 def sampled(name: str) -> Any:
-    """Return the default of the HTTP field of a sampling parameter. Null and absent mean the parameter's default."""
+    """Declare the HTTP field of a sampling parameter. Null and absent mean the parameter's default."""
     return served(meaning(name))
 
 
@@ -158,7 +160,7 @@ def with_sampling_fields(*, without: Iterable[str]) -> Callable[[type[_Model]], 
     """Return a decorator that adds the HTTP fields of sampling parameters to the class of a body.
 
     A field whose value is neither a number nor a flag is declared in the class itself.
-    without: HTTP fields that the class does not have.
+    without: HTTP fields to leave out.
     """
 
     def extended(model: type[_Model]) -> type[_Model]:
@@ -194,7 +196,7 @@ _ANNOTATIONS = frozenset(
 )
 """OpenAI's fields that describe a request and do not change its answer."""
 _VLLM_WITHOUT_EFFECT = frozenset({"mm_payload", "request_id", "return_mm_kwargs", "return_token_offsets", "session_id"})
-"""vLLM reads these on other routes, or in its log only."""
+"""Fields that vLLM uses on other routes, or only in its log."""
 _VLLM_NOT_OFFERED: Mapping[str, NotOffered] = {
     "ec_transfer_params": _EMPTY_MAP,
     "kv_transfer_params": _EMPTY_MAP,
@@ -203,7 +205,7 @@ _VLLM_NOT_OFFERED: Mapping[str, NotOffered] = {
     "vllm_xargs": _NO_SAMPLERS_OF_CLIENTS,
     "watermarking": _OFF,
 }
-"""Not offered on any route."""
+"""vLLM's fields that no route of this server offers."""
 _VLLM_GENERATION: Mapping[str, NotOffered] = {
     **_VLLM_NOT_OFFERED,
     "best_of": NotOffered((1,)),
@@ -216,7 +218,7 @@ _VLLM_GENERATION: Mapping[str, NotOffered] = {
     "structural_tag": NotOffered(),
     "use_beam_search": _OFF,
 }
-"""On the routes of completions and chat completions, including fields of earlier releases."""
+"""vLLM's fields that completions and chat completions do not offer, including fields of its earlier releases."""
 _GENERATION_WITHOUT_EFFECT = frozenset(
     {
         *_ANNOTATIONS,
@@ -224,7 +226,10 @@ _GENERATION_WITHOUT_EFFECT = frozenset(
         *("guided_decoding_backend", "skip_prompt_log_probs", "spaces_between_special_tokens"),
     }
 )
-"""skip_prompt_log_probs is Megatron-Core's: log-probabilities of the prompt come only if a request asks for them."""
+"""Fields without effect on generation.
+
+skip_prompt_log_probs is Megatron-Core's; here, prompt log-probabilities are opt-in.
+"""
 _TEMPLATES: Mapping[str, NotOffered] = {
     "chat_template": _NO_TEMPLATES_OF_CLIENTS,
     "documents": NotOffered(([],)),

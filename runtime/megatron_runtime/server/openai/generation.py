@@ -1,4 +1,4 @@
-"""Run the choices of one request, all at once, and answer with one JSON body or with server-sent events."""
+"""Runs the choices of one request concurrently, and answers with one JSON body or with server-sent events."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def respond(
     choice: returns a choice of the whole answer, from its only piece.
     chunks: returns the choices of the events for one piece of a stream.
     answer: as for generation_of().
-    more:   returns further fields of the whole answer. Raises the errors of generation_of().
+    more: returns further fields of the whole answer from all pieces. Raises the errors of generation_of().
     """
     settings, generation = service.settings, generation_of(service, request, body, prompts, options, answer=answer)
     base = {
@@ -89,9 +89,9 @@ def generation_of(
     *,
     answer: AnswerFormat | None = None,
 ) -> Generation:
-    """Return the jobs of a request, which are not started yet.
+    """Return the jobs of a request, not started yet.
 
-    answer: format whose parsers run in another process; None if no parser does.
+    answer: answer format whose parsers run in another process; None: no parser runs in another process.
 
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
     open or the prompts exceed the limit of the API key.
@@ -115,8 +115,10 @@ def generation_of(
     if key.tokens_per_minute is not None:
         for job in jobs:
             job.params.streaming_interval = min(job.params.streaming_interval, COUNTED_TOKENS) if body.stream else 1
-    request.state.body_bytes = 0  # the prompt is charged: an error that follows does not charge the body too
-    service.lease(request).add(sum(TOKEN_BYTES * len(job.prompt.tokens) for job in jobs))  # as they are sent
+    request.state.body_bytes = 0  # from here the prompt is charged, so a later error must not charge the body too
+    service.lease(request).add(
+        sum(TOKEN_BYTES * len(job.prompt.tokens) for job in jobs)
+    )  # each job is sent with its prompt
     adapter = service.adapter_of(body.model)
     span: Span | None = getattr(request.state, "span", None)
     if span is not None:
@@ -156,7 +158,7 @@ async def _events(
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request, summed over prompts and choices, and the epochs of the weights that generated them."""
+    """Token counts of a request, summed over prompts and choices, and the epochs of the weights that generated them."""
 
     prompt: int = 0
     cached: int = 0
@@ -177,7 +179,7 @@ class Usage:
 
     @property
     def fingerprint(self) -> str | None:
-        """`system_fingerprint`: `weights-7`, `weights-6-7` for tokens of both, None while no choice is finished."""
+        """The `system_fingerprint`: `weights-7`, or `weights-6-7` for two epochs; None until a choice has finished."""
         return "-".join(["weights", *map(str, sorted(self.epochs))]) if self.epochs else None
 
     def as_json(self) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class Usage:
 class Generation:
     """The jobs of one HTTP request.
 
-    key:         the API key that the jobs count against.
+    key:         the API key whose limits the jobs count against.
     adapter:     the LoRA adapter that answers; empty: the base model.
     field_names: request fields by sampling parameter, for errors.
     request_id:  id of the HTTP request.
@@ -214,10 +216,10 @@ class Generation:
     answer: AnswerFormat | None = None
     usage: Usage = field(default_factory=Usage)
     _reservation: Reservation | None = None
-    """Of tokens that count against the limit of the key; None: it has none."""
+    """The tokens reserved from the limit of the API key; None if the key has no limit of tokens."""
 
     async def collect(self) -> list[Piece]:
-        """Return every choice whole, in order. When it is cancelled or fails, it aborts the open choices.
+        """Return each choice as one piece, in order. When it is cancelled or fails, it aborts the open choices.
 
         Raises ApiError 429 if the API key has too few tokens left in this minute.
         """
@@ -231,7 +233,7 @@ class Generation:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncGenerator[None]:
-        """Wait for the coordinator, and reserve tokens until the block ends."""
+        """Wait for the coordinator, and hold a reservation of tokens until the block ends."""
         await self.service.until_connected()
         if self.key.tokens_per_minute is None:
             yield
@@ -248,7 +250,7 @@ class Generation:
     async def _collect_one(self, job: Job) -> Piece:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
-            # An answer that is aborted counts against a limit with the tokens generated so far.
+            # An aborted answer counts against the limit with the tokens that it has generated so far.
             options = self._options(job, None if self._reservation is None else observed.count)
             with rejections_as_errors(self.field_names):
                 reply = await self.service.client.add_request(job.prompt.tokens, job.params, **options)
@@ -362,9 +364,9 @@ class Generation:
 
 
 class _Parsing:
-    """The parser of one choice, if it is in another process.
+    """The parser of one choice, if it runs in another process.
 
-    is_elsewhere: whether it is.
+    is_elsewhere: whether it does.
     """
 
     def __init__(self, answer: AnswerFormat | None) -> None:
@@ -373,7 +375,7 @@ class _Parsing:
         self._fed = 0
 
     async def parsed(self, piece: Piece) -> Piece:
-        """Return the piece with its events. Raises ApiError 500 if it cannot be parsed."""
+        """Return the piece with the events of the parser. Raises ApiError 500 if the parser fails."""
         assert self._parser is not None
         is_last = piece.finish_reason is not None
         tokens = piece.generated[self._fed :] if is_last else piece.token_ids
@@ -393,7 +395,10 @@ class _Parsing:
 
 @contextmanager
 def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
-    """Raise rejections of the client as ApiError. field_names: request fields by sampling parameter."""
+    """Convert the errors that CoordinatorClient raises for a rejected request to ApiError.
+
+    field_names: request fields by sampling parameter.
+    """
     try:
         yield
     except RequestRejectedError as error:
@@ -414,7 +419,7 @@ def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
 
 
 async def start_all(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
-    """Append a running task for each coroutine. Other requests run in between, however many there are."""
+    """Start a task for each coroutine, and append it to `tasks`. Other requests run between many starts."""
     for work in works:
         tasks.append(asyncio.create_task(work))
         if len(tasks) % _STARTED_AT_ONCE == 0:

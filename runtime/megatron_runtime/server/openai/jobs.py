@@ -36,7 +36,7 @@ MAX_SENT_BYTES = 32 << 20
 """Size limit of all choices of one request. Each choice is sent to the coordinator with its prompt and parameters."""
 
 MIN_TOP_P = 1e-6
-"""A lower `top_p` leaves the most likely token only. In SamplingParams 0 keeps all tokens."""
+"""Minimum `top_p`: any lower value keeps only the most likely token. In SamplingParams, 0 means all tokens."""
 
 _FIELD_NAMES = {
     **{name: http.name for name, http in HTTP_FIELDS.items()},
@@ -44,7 +44,7 @@ _FIELD_NAMES = {
     "return_log_probs": "logprobs",
     "pooling": "model",
 }
-"""Sampling parameter -> request field, for errors."""
+"""Name of the request field by sampling parameter, for error messages."""
 _GENERATION_CONFIG = {
     **{
         name: name
@@ -55,14 +55,14 @@ _GENERATION_CONFIG = {
     },
     "num_tokens_to_generate": "max_new_tokens",
 }
-"""Sampling parameter -> key of generation_config.json."""
+"""Key of generation_config.json by sampling parameter."""
 GUIDED_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Request field -> kind of structured output."""
+"""Kind of structured output by request field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class OutputFormat:
     """The format of an answer.
 
     structure: as in SamplingParams.
-    param:     the request field that asks for it.
-    ignored:   keywords of its JSON schema that are not enforced.
+    param:     the request field that requests the format.
+    ignored:   keywords of the JSON schema that are not enforced.
     """
 
     structure: dict[str, Any]
@@ -83,9 +83,9 @@ class OutputFormat:
 class Prompt:
     """A tokenized prompt.
 
-    param:  the request field that has it, for errors.
-    echoed: its text, if the answer begins with it.
-    media:  its images, audio and video.
+    param:  the request field that contains the prompt, for errors.
+    echoed: text of the prompt, if the answer begins with it.
+    media:  images, audio and video of the prompt.
     """
 
     tokens: list[int]
@@ -96,7 +96,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a generation that come from fields of one endpoint.
+    """Options of a generation that the endpoint sets, not the common fields of requests.
 
     max_tokens:    None means up to the sequence limit; 0 returns only the prompt.
     log_probs:     number of most likely tokens to report at each position; None reports no log-probabilities.
@@ -105,9 +105,9 @@ class Options:
     forced_format: the structured output that tool_choice requires; None means the request's structured output.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: it has none.
-    reasoning_budget: tokens of reasoning at most; None: any number.
+    reasoning_budget: maximum number of reasoning tokens; None: no limit.
     has_tools:     the answer may be a call.
-    call_structure: as SamplingParams has it, of such an answer.
+    call_structure: as in SamplingParams, for an answer that may be a call.
     hidden_state:  return the hidden state after the prompt; only with max_tokens 0.
     """
 
@@ -131,7 +131,7 @@ class Job:
     index:   its place in the answer.
     end_ids: tokens that may end the answer and are not part of its text.
     visible: special tokens that the answer shows as text.
-    counts_prompt: its prompt enters the usage: true for the first of the n choices of a prompt.
+    counts_prompt: whether the usage counts the prompt: true for the first of the n choices of a prompt.
     ignored_keywords: keywords in the JSON schema of its format that are not enforced.
     """
 
@@ -146,7 +146,7 @@ class Job:
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the generated tokens are not part of the answer."""
+        """Whether the answer contains no generated tokens."""
         return self.options.max_tokens == 0
 
 
@@ -160,11 +160,11 @@ def jobs_of(
     cache_salt: str | None,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[list[Job], dict[str, str]]:
-    """Return the jobs of a request, n for each prompt, and its fields by sampling parameter, for errors.
+    """Return the jobs of a request, n for each prompt, and the request fields by sampling parameter, for errors.
 
     sequence_limit: maximum number of tokens of prompt plus answer.
     cache_salt:     the salt of the prefix cache, which replaces the request's.
-    defaults:       sampling parameters of the model, which hold if the request does not choose others.
+    defaults:       the model's default sampling parameters, which the request's fields override.
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters.
     """
     choices = request.n or 1
@@ -181,7 +181,7 @@ def jobs_of(
         request,
         tokenizer,
         defaults,
-        num_tokens_to_generate=None,  # each prompt has its own
+        num_tokens_to_generate=None,  # set for each prompt below
         structured_output=output,
         call_structure=options.call_structure if output is None else None,
         reasoning=reasoning,
@@ -204,7 +204,7 @@ def jobs_of(
         wanted = defaults.get("num_tokens_to_generate") if options.max_tokens is None else options.max_tokens
         budget = _budget(prompt, wanted, limit=sequence_limit)
         for choice in range(choices):
-            # The copies share the lists and maps, which are validated once.
+            # The copies share lists and maps, which have been validated.
             params = copy.copy(shared)
             params.num_tokens_to_generate = budget
             params.seed = choice_seed(shared.seed, choice=choice)
@@ -225,8 +225,8 @@ def jobs_of(
 def structured_output(request: GenerationRequest) -> OutputFormat | None:
     """Return the format of the answer; None for free text.
 
-    Raises ApiError 400 for several formats, for one without a grammar, and for a strict schema with a keyword that
-    cannot be enforced.
+    Raises ApiError 400 for more than one format, for a format without a grammar, and for a strict schema with a keyword
+    that cannot be enforced.
     """
     given: list[tuple[str, str, Any]] = []
     response_format, outputs = request.response_format, request.structured_outputs
@@ -283,8 +283,9 @@ def enforceable(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return a JSON schema without the keywords that the grammar does not enforce, and these keywords.
 
-    param:  the request field that has it, for errors.
+    param:  the request field that contains the schema, for errors.
     closes: see normalised().
+
     Raises ApiError 400 for such a keyword in a strict schema.
     """
     result, ignored = normalised(schema, is_strict=is_strict, closes=closes)
@@ -295,7 +296,7 @@ def enforceable(
 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:
-    """Return the 64-bit seed of one of n choices: the given seed for the first, an independent one for each other."""
+    """Return the 64-bit seed of one of n choices: `seed` for the first, and a seed derived from it for each other."""
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
@@ -305,8 +306,9 @@ def choice_seed(seed: int | None, *, choice: int) -> int | None:
 def _sampling_params(
     request: GenerationRequest, tokenizer: Tokenizer, defaults: Mapping[str, Any], **others: Any
 ) -> SamplingParams:
-    """Return the parameters that all choices share. A field that the request omits has the default of the model, or
-    that of SamplingParams.
+    """Return the parameters that all choices share.
+
+    A field that the request omits has the model's default, or else the default of SamplingParams.
 
     others: sampling parameters that do not follow from the request alone.
     """
@@ -345,7 +347,7 @@ def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
     A value that is not allowed is logged and ignored: the model can be served without it.
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, key in _GENERATION_CONFIG.items():
         value = config.get(key)
         if value is None:
@@ -355,15 +357,15 @@ def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
         allowed = rule.allowed
         if rule.is_valid(sent):
             if http is None or http.minimum is None or value >= http.minimum:
-                found[name] = sent
+                defaults[name] = sent
                 continue
             allowed = f"at least {http.minimum}"
         logger.warning("generation_config.json: %s is %s and has no effect: want %s", key, shown(value), allowed)
-    return found
+    return defaults
 
 
 def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:
-    """Raise ApiError 400 with the first token id outside the vocabulary."""
+    """Raise ApiError 400 that names the first token id outside the vocabulary."""
     limit = tokenizer.id_limit
     if tokens and not (min(tokens) >= 0 and max(tokens) < limit):
         outside = next(token for token in tokens if not 0 <= token < limit)
@@ -382,13 +384,13 @@ def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | N
 
 
 def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choices: int, format_field: str) -> None:
-    """Raise ApiError 400 for a small body whose jobs together are large."""
+    """Raise ApiError 400 if the jobs of a request together exceed MAX_SENT_BYTES."""
     try:
         each = len(pack(shared.serialize()))
     except OverflowError as error:
         raise invalid_value(format_field, "it has a number beyond 64 bits; use a smaller one") from error
     sent = choices * sum(each + TOKEN_BYTES * len(prompt.tokens) for prompt in prompts)
-    sent += sum(prompt.media.data_bytes for prompt in prompts if prompt.media is not None)  # once for all choices
+    sent += sum(prompt.media.data_bytes for prompt in prompts if prompt.media is not None)  # sent once per prompt
     if sent > MAX_SENT_BYTES:
         message = (
             f"Prompts and parameters of all choices take {sent} bytes, at most {MAX_SENT_BYTES} are allowed: ask for "

@@ -1,8 +1,8 @@
 """Reads the files of the images, audio and video in conversations.
 
-A data URL is decoded. A file at http or https is fetched only from the hosts of the server's setting
-(`allowed_media_hosts`): the address that is connected to is checked, so that no name leads to a private network, and
-redirects are followed to such hosts only.
+A data URL is decoded. A file at http or https is fetched only from hosts in the server's setting `allowed_media_hosts`,
+and redirects are followed only to these hosts. The server checks the address that it connects to, so that no host name
+can lead into a private network.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.content import MediaPart
 
 MAX_PARTS = 64
-"""Images, audio and video of one request."""
+"""Maximum number of images, audio and video of one request."""
 FETCH_SECONDS = 10.0
-"""Timeout for all redirects and the file together."""
+"""Timeout for fetching one file, redirects included."""
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 8192
 """Maximum length of an http or https URL."""
@@ -37,38 +37,38 @@ MAX_URL_CHARACTERS = 8192
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+\"-]*)*(?P<base64>;base64)?,", re.ASCII)
 _FRAMES = re.compile("[A-Za-z0-9+/=,]+")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-"""Addresses whose last four bytes are an IPv4 address behind a translator."""
+"""IPv6 addresses whose last four bytes are an IPv4 address, which a NAT64 gateway translates."""
 _MAX_HEAD = 256
-"""Characters of a data URL before its data."""
+"""Maximum number of characters of a data URL before its data."""
 
 
 class MediaLoader:
-    """Reads the files of conversations.
+    """Reads the images, audio and video of conversations.
 
-    allowed_hosts: hosts of http and https URLs, in lower case: a name, or an address as URLs have it. A name must have
-                   public addresses only.
+    allowed_hosts: hosts of http and https URLs, in lower case: names, or addresses as they are written in URLs. A name
+                   must resolve to public addresses only.
     """
 
     def __init__(self, allowed_hosts: Sequence[str]) -> None:
         self._allowed = frozenset(host.lower().strip("[]") for host in allowed_hosts)
 
     async def load(self, parts: Sequence[tuple[str, MediaPart]], *, lease: Lease) -> list[tuple[str, bytes]]:
-        """Return kind and file of each part, which the request then holds.
+        """Return kind and file of each part. The lease counts the files.
 
-        parts: each with the name of its field, for errors.
-        Raises ApiError 400 for a URL that cannot be read, 413 for too many bytes, and what Lease.add() raises.
+        parts: each part with the name of its request field, for errors. Raises ApiError 400 for a URL that cannot be
+               read, 413 for too many bytes, and what Lease.add() raises.
         """
         if len(parts) > MAX_PARTS:
             message = f"The request has {len(parts)} images, audio and video: at most {MAX_PARTS} are allowed."
             raise ApiError(413, message, param=parts[0][0], code="too_much_media")
-        found: list[tuple[str, bytes]] = []
+        files: list[tuple[str, bytes]] = []
         left = MAX_MEDIA_BYTES
         for param, part in parts:
             kind, data = await self._read(part, param=param, maximum=left)
             left -= len(data)
             lease.add(len(data))
-            found.append((kind, data))
-        return found
+            files.append((kind, data))
+        return files
 
     async def _read(self, part: MediaPart, *, param: str, maximum: int) -> tuple[str, bytes]:
         if part.url[:5].lower() == "data:":
@@ -94,8 +94,9 @@ class MediaLoader:
         raise invalid_value(param, f"{shown(url)} is reached by more than {MAX_REDIRECTS} redirects")
 
     async def _target(self, url: str, *, param: str) -> _Target:
-        """Return the target from which a URL is fetched. Raises ApiError 400 if its host is not allowed or leads to no
-        public address.
+        """Return the target from which a URL is fetched.
+
+        Raises ApiError 400 if the host is not allowed or has no public address.
         """
         if len(url) > MAX_URL_CHARACTERS:
             raise invalid_value(param, f"a URL of {len(url)} characters: at most {MAX_URL_CHARACTERS}, or a data URL")
@@ -122,7 +123,7 @@ class _Target:
     """The target from which a file is fetched.
 
     path:    path with its query.
-    address: address of the host, which was checked.
+    address: checked IP address of the host.
     """
 
     scheme: str
@@ -132,7 +133,7 @@ class _Target:
     address: str
 
     def url(self, host: str) -> str:
-        """Return the URL with this host in place of its own."""
+        """Return the URL of the target with `host` in place of its host name."""
         return f"{self.scheme}://{_in_url(host)}:{self.port}/{self.path.lstrip('/')}"
 
 
@@ -147,10 +148,10 @@ async def _address_of(host: str, port: int, *, param: str) -> str:
     except ValueError:
         pass
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolved = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise invalid_value(param, f"the host {shown(host)} has no address: {error}") from error
-    addresses = [str(info[4][0]) for info in found]
+    addresses = [str(info[4][0]) for info in resolved]
     inner = next((address for address in addresses if not _is_public(address)), None)
     if inner is not None or not addresses:
         raise invalid_value(
@@ -170,9 +171,9 @@ def _is_public(address: str) -> bool:
 
 
 async def _get(target: _Target, *, maximum: int, param: str) -> bytes | str:
-    """Return the file at a URL, or where a redirect leads. Raises ApiError, httpx.HTTPError."""
+    """Return the file at a URL, or the URL to which the answer redirects. Raises ApiError, httpx.HTTPError."""
     headers = {"Host": f"{_in_url(target.host)}:{target.port}", "Accept": "*/*", "Accept-Encoding": "identity"}
-    url = target.url(target.address)  # the name is not resolved again
+    url = target.url(target.address)  # the checked address, so the name is not resolved again
     async with (
         http_client(httpx.AsyncClient, url, timeout=FETCH_SECONDS, follow_redirects=False) as client,
         client.stream("GET", url, headers=headers, extensions={"sni_hostname": target.host}) as answer,

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's interface to conversations.
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for conversations.
 
 A request becomes a chat request, and its answer becomes content blocks: thinking, text, tool_use. Fields and events
 follow https://docs.anthropic.com/en/api/messages.
@@ -57,7 +57,7 @@ from megatron_runtime.server.streaming import EventStream, until_disconnect
 
 _MAX_BLOCKS = 4096
 _BLOCK_DEPTH = 8
-"""Maximum depth of the arguments of a call in a request."""
+"""Maximum nesting depth of the arguments of a call in a request."""
 
 
 class TextBlock(Body):
@@ -75,11 +75,11 @@ class ToolUseBlock(Body):
     id: Name
     name: Name
     input: JsonValue
-    """What a client read from a stream of arguments: not an object if the model wrote another value."""
+    """Arguments that the client assembled from a stream. They are not an object if the model wrote another value."""
 
 
 class RedactedThinkingBlock(Body):
-    """Encrypted reasoning of another server. It is left out."""
+    """Encrypted reasoning of another server, which is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
 
@@ -93,7 +93,7 @@ def _as_result(value: Any) -> Any:
 
 
 def _readable_source(value: Any) -> Any:
-    """Return the source of a part of a result, which other servers may write differently; None: not readable."""
+    """Return the source of an image in a tool result; None if it has no form that this server reads."""
     is_known = isinstance(value, dict) and value.get("type") in ("base64", "url")
     return value if is_known and all(isinstance(member, str) for member in value.values()) else None
 
@@ -113,7 +113,7 @@ class MediaSource(Body):
 
     @property
     def as_url(self) -> str:
-        """Return a URL of the image; empty: the source names none."""
+        """Return a URL of the image; "" if the source has no image."""
         if self.type == "url":
             return self.url or ""
         return f"data:{self.media_type or 'image/x'};base64,{self.data}" if self.data else ""
@@ -153,7 +153,7 @@ class ResultPart(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call. Its content shows whether it is an error."""
+    """The result of a call. The model sees an error by its content; `is_error` has no effect."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -163,7 +163,7 @@ class ToolResultBlock(Body):
 
 
 class ServerToolBlock(Body):
-    """A call of a tool that another server ran, or its result. It is left out."""
+    """A call of a tool that another server ran, or its result, which is left out of the prompt."""
 
     type: Literal[
         "server_tool_use",
@@ -199,7 +199,10 @@ class AnthropicMessage(Body):
     )
 
     def as_chat(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages of a chat. Results of calls are messages of their own, before the text of the turn."""
+        """Yield the chat messages of this turn.
+
+        Results of calls become separate messages before the text of the turn.
+        """
         parts: list[str | MediaPart] = []
         for block in self.content:
             if isinstance(block, TextBlock | ImageBlock):
@@ -238,7 +241,7 @@ class AnthropicTool(Body):
 
 
 class ServerTool(Body):
-    """A tool that Anthropic's servers run, or whose schema they know. It is left out."""
+    """A tool that Anthropic's servers run or define. It is not offered to the model."""
 
     type: StrictStr
 
@@ -248,7 +251,7 @@ def _kind_of_tool(value: Any) -> str:
     return "of the client" if kind in (None, "custom") else "of a server"
 
 
-# The names of the tags are not identifiers, so that errors leave them out of the field name.
+# The tags are no identifiers, so that the field names in errors leave them out.
 _Tool: TypeAlias = Annotated[
     Annotated[AnthropicTool, Tag("of the client")] | Annotated[ServerTool, Tag("of a server")],
     Discriminator(_kind_of_tool),
@@ -256,7 +259,7 @@ _Tool: TypeAlias = Annotated[
 
 
 class AnthropicToolChoice(Body):
-    """`tool_choice`. mode, tools: of type allowed_tools, which OpenAI's routes have, too."""
+    """`tool_choice`. mode, tools: members of the type allowed_tools, which OpenAI's routes have too."""
 
     type: Literal["auto", "any", "tool", "none", "allowed_tools"]
     name: Name | None = None
@@ -274,7 +277,7 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """`thinking`: whether the model thinks first, where its chat template can choose, and for how many tokens."""
+    """`thinking`: whether the model reasons first, if its chat template has the choice, and for how many tokens."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_INT32)] | None = None
@@ -328,7 +331,10 @@ class CountTokensRequest(ConvertedRequest):
     )
 
     def prepared(self) -> Self:
-        """Return the request with the conversation in its chat request alone. Raises ApiError 400."""
+        """Convert the conversation to a chat request, drop the original fields, and return the request.
+
+        Raises ApiError 400.
+        """
         super().prepared()
         self.messages, self.system, self.tools = [], [], None
         return self
@@ -422,7 +428,7 @@ async def create_message(service: Service, request: Request) -> Response:
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
-    """Answer with the number of tokens of the prompt that a conversation has."""
+    """Answer with the number of prompt tokens of a conversation."""
     body = await service.read(request, CountTokensRequest)
     conversation = await conversation_of(service, request, body.chat)
     return JsonResponse({"input_tokens": len(conversation.prompt.tokens)})
@@ -444,7 +450,7 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 
 
 class _Answer:
-    """Collects the content blocks of one answer, and describes each step as an event of a stream."""
+    """Collects the content blocks of one answer, and returns each step as an event of a stream."""
 
     def __init__(self, reader: AnswerReader, usage: Usage, *, model: str, prompt_tokens: int) -> None:
         self._reader = reader
@@ -485,7 +491,7 @@ class _Answer:
                 self._stop_reason = "end_turn" if piece.stop_text is None else "stop_sequence"
 
     def message(self) -> dict[str, Any]:
-        """Return the message so far."""
+        """Return the message with the content blocks so far."""
         is_ended = self._stop_reason is not None
         cached = self._usage.cached
         return {
@@ -517,7 +523,7 @@ class _Answer:
         return self._event("content_block_start", content_block=dict(block))
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """Complete the open block, if there is one."""
+        """Yield the event that ends the open block, if there is one."""
         if not self._is_open:
             return
         self._is_open = False
@@ -552,10 +558,10 @@ def _kind(event: Event) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. If the model wrote a text that is not a JSON object, it is in `arguments`."""
+    """Return the arguments of a call. A text that is not a JSON object becomes the only member, `arguments`."""
     try:
         value = load_json(text or "{}", depth=_BLOCK_DEPTH)
-        json.dumps(value, allow_nan=False)  # 1e999 is no number
+        json.dumps(value, allow_nan=False)  # json reads 1e999 as infinity
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
@@ -571,7 +577,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
         message = f"prompt is too long: {message}"
     body: dict[str, Any] = {"type": kind, "message": message}
     if error.param == "thread":
-        body["details"] = {"error_code": "thread_unsupported_request"}  # Anthropic's SDK then sends all messages
+        body["details"] = {"error_code": "thread_unsupported_request"}  # Anthropic's SDK then resends all messages
     return {"type": "error", "error": body}
 
 
@@ -584,4 +590,4 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Other 4xx are invalid_request_error, other 5xx api_error."""
+"""Anthropic's error type by HTTP status. Other 4xx statuses are invalid_request_error, other 5xx api_error."""

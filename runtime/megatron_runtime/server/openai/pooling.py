@@ -1,4 +1,4 @@
-"""Requests of pooling models, and their scores: POST /v1/score and /v1/rerank.
+"""Runs requests on pooling models, and serves POST /v1/score and /v1/rerank.
 
 The engine renders and tokenizes the texts, because how a pair of them becomes a prompt depends on the model.
 """
@@ -36,7 +36,7 @@ from megatron_runtime.server.rate_limits import Reservation
 from megatron_runtime.server.streaming import cancel, until_disconnect
 
 MAX_DOCUMENTS = 1000
-"""Maximum number of documents of one request for scores."""
+"""Maximum number of documents in one score or rerank request."""
 TOKEN_BYTES = 4
 _SCORING_TASKS = ("classify", "embed", "token_embed")
 """Tasks of models that score pairs of texts: directly as a pair, by the angle of two vectors, or by the angles between
@@ -47,9 +47,9 @@ _FIELDS = frozenset(
         *("max_tokens_per_query", "max_tokens_per_doc"),
     }
 )
-"""Names of fields in errors of engines."""
+"""Fields that an engine's error may name as they are, because the request has the same names."""
 _TINY = np.float32(1e-8)
-"""A shorter vector has no direction."""
+"""Minimum length of a vector for which a direction is defined."""
 
 Vector = npt.NDArray[np.float32]
 Reduce = Callable[[int, Vector], Awaitable[Any]]
@@ -71,7 +71,7 @@ TokenLimit = Annotated[StrictInt, Field(ge=0, le=MAX_INT32)]
 
 
 class ScoringRequest(ModelRequest):
-    """The fields that requests for scores share."""
+    """The common fields of score and rerank requests."""
 
     policy = SCORING_POLICY
 
@@ -93,7 +93,10 @@ class ScoringRequest(ModelRequest):
     )
 
     def pooling(self, task: str, *, is_query: bool | None = None, pair: str | None = None) -> dict[str, Any]:
-        """Return the sampling parameter `pooling`. is_query: whether a single text is the query; None: a pair."""
+        """Return the sampling parameter `pooling`.
+
+        is_query: whether a single text is the query; None for a pair of texts.
+        """
         limits = {"max_tokens_per_query": self.max_tokens_per_query, "max_tokens_per_doc": self.max_tokens_per_doc}
         if is_query is not None:
             limits.pop("max_tokens_per_doc" if is_query else "max_tokens_per_query")
@@ -113,7 +116,7 @@ def chosen(**fields: Any) -> dict[str, Any]:
 
 
 class Side(NamedTuple):
-    """One of the two fields of POST /v1/score. texts: None if the request lacks the field."""
+    """One of the two text fields of POST /v1/score. texts: None if the request lacks the field."""
 
     name: str
     texts: str | list[str] | None
@@ -133,7 +136,7 @@ class ScoreRequest(ScoringRequest):
     text_2: Texts | None = served("Another name of `documents`.")
 
     def pairs(self) -> Iterator[tuple[Side, Side]]:
-        """Yield the fields that belong together."""
+        """Yield the pairs of fields that belong together."""
         queries = Side("queries", self.queries)
         yield queries, Side("documents", self.documents)
         yield queries, Side("items", self.items)
@@ -142,7 +145,7 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Return the two fields. The request must have been prepared()."""
+        """Return the two text fields of the request. prepared() must have been called."""
         return next(pair for pair in self.pairs() if all(side.texts is not None for side in pair))
 
     def prepared(self) -> Self:
@@ -194,7 +197,7 @@ class PoolingPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Upper bound of the bytes that are sent."""
+        """Upper bound of the bytes that are sent to the engine."""
         if not isinstance(self.content, str):
             return TOKEN_BYTES * len(self.content)
         return sum(
@@ -203,7 +206,7 @@ class PoolingPrompt:
 
     @property
     def estimated_tokens(self) -> int:
-        """Number of tokens to reserve. The engine later reports the exact number."""
+        """Number of tokens to reserve from the key's limit. The engine later reports the exact number."""
         if not isinstance(self.content, str):
             return len(self.content)
         return 1 + (len(self.content) + len(self.pooling.get("pair", ""))) // BYTES_PER_TOKEN
@@ -215,7 +218,7 @@ class PoolingRun:
 
     model, priority, cache_salt: fields of the request.
     tokens: number of tokens of all computed prompts.
-    labels: class names of texts by prompt index; None: the class has no name.
+    labels: class names of the results, by prompt index; None: a class has no name.
     """
 
     service: Service
@@ -232,11 +235,11 @@ class PoolingRun:
     async def collect(self, prompts: Sequence[PoolingPrompt], *, reduce: Reduce | None = None) -> list[Any]:
         """Return the model's result for each prompt. If the client disconnects, the open prompts are aborted.
 
-        reduce: awaited with the index of a prompt and its array, which is then released; its result is returned.
+        reduce: awaited with the index of a prompt and its array. Its result replaces the array, which is released.
 
-        Raises ApiError 400 for a prompt that the model does not take, or prompts that take too many bytes, 404 if no
-        engine has such a model, 429 if too many are open, the server holds too much, or the API key has too few tokens
-        left in this minute.
+        Raises ApiError 400 for a prompt that the model does not accept or prompts with too many bytes, 404 if no engine
+        has a pooling model, and 429 if too many requests are open, the server holds too many bytes, or the API key has
+        too few tokens left in this minute.
         """
         service, state = self.service, self.request.state
         service.check_open(len(prompts), tenant=state.tenant)
@@ -260,7 +263,7 @@ class PoolingRun:
         tasks: list[asyncio.Task[Any]] = []
         reserved = [prompt.estimated_tokens for prompt in prompts]
         self._reservation = await service.reserve(key, prompt=0, choices=[*reserved])
-        self.request.state.body_bytes = 0  # the prompts are charged: an error that follows does not charge the body too
+        self.request.state.body_bytes = 0  # the prompts are charged from here, so later errors must not charge the body
         try:
             await start_all(tasks, (self._run(place, prompt, reduce) for place, prompt in enumerate(prompts)))
             return list(await asyncio.gather(*tasks))
@@ -307,7 +310,7 @@ class PoolingRun:
         return reduced
 
     def base_fields(self, kind: str) -> dict[str, Any]:
-        """Return the members of an answer except its data, for a collected request. kind: prefix of the id."""
+        """Return the members of an answer except its data, after collect(). kind: prefix of the answer's id."""
         return {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "object": "list",
@@ -331,12 +334,12 @@ class PoolingRun:
 
 @contextmanager
 def _named(prompt: PoolingPrompt) -> Iterator[None]:
-    """Raise rejections of a prompt as ApiError with the name of its field; 404 if no engine has such a model."""
+    """Convert rejections of a prompt to ApiError with the name of its field; 404 if no engine has a pooling model."""
     try:
         with rejections_as_errors({}):
             yield
     except ApiError as error:
-        if error.code == "unsupported_value" or error.param == "pair":  # a classifier of several labels
+        if error.code == "unsupported_value" or error.param == "pair":  # for example, a classifier of several labels
             raise not_offered() from error
         if error.status != 400:
             raise
@@ -346,7 +349,7 @@ def _named(prompt: PoolingPrompt) -> Iterator[None]:
 
 
 def not_offered() -> ApiError:
-    """Return 404 for a route of models that the engines do not have."""
+    """Return the 404 error for a route that needs a kind of model which no engine has."""
     message = (
         "This route is not offered: no engine has a pooling model for it. Serve one with vLLM engines (--backend vllm, "
         "spec.engine.backend: VLLM)."
@@ -355,7 +358,7 @@ def not_offered() -> ApiError:
 
 
 async def create_score(service: Service, request: Request) -> Response:
-    """Answer with a score for each pair of texts. Raises ApiError 404 without an engine that scores pairs."""
+    """Answer with a score for each pair of texts. Raises ApiError 404 if no engine scores pairs."""
     task, *_ = await offered(service, request, _SCORING_TASKS)
     body = await service.read(request, ScoreRequest)
     first, second = body.sides
@@ -367,7 +370,7 @@ async def create_score(service: Service, request: Request) -> Response:
 
 
 async def rerank(service: Service, request: Request) -> Response:
-    """Answer with the documents by descending score. Raises ApiError 404 without an engine that scores pairs."""
+    """Answer with the documents by descending score. Raises ApiError 404 if no engine scores pairs."""
     task, *_ = await offered(service, request, _SCORING_TASKS)
     body = await service.read(request, RerankRequest)
     documents = listed(body.documents)
@@ -405,7 +408,7 @@ async def _scores(
     *,
     params: tuple[str, str],
 ) -> list[float]:
-    """Return the score of each document with its query. One query is compared with all documents.
+    """Return the score of each document with its query. A single query is compared with all documents.
 
     params: request fields of queries and documents, for errors.
     """
@@ -428,7 +431,7 @@ async def _scores(
 
 
 def _alone(body: ScoringRequest, task: str, texts: list[str], *, param: str, is_query: bool) -> list[PoolingPrompt]:
-    """Return the prompts of single texts."""
+    """Return one prompt for each text, for tasks that compute the vectors of single texts."""
     pooling = body.pooling(task, is_query=is_query)
     return [PoolingPrompt(content=text, param=f"{param}[{place}]", pooling=pooling) for place, text in enumerate(texts)]
 
@@ -440,7 +443,7 @@ def _cosine(query: Vector, document: Vector) -> np.float32:
 
 
 def _best_matches(query: Vector, document: Vector) -> np.float32:
-    """Return the sum, over the tokens of a query [n, D], of the best match in a document [m, D].
+    """Return the sum of the best cosine of each query token [n, D] with any document token [m, D].
 
     Source: ColBERT's MaxSim, Khattab and Zaharia 2020, arXiv:2004.12832.
     """

@@ -1,7 +1,7 @@
-"""Tokenization of prompts and rendering of conversations, off the event loop and fair between tenants.
+"""Tokenizes prompts and renders conversations, outside of the event loop and with fair shares for tenants.
 
-The work runs in lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and tokenization of
-longer texts. So a text of a few kilobytes never waits for megabytes. The budget of bodies limits the waiting work.
+The work has three lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and tokenization of
+longer texts. So a text of a few kilobytes never waits for a text of megabytes. `BodyBudget` limits the waiting work.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from megatron_runtime.tokenization import (
 from megatron_runtime.tokenization.chat_template import RENDERERS
 
 TEXT_TOKENIZED_IN_PLACE = 4096
-"""Number of characters. Longer texts are tokenized in a thread of `TextLanes`, while the event loop serves other
-requests."""
+"""Maximum number of characters of a text that is tokenized on the event loop.
+
+Threads of `TextLanes` tokenize longer ones.
+"""
 MAX_MEDIUM_BYTES = 64 * 1024
-"""A text of this length is tokenized in about 50 ms."""
+"""Maximum size of a text in the lane for medium texts: it is tokenized in about 50 ms."""
 MAX_WAIT_SECONDS = 30.0
-"""A request that has not been tokenized after this time is answered with 503."""
+"""Maximum time that a request waits for a lane before it is answered with 503."""
 TEXT_SECONDS_PER_MINUTE = 60.0
-"""Time of each tenant for parsing, rendering and tokenization in a server process. Ordinary requests are not charged.
+"""Seconds of parsing, rendering and tokenization per minute that a server process gives each tenant.
+
+Short texts are free.
 """
 _DECODED_AT_ONCE = 256
-"""Number of tokens that are decoded before other requests run."""
+"""Number of tokens that are decoded on the event loop before other requests run."""
 
 _T = TypeVar("_T")
 
@@ -52,7 +56,7 @@ _THREADS: Mapping[str, int] = {"parse": 1, "render": RENDERERS, "medium": 3, "lo
 
 
 class TextLanes:
-    """The lanes of one server process. Used on the event loop."""
+    """The lanes of one server process. All methods run on the event loop."""
 
     def __init__(self) -> None:
         self._lanes = FairLanes(
@@ -60,10 +64,15 @@ class TextLanes:
         )
 
     async def run(self, lane: Lane, lease: Lease, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`, called in a thread of `lane`. A cancelled caller removes work that waits.
+        """Return the result of `work`, called in a thread of `lane`.
 
-        lease: lease of the request; its tenant has a fair share of the lane. Requests without a tenant have no budget.
-        Raises ApiError 429 if the tenant has used its time, 503 if the wait was too long, and the errors of `work`.
+        If the caller is cancelled while the work waits, the work is removed.
+
+        lease: lease of the request; its tenant has a fair share of the lane. Requests without a tenant have no time
+        limit.
+
+        Raises ApiError 429 if the tenant has used its time, 503 if the wait was too long, and the errors of
+        `work`.
         """
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
@@ -90,7 +99,7 @@ class ChatPrompt:
 class Prompts:
     """Turns the texts and conversations of requests into tokens, and tokens into text.
 
-    chat_format: renders conversations, and encodes what it renders.
+    chat_format: renders conversations, and encodes the rendered text.
     max_sequence_length: maximum number of tokens of prompt plus answer; None means the model's own limit.
     media_hosts: as for MediaLoader.
     """
@@ -122,10 +131,12 @@ class Prompts:
     ) -> list[int]:
         """Return the tokens of a text.
 
-        lease:    lease of the request, which then holds the tokens.
-        param:    the request field that has it, for errors.
+        lease:    lease of the request; the tokens are added to it.
+        param:    the request field that contains the text, for errors.
         in_place: tokenize on the event loop; None: only if the text is short.
-        is_cut:   the caller truncates the prompt, so the text may exceed the sequence limit. Raises ApiError 400 for a
+        is_cut:   the caller truncates the prompt, so the text may exceed the sequence limit.
+
+        Raises ApiError 400 for a
         text that cannot be tokenized or certainly exceeds the sequence limit, the errors of TextLanes.run(), and 429 if
         the server holds too much.
         """
@@ -189,9 +200,9 @@ class Prompts:
     async def _rendered(
         self, conversation: ChatTemplateInput, messages: Sequence[ChatMessage], *, lease: Lease
     ) -> RenderedChat:
-        """Return a rendered conversation. If its template rejects media in results of calls, they become placeholders.
+        """Return a rendered conversation. Raises ChatTemplateError.
 
-        Raises ChatTemplateError.
+        If the template rejects media in the results of calls, placeholders replace them.
         """
         try:
             return await self.lanes.run("render", lease, partial(self._chat_format.render, conversation))
@@ -204,10 +215,12 @@ class Prompts:
     async def decode(
         self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True, is_whole: bool = True
     ) -> str:
-        """Return the text of tokens, which the request then holds. Other requests run in between, however many tokens
-        there are. Raises ApiError 429 if the server holds too much.
+        """Return the text of tokens. Other requests run in between, however many tokens there are.
 
-        is_whole: nothing follows, so an incomplete character at the end is written too.
+        Raises ApiError 429 if the server holds too much.
+
+        lease:    lease of the request; the text is added to it.
+        is_whole: no tokens follow, so an incomplete character at the end is returned as U+FFFD.
         """
         detokenizer = self._chat_format.decoder(skip_special=skip_special)
         parts = []
@@ -218,7 +231,7 @@ class Prompts:
         return "".join([*parts, detokenizer.finish() if is_whole else ""])
 
     def truncated(self, tokens: list[int], request: GenerationRequest) -> list[int]:
-        """Return the tokens of a prompt that the request keeps."""
+        """Return the tokens of a prompt that remain after the truncation that the request asks for."""
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens
@@ -228,9 +241,11 @@ class Prompts:
         return tokens[:kept] if request.truncation_side == "right" else tokens[max(len(tokens) - kept, 0) :]
 
     def checked(self, tokens: list[int], *, param: str, add_bos: bool | None = False) -> list[int]:
-        """Return the tokens of a prompt. Raises ApiError 400 if there are none or one is outside the vocabulary.
+        """Return the checked tokens of a prompt.
 
-        add_bos: begin with the model's begin-of-sequence token, if it has one.
+        Raises ApiError 400 if there are none or one is outside the vocabulary.
+
+        add_bos: prepend the model's begin-of-sequence token, if the model has one.
         """
         first = self.tokenizer.bos_id
         if add_bos and first is not None and tokens[:1] != [first]:

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer interface to conversations, without state on the server.
+"""POST /v1/responses: OpenAI's newer API for conversations, without state on the server.
 
 A request becomes a chat request, and its answer becomes output items: reasoning, message, function calls.
 """
@@ -56,21 +56,21 @@ _CUSTOM_INPUT: Mapping[str, Any] = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The parameters of the function that stands for a custom tool."""
+"""Parameters of the function by which a custom tool is offered to the model."""
 
 
 class FunctionTool(Function):
-    """A function, without the enclosing object of chat requests."""
+    """A function tool. Unlike in chat requests, its members are not in an inner object `function`."""
 
     type: Literal["function"]
 
     def as_function(self) -> dict[str, Any]:
-        """Return the function of a chat request."""
+        """Return the `function` of a tool in a chat request."""
         return self.model_dump(exclude={"type"}, exclude_none=True)
 
 
 class CustomFormat(Body):
-    """The form of the input of a custom tool. It is described to the model and not enforced."""
+    """The input format of a custom tool. It is described to the model but not enforced."""
 
     type: StrictStr | None = None
     syntax: StrictStr | None = None
@@ -78,7 +78,7 @@ class CustomFormat(Body):
 
 
 class CustomTool(Body):
-    """A tool whose input is a text."""
+    """A custom tool, whose input is a text."""
 
     type: Literal["custom"]
     name: FunctionName
@@ -86,7 +86,7 @@ class CustomTool(Body):
     format: CustomFormat | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """Return a function with one string, `input`."""
+        """Return a function with one string parameter, `input`, for a tool in a chat request."""
         parts = [self.description] if self.description else []
         if self.format is not None and self.format.definition:
             parts.append(f"The input follows this {self.format.syntax or ''} grammar:\n{self.format.definition}")
@@ -94,7 +94,10 @@ class CustomTool(Body):
 
 
 class OtherTool(Body):
-    """A tool that OpenAI's servers run and that this server lacks. It is left out unless tool_choice forces it."""
+    """A tool that OpenAI's servers run and this server lacks.
+
+    It is left out; a tool_choice that forces it is an error.
+    """
 
     type: StrictStr
 
@@ -104,7 +107,7 @@ def _kind_of_tool(value: Any) -> str:
     return f"a {kind}" if kind in ("function", "custom", "namespace") else "a tool"
 
 
-# The names of the tags are not identifiers, so that errors leave them out of the field name.
+# The tags are no identifiers, so that the field names in errors leave them out.
 _InnerTool = Annotated[
     Annotated[FunctionTool, Tag("a function")]
     | Annotated[CustomTool, Tag("a custom")]
@@ -114,7 +117,7 @@ _InnerTool = Annotated[
 
 
 class NamespaceTool(Body):
-    """Tools whose names have a common prefix, such as the tools of one MCP server."""
+    """A group of tools whose names have a common prefix, such as the tools of one MCP server."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -135,8 +138,8 @@ _Tool = Annotated[
 class OfferedTool:
     """A tool that the model may call, and its names for the client.
 
-    function:  the function in the chat request.
-    name:      its name for the client, within its namespace.
+    function: the `function` of the tool in the chat request.
+    name:     name for the client, within its namespace.
     """
 
     function: Mapping[str, Any]
@@ -146,7 +149,7 @@ class OfferedTool:
 
 
 def _joined(namespace: str | None, name: str) -> str:
-    """Return the name of a function for the model."""
+    """Return the name that the model sees for a function in a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -261,11 +264,14 @@ class ResponsesRequest(ConvertedRequest, SampledRequest):
         return value
 
     def offered(self) -> dict[str, OfferedTool]:
-        """Return the tools that the model may call, by the name of their function."""
+        """Return the tools that the model may call, by the function names in the chat request."""
         return {tool.function["name"]: tool for tool in _offered(self.tools or ())}
 
     def prepared(self) -> Self:
-        """Return the request with its input in its chat request alone. Raises ApiError 400."""
+        """Convert the input to a chat request, drop the original fields, and return the request.
+
+        Raises ApiError 400.
+        """
         super().prepared()
         self.input = ""
         return self
@@ -301,25 +307,25 @@ _CALLS: Mapping[str, str] = {
     "apply_patch_call": "operation",
     "tool_search_call": "arguments",
 }
-"""Items that are calls, and the member with their arguments. A call without a name calls the tool of its type."""
+"""Types of items that are calls, with the key of their arguments. A call without a name calls the tool of its type."""
 _OUTPUTS: Mapping[str, str] = {
     **{f"{kind}_output": "output" for kind in _CALLS if kind != "tool_search_call"},
     "tool_search_output": "tools",
 }
-"""Items that are results of calls, and the member with the result."""
+"""Types of items that are results of calls, with the key of the result."""
 _LEFT_OUT = (
     *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call"),
     *("computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
     *("compaction", "compaction_summary", "context_compaction", "ghost_snapshot"),
 )
-"""Items without text for the model: of tools that another server ran, and of clients."""
+"""Types of items that are left out of the prompt, because they have no text for the model."""
 _ITEM_KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT)
 _IMAGE_TEXT = "[image]"
 """Placeholder for an image in the result of a call."""
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Reasoning, text and calls that follow each other are one answer."""
+    """Return the messages of the chat request. Adjacent items of reasoning, text and calls become one message."""
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
@@ -359,7 +365,7 @@ def _call_id_of(item: dict[str, Any]) -> Any:
 
 
 def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Return the function of a call, as a chat request has it."""
+    """Return the `function` of a call in a chat message."""
     arguments = item.get(_CALLS[kind])
     if kind == "custom_tool_call":
         arguments = {"input": arguments}
@@ -372,7 +378,10 @@ def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result_of(output: Any) -> Any:
-    """Return the content of the result of a call. An image has a placeholder, and an object becomes JSON."""
+    """Return the content of the result of a call.
+
+    Images become parts with a placeholder, and an object becomes JSON.
+    """
     if output is None or isinstance(output, str):
         return output
     parts = [_part_of(part, is_result=True) for part in (output if isinstance(output, list) else [output])]
@@ -382,7 +391,10 @@ def _result_of(output: Any) -> Any:
 
 
 def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
-    """Return the text or the image of a content part; None if it has neither."""
+    """Return the text or the image of a content part; None for other parts.
+
+    is_result: the part is in a call's result.
+    """
     if not isinstance(part, dict):
         return None
     if part.get("type") in ("input_image", "image"):
@@ -402,14 +414,17 @@ def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
 
 
 def _thought_of(item: dict[str, Any]) -> str:
-    """Return the text of a reasoning item; an encrypted one of another server has none."""
+    """Return the text of a reasoning item; "" if it only has another server's encrypted reasoning."""
     parts = item.get("content") or item.get("summary") or ()
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [parts]
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def _text_of(content: Any) -> Any:
-    """Return the text and images of content parts; anything else unchanged, for the chat request to reject."""
+    """Return the text and images of content parts.
+
+    Any other value is returned unchanged, and the chat request rejects it.
+    """
     if not isinstance(content, list):
         return content
     parts = [_part_of(part, is_result=False) for part in content]
@@ -464,7 +479,7 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 
 
 class _Answer:
-    """Collects the output items of one answer, and describes each step as an event of a stream."""
+    """Collects the output items of one answer, and returns each step as an event of a stream."""
 
     def __init__(
         self,
@@ -503,7 +518,7 @@ class _Answer:
                 yield from self._open(event)
             if not isinstance(event, CallBegin):
                 self._texts.append(event.text)
-                if kind != "custom_tool_call":  # its input is known when the call is complete
+                if kind != "custom_tool_call":  # the input is extracted when the call is complete
                     yield self._event(f"{_PREFIX[kind]}.delta", delta=event.text)
         if piece.finish_reason is not None:
             is_cut = piece.finish_reason == "length"
@@ -513,7 +528,7 @@ class _Answer:
             yield from self._close(self._status)
 
     def response(self) -> dict[str, Any]:
-        """Return the response so far."""
+        """Return the response with the output items so far."""
         request, is_cut = self._request, self._status == "incomplete"
         usage = None if self._status == "in_progress" else _usage(self._usage)
         text = TextOptions() if request.text is None else request.text
@@ -570,7 +585,7 @@ class _Answer:
             yield self._event("response.content_part.added", part=_part(kind, ""))
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Complete the open item, if there is one."""
+        """Yield the events that complete the open item, if there is one. status: status of the item."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item, text = self._items[-1], "".join(self._texts)
@@ -591,7 +606,7 @@ class _Answer:
         yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
 
     def _kind(self, event: Event) -> str:
-        """Return the type of the item that an event belongs to."""
+        """Return the type of the output item to which an event belongs."""
         if isinstance(event, Text | Reasoning):
             return "message" if isinstance(event, Text) else "reasoning"
         if not isinstance(event, CallBegin):
@@ -617,7 +632,7 @@ _ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_
 
 
 def _input_of(arguments: str) -> str:
-    """Return the text that the model gave to a custom tool; all of the arguments if they are truncated or malformed."""
+    """Return the text in a call of a custom tool; the whole arguments if they are truncated or malformed."""
     try:
         value = load_json(arguments)
     except ValueError:

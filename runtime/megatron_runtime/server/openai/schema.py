@@ -72,7 +72,7 @@ MAX_TEMPLATE_VARIABLES = 64
 MAX_SCHEMA_KEYS = 4096
 
 FREE_JSON = "bounded by JsonScan"
-"""Marks JSON of any structure: JsonScan limits its depth and size before the body is parsed."""
+"""Marks a field that may contain any JSON. JsonScan limits its depth and size before the body is parsed."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -83,7 +83,7 @@ Number = StrictInt | StrictFloat
 Temperature = Annotated[float, within("temperature")]
 TopP = Annotated[float, within("top_p")]
 MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate")]
-"""A number that is too large is reduced to the maximum."""
+"""Maximum number of tokens of an answer. A larger number than the limit is reduced to the limit."""
 TopLogProbs = Annotated[StrictInt, within("top_n_logprobs", maximum=MAX_TOP_LOGPROBS)]
 StopTokenIds = Annotated[
     list[Annotated[StrictInt, within("stop_token_ids")]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
@@ -95,18 +95,18 @@ AllowedTokenIds = Annotated[
 TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-"""Ids of any sign: the check against the vocabulary reports those that are out of range."""
+"""Token ids, negative ones included: the check against the vocabulary reports ids that are out of range."""
 JsonValue = Annotated[Any, FREE_JSON]
 JsonObject = Annotated[dict[str, JsonValue], Field(max_length=MAX_SCHEMA_KEYS)]
 JsonSchema = JsonObject | StrictBool
 TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
 OptionalText = Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)]
-"""A text; a value of another type, which other servers may write, is dropped."""
+"""A text. Values of other types, which other servers may write, become None."""
 
 
 def only(*neutral: Any) -> BeforeValidator:
-    """Return a validator for a member of an object that is not offered. It accepts null and `neutral`."""
+    """Return a validator for a field that is not offered: it accepts only null and the values `neutral`."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         NotOffered(neutral).check(str(info.field_name), value)
@@ -116,7 +116,7 @@ def only(*neutral: Any) -> BeforeValidator:
 
 
 def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
-    """Return a validator that rejects a value unless the field `other`, which is above this one, is `wanted`."""
+    """Return a validator that rejects a value unless the field `other`, declared before this one, is `wanted`."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get(other) != wanted:
@@ -127,7 +127,7 @@ def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
 
 
 def without(other: str, problem: str) -> AfterValidator:
-    """Return a validator that rejects a value if the field `other`, which is above this one, is true."""
+    """Return a validator that rejects a value if the field `other`, declared before this one, is true."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get(other):
@@ -157,15 +157,16 @@ BadWords = Annotated[
 
 
 class Body(BaseModel):
-    """An object of a request: an unknown key is ignored."""
+    """Base of the objects in a request. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class ModelRequest(Body):
-    """The body of a request to the model. model: None takes the one that is served.
+    """The body of a request to the model.
 
-    token_field: field that may have a long list, of token ids.
+    model: None means the model that is served.
+    token_field: name of the field that may contain a long list, of token ids.
     policy:      policy for fields that the class does not declare.
     own_names:   field name in the converted request -> field name of this route.
     """
@@ -180,13 +181,13 @@ class ModelRequest(Body):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the names of the unknown fields. The request must have been prepared()."""
+        """Return the names of the unknown fields. prepared() must have been called."""
         return tuple(self.__pydantic_extra__ or ())
 
     def prepared(self) -> Self:
-        """Return the request in the form that its route reads. Called where the body was parsed.
+        """Return the request in the form that its route uses. Raises ApiError 400 for a field that is not offered.
 
-        Raises ApiError 400 for a field that is not offered.
+        The process that parsed the body calls this method.
         """
         if extra := self.__pydantic_extra__:
             self.__pydantic_extra__ = dict.fromkeys(self.policy.unknown(extra))
@@ -198,7 +199,10 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """The `json_schema` of a response format. It is always enforced, with `strict` in every keyword."""
+    """The `json_schema` of a response format.
+
+    It is always enforced; with `strict`, a keyword that cannot be enforced is an error.
+    """
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     schema_: JsonObject | None = Field(default=None, alias="schema")
@@ -229,7 +233,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The formats of the guided_ fields, under one field. Exactly one member must be set."""
+    """The formats of the guided_ fields as members of one field. Exactly one member must be set."""
 
     json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
     regex: NonEmpty | None = None
@@ -240,8 +244,9 @@ class StructuredOutputs(Body):
 
 @with_sampling_fields(without=("max_tokens",))
 class SampledRequest(ModelRequest):
-    """The fields of generations on all routes that have the names of OpenAI and vLLM. Numbers and flags that become a
-    sampling parameter come from its declaration.
+    """The fields that have the same names and meanings on all routes that generate text, in OpenAI's API or vLLM's.
+
+    The declarations of sampling parameters add the fields for numbers and flags.
     """
 
     temperature: Temperature | None = sampled("temperature")
@@ -279,7 +284,9 @@ class SampledRequest(ModelRequest):
 
 
 class GenerationRequest(SampledRequest):
-    """The common fields of completions and chat completions. A validator has access to the fields above its own.
+    """The common fields of completions and chat completions.
+
+    A validator can read only the fields that are declared before its own.
 
     answer_id, answer_object, chunk_object: prefix of the answer's `id`, and `object` of a whole answer and of an event.
     """
@@ -323,7 +330,7 @@ class GenerationRequest(SampledRequest):
         "Another name of `streaming_interval`."
     )
 
-    # At most one of these is given.
+    # A request may have at most one of these fields.
     response_format: ResponseFormat | None = served(
         "`text`, `json_object`, or `json_schema` with `json_schema: {name, schema}`. The format is always enforced, "
         "with `strict` in [every keyword](structured-output.md#json-schemas). `json_object` may have a `schema`, too."
@@ -341,7 +348,7 @@ class GenerationRequest(SampledRequest):
 
     @property
     def answer_limit(self) -> int | None:
-        """Return the maximum number of tokens of the answer that the request asks for."""
+        """Return the maximum number of answer tokens that the request sets; None if it sets none."""
         return self.max_tokens
 
     @property
@@ -350,7 +357,7 @@ class GenerationRequest(SampledRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. With echo max_tokens may be 0, for the prompt and its log-probabilities alone."""
+    """POST /v1/completions. With `echo`, `max_tokens` may be 0: the answer is the prompt with its log-probabilities."""
 
     answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
     token_field = "prompt"
@@ -372,7 +379,7 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Return a list of prompts, from one prompt or several, as text or as token ids."""
+        """Return a list of prompts from a value that is one prompt or a list of prompts, as texts or token ids."""
         prompts = [value] if isinstance(value, str) or _is_token_ids(value) else value
         if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_PROMPTS:
             raise ValueError(f"expected a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either")
@@ -389,7 +396,11 @@ FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
-    """One function. Arguments follow the schema if tool_choice forces the call, with `strict` in every keyword."""
+    """A function that the model may call.
+
+    If tool_choice forces the call, its arguments follow the schema; with `strict`, a keyword that cannot be enforced is
+    an error.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -425,7 +436,7 @@ class NamedTool(Body):
 
 
 class AllowedTool(Body):
-    """A tool that the model may call. A function of a chat request has a level around its name."""
+    """A tool in a list of allowed tools. In chat requests, the name of a function is in an inner object `function`."""
 
     type: StrictStr | None = None
     name: Name | None = None
@@ -449,33 +460,33 @@ class AllowedTools(Body):
     @model_validator(mode="before")
     @classmethod
     def _without_level(cls, value: Any) -> Any:
-        """Chat requests have the members in an object `allowed_tools`."""
+        """Move the members out of the inner object `allowed_tools`, in which chat requests have them."""
         inner = value.get("allowed_tools") if isinstance(value, dict) else None
         return {**value, **inner} if isinstance(inner, dict) else value
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the functions of a chat request."""
+        """Return the names of the allowed functions, as the chat request has them."""
         return frozenset(name for tool in self.tools if (name := tool.full_name) is not None)
 
 
 def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
-    """Return the object that a string of the body contains, or the string: a model may write any text."""
+    """Return the JSON object in a string of the body, or the string itself, because a model may write any text."""
     if value is None or isinstance(value, dict):
         return value or {}
     if not isinstance(value, str):
         raise ValueError("expected a JSON object as a string")
     scan = info.context if isinstance(info.context, JsonScan) else None
     try:
-        found = load_json(value or "{}", scan=scan)
-        json.dumps(found, allow_nan=False)  # 1e999 is no number
+        loaded = load_json(value or "{}", scan=scan)
+        json.dumps(loaded, allow_nan=False)  # json reads 1e999 as infinity
     except ValueError:
         return value
-    return found if isinstance(found, dict) else value
+    return loaded if isinstance(loaded, dict) else value
 
 
 class CalledFunction(Body):
-    """The function of a call in a conversation. Chat templates format arguments themselves, as an object."""
+    """The function of a call in a conversation. `arguments` is an object, which the chat template formats."""
 
     name: Name
     arguments: Annotated[Any, FREE_JSON, WithJsonSchema({"type": "string"}), BeforeValidator(_arguments)] = Field(
@@ -494,10 +505,10 @@ _MEDIA_CHARACTERS = 8192
 
 
 class ChatMessage(Body):
-    """One message of a conversation. Every field of an answer is accepted as input, and fields without effect are
-    dropped.
+    """One message of a conversation.
 
-    The content of an answer may be missing or empty.
+    All fields of an answer's message are accepted as input, and fields without effect are dropped. The content of an
+    assistant's message may be missing or empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -559,18 +570,18 @@ class ChatMessage(Body):
 
     @property
     def size(self) -> int:
-        """Return the characters of the message. Each image, audio or video counts as a long text."""
+        """Return the number of characters of the message. Each image, audio or video counts as a long text."""
         content = self.content
         media = 0 if isinstance(content, str) else sum(not isinstance(part, str) for part in content.parts)
         return len(self.text) + len(self.thought) + _MEDIA_CHARACTERS * media
 
     @property
     def thought(self) -> str:
-        """Return the reasoning of an answer."""
+        """Return the reasoning of an assistant's message; "" if it has none."""
         return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
 
     def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> dict[str, Any]:
-        """Return the message as chat templates expect it; `developer` is the newer name of `system`.
+        """Return the message as chat templates expect it. The role `developer` becomes `system`, its older name.
 
         takes, numbers: as for MixedContent.for_template().
         """
@@ -588,7 +599,7 @@ class ChatMessage(Body):
 
 
 def _part(part: Any, role: Any) -> str | MediaPart:
-    """Return the text of a part of a content, or its image, audio or video."""
+    """Return the text of a content part, or its image, audio or video."""
     media = media_part(part) if isinstance(part, dict) else None
     if media is not None:
         if role == "assistant":
@@ -608,11 +619,14 @@ def _continues(value: bool | None, info: ValidationInfo) -> bool | None:
 
 
 ContinueFinalMessage = Annotated[StrictBool | None, AfterValidator(_continues)]
-"""The answer continues the last message, so the prompt ends within it."""
+"""Whether the answer continues the last message, so that the prompt ends within this message."""
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions. add_generation_prompt: begin the answer's message, which is the default."""
+    """POST /v1/chat/completions.
+
+    add_generation_prompt: end the prompt with the beginning of the answer's message, which is the default.
+    """
 
     answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -693,7 +707,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def answer_limit(self) -> int | None:
-        """Return the maximum number of tokens of the answer that the request asks for."""
+        """Return the maximum number of answer tokens that the request sets; None if it sets none."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -712,9 +726,9 @@ class ChatRequest(GenerationRequest):
 
 
 class ConvertedRequest(ModelRequest):
-    """A request that is answered as a chat request.
+    """A request of another API that is converted to a chat request and answered as one.
 
-    conversation_field: field that has the conversation.
+    conversation_field: name of the field that contains the conversation.
     """
 
     conversation_field: ClassVar[str]
@@ -723,21 +737,24 @@ class ConvertedRequest(ModelRequest):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat request. The request must have been prepared()."""
+        """Return the chat request. prepared() must have been called."""
         assert self._chat is not None
         return self._chat
 
     def prepared(self) -> Self:
-        """Return the request with its chat request. Raises ApiError 400 for what chat requests do not allow."""
+        """Create the chat request, and return this request.
+
+        Raises ApiError 400 for values that chat requests do not allow.
+        """
         super().prepared()
         try:
             self._chat = ChatRequest.model_validate(self.as_chat())
         except ValidationError as error:
-            name, found = (
+            name, cause = (
                 self.conversation_field,
                 from_validation(error.errors(include_url=False, include_context=False)),
             )
-            message = f"Invalid value for {name}: as a chat request, {found.message}"
+            message = f"Invalid value for {name}: as a chat request, {cause.message}"
             raise ApiError(400, message, param=name) from error
         return self
 

@@ -45,21 +45,21 @@ _Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")
 
 UNNAMED_MODEL = "EMPTY"
-"""Megatron-Core's clients send this name: it means the model of the server."""
+"""Model name that Megatron-Core's clients send. It means the model of the server."""
 BYTES_PER_TOKEN = 4
-"""Bytes per token of a rejected body, whose tokens are unknown."""
+"""Number of bytes that count as one token in a rejected body, whose tokens are unknown."""
 _CHECK_SECONDS = 0.05
-"""Interval at which a waiting request checks again."""
+"""Seconds between two checks of a condition that a request waits for."""
 _NAMED_MODELS = 8
 """Maximum number of adapters that the error for an unknown model names."""
 
 
 @dataclass(slots=True)
 class Service:
-    """One per server process.
+    """The state of one server process.
 
     chat_format: model-specific parts of prompts and answers.
-    tracer: None: requests are not traced.
+    tracer:      records the spans of requests; None: requests are not traced.
     """
 
     settings: ServerSettings
@@ -79,7 +79,7 @@ class Service:
     bodies: BodyBudget = field(init=False)
     """The bytes that requests hold until they are answered."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the drain time is over: requests that are still open are answered with an error."""
+    """Set at the end of the drain time: requests that are still open are then answered with an error."""
     defaults: Mapping[str, Any] = field(init=False)
     """The model's default sampling parameters. Parameters of a request take precedence."""
     rate_limits: RateLimits = field(init=False)
@@ -107,13 +107,18 @@ class Service:
 
     @property
     def adapter_names(self) -> list[str]:
-        """Adapter names that requests may give as their model. An adapter named like the base model is hidden."""
+        """The names of adapters that requests may use as their model.
+
+        An adapter with the name of the base model is hidden.
+        """
         base = self.settings.served_names
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
 
     def adapter_of(self, model: str | None) -> str:
-        """Return the adapter of a model; empty for the base model, for None and for UNNAMED_MODEL, and for every other
-        name with `any_model_name`. Raises ApiError 404 if the model is not served.
+        """Return the name of the adapter that serves a model. Raises ApiError 404 if the model is not served.
+
+        The name is empty for the base model, for None and UNNAMED_MODEL, and with `any_model_name` for every unknown
+        name.
         """
         if model in (None, UNNAMED_MODEL, *self.settings.served_names):
             return ""
@@ -128,18 +133,18 @@ class Service:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def models_of(self, key: ApiKey) -> list[str]:
-        """Return the adapters that `key` may use; the name "" stands for the base model."""
+        """Return the names of the adapters that `key` may use; "" stands for the base model."""
         served = self.settings.served_name
         return [name for name in ("", *self.adapter_names) if key.allows(name or served)]
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
-        """Return the validated body, which counts as held until the request is answered.
+        """Return the validated body. Its bytes count as held until the request is answered.
 
         Raises ApiError 400, 403 for a model that the key may not use, 404 for another model, 413, 415, 429 if the
         server holds too much or the tenant has used its time for large bodies.
         """
         is_compressed = check_content_type(request.headers)
-        # Lists in a request are tokens of one prompt, or have lower limits of their own.
+        # A longer list in a request is invalid: only tokens of a prompt and alternatives of a format may be this many.
         longest = max(self.prompts.sequence_limit or MAX_ELEMENTS, MAX_ALTERNATIVES)
         scan, lease = JsonScan(long_list=longest), self.lease(request)
         chunks = _decompressed(request) if is_compressed else request.stream()
@@ -159,7 +164,7 @@ class Service:
         return validated
 
     def lease(self, request: Request) -> Lease:
-        """Return the lease of a request, which is released when it is answered."""
+        """Return the lease of a request, which is released when the request is answered."""
         state = request.scope["state"]
         if "lease" not in state:
             state["lease"] = Lease(self.bodies, request.state.tenant)
@@ -167,7 +172,10 @@ class Service:
         return lease
 
     def check_model(self, key: ApiKey, model: str | None) -> str:
-        """Return the adapter of a model. Raises ApiError 403 if the key may not use it, 404 if it is not served."""
+        """Return the adapter of a model.
+
+        Raises ApiError 403 if the key may not use the model, 404 if it is not served.
+        """
         adapter = self.adapter_of(model)
         name = adapter or self.settings.served_name
         if not key.allows(name):
@@ -178,7 +186,7 @@ class Service:
         return adapter
 
     def answer(self, request: Request, content: bytes, *, media_type: str = "application/json") -> Response:
-        """Return the whole answer of a request, which holds it until the client has read it."""
+        """Return the response with a whole answer. Its bytes count as held until the client has read them."""
         self.lease(request).force(len(content))
         return WholeAnswer(content, media_type=media_type)
 
@@ -191,10 +199,10 @@ class Service:
         *,
         token_field: str | None,
     ) -> list[bytes]:
-        """Return the parts of the body, and write its size into the state of the request for charge_rejected_body().
+        """Return the parts of the body, and store its size in the state of the request for charge_rejected_body().
 
-        stream: the body, not compressed.
-        token_field: the field with a list that is longer than a prompt may be.
+        stream:      the decompressed body.
+        token_field: the field that an error about a too long list names.
         """
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
@@ -209,7 +217,7 @@ class Service:
             if size > limit:
                 raise too_large
             if rejection is not None:
-                continue  # a client that has sent all of its body reads the answer
+                continue  # keep reading, because many clients read an answer only after they have sent the whole body
             try:
                 lease.add(len(chunk))
                 scan.feed(chunk)
@@ -232,7 +240,7 @@ class Service:
         return chunks
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
-        """Await tokenization for a request. Tokenization of a long text is cancelled when the client disconnects.
+        """Await the tokenization for a request. If the text is long, it is cancelled when the client disconnects.
 
         characters: length of the text.
         """
@@ -242,7 +250,10 @@ class Service:
 
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Count one HTTP request as open. state: state of the request, with the tenant found by identify()."""
+        """Count one HTTP request as open until the block ends.
+
+        state: state of the request, in which identify() sets the tenant.
+        """
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -259,7 +270,10 @@ class Service:
                     del self.in_flight_by_tenant[tenant]
 
     def identify(self, request: Request) -> None:
-        """Write key and tenant of a request into its state. Raises ApiError 401 if it carries none of the API keys."""
+        """Store the API key and tenant of a request in its state.
+
+        Raises ApiError 401 if the request has no valid API key.
+        """
         key = self.api_keys.find(request.headers)
         if key is None:
             message = "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'."
@@ -270,8 +284,10 @@ class Service:
         self.in_flight_by_tenant[key.tenant] += 1
 
     async def take_request(self, key: ApiKey) -> None:
-        """Count a request against the limits of its key. Raises ApiError 429 if no request or token is left in this
-        minute, 503 if the coordinator, which counts, does not answer.
+        """Count a request against the limits of its key.
+
+        Raises ApiError 429 if no request or token is left in this minute, and 503 if the coordinator, which keeps the
+        counts, does not answer.
         """
         if key.tenant:
             self.metrics.requests_by_key.labels(key.name).inc()
@@ -285,14 +301,14 @@ class Service:
             self.rate_limits.check_prompt(key, tokens)
 
     async def reserve(self, key: ApiKey, *, prompt: int, choices: list[int | None]) -> Reservation | None:
-        """Reserve the tokens of a request, as RateLimits.reserve(); None if its key has no limit of tokens."""
+        """Reserve the tokens of a request, as RateLimits.reserve() does; None if the key has no limit of tokens."""
         if key.tokens_per_minute is None:
             return None
         with self._rejections(key):
             return await self.rate_limits.reserve(key, prompt=prompt, choices=choices)
 
     def charge_rejected_body(self, key: ApiKey, num_bytes: int) -> None:
-        """Count a body that was rejected against the tokens of its key, one token for 4 bytes."""
+        """Count a rejected body against the token limit of its key, one token per BYTES_PER_TOKEN bytes."""
         self.add_tokens(key, num_bytes // BYTES_PER_TOKEN)
 
     @contextmanager
@@ -304,19 +320,19 @@ class Service:
             raise
 
     def count_answer(self, key: ApiKey, *, prompt: int, generated: int) -> None:
-        """Count the tokens of a choice that has ended in the metrics of its key.
+        """Count the tokens of a finished choice in the metrics of its key.
 
-        prompt:    its prompt tokens; 0 for further choices.
-        generated: number of its generated tokens known so far.
+        prompt:    number of prompt tokens; 0 for further choices of the same prompt.
+        generated: number of generated tokens known so far.
         """
         if key.tenant:
             self.metrics.prompt_tokens_by_key.labels(key.name).inc(prompt)
             self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
 
     def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Count tokens that no generation counts, such as a rejected body, against the limit of a key.
+        """Count tokens without a generation, such as a rejected body, against the limit of a key.
 
-        One call counts no more than a minute has, so that a single mistake does not cost many minutes.
+        One call counts at most the tokens of one minute, so that a single mistake does not use up many minutes.
         """
         if key.tokens_per_minute is not None:
             tokens = min(tokens, key.tokens_per_minute)
@@ -333,7 +349,7 @@ class Service:
             await self._idle.wait()
 
     def check_in_flight(self, *, tenant: str) -> None:
-        """Raise ApiError 429 for a new request if too many are open, including those that wait for a coordinator."""
+        """Raise ApiError 429 for a new request if too many are open, including requests that wait for a coordinator."""
         self._check_capacity(self.in_flight_by_tenant, tenant=tenant, more=0)
 
     def check_choices(self, choices: int, *, tenant: str) -> None:
@@ -361,16 +377,16 @@ class Service:
             await self._until(lambda: self.client.connected, "The coordinator has not answered")
 
     async def tasks(self) -> tuple[str, ...]:
-        """Return the tasks of the engines, by the names in GENERATE and POOLING_TASKS. Wait until one has served.
+        """Return the tasks that the engines offer, by the names in GENERATE and POOLING_TASKS.
 
-        Raises ApiError 503.
+        Waits until an engine has reported its tasks. Raises ApiError 503.
         """
         if not self.client.tasks:
             await self._until(lambda: bool(self.client.tasks), "No engine has served")
         return self.client.tasks
 
     def check_generates(self) -> None:
-        """Raise ApiError 404 if, as far as the server knows, the engines have only pooling models."""
+        """Raise ApiError 404 if the known engines have only pooling models."""
         if self.client.tasks and GENERATE not in self.client.tasks:
             message = (
                 f"The model {shown(self.settings.served_name)} generates no text: it is a pooling model with the task "
@@ -403,7 +419,10 @@ class Service:
 
 
 async def _decompressed(request: Request) -> AsyncIterator[bytes]:
-    """Yield a gzip body in pieces. Other requests run in between. Raises ApiError 400 for anything but gzip."""
+    """Yield the decompressed pieces of a gzip body.
+
+    Other requests run in between. Raises ApiError 400 for invalid gzip.
+    """
     gunzip = Gunzip()
     async for chunk in request.stream():
         for piece in gunzip.feed(chunk):

@@ -1,4 +1,4 @@
-"""Requests with texts for pooling models, and their results: POST /v1/classify and /v1/pooling."""
+"""POST /v1/classify and /v1/pooling: requests with texts for pooling models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_runtime.server.openai.service import Service
 
 
 class TextsRequest(ModelRequest):
-    """The fields that requests with texts share."""
+    """The common fields of classify and pooling requests."""
 
     own_names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     token_field = "input"
@@ -61,13 +61,14 @@ class TextsRequest(ModelRequest):
 
     @property
     def completion(self) -> CompletionRequest:
-        """Return the completion whose prompts are the texts. The request must have been prepared()."""
+        """Return the completion request whose prompts are the texts. prepared() must have been called."""
         assert self._completion is not None
         return self._completion
 
     def prepared(self) -> Self:
-        """Return the request with its input moved to its completion request. Raises ApiError 400 for input without a
-        text.
+        """Move the input to a completion request, and return this request.
+
+        Raises ApiError 400 for input without a text.
         """
         super().prepared()
         try:
@@ -88,7 +89,7 @@ class TextsRequest(ModelRequest):
         return self
 
     def prompts(self, **options: Any) -> list[PoolingPrompt]:
-        """Return the prompts of the texts. options: members of the parameter `pooling` besides the shared fields."""
+        """Return one prompt for each text. options: further members of the sampling parameter `pooling`."""
         given: Sequence[str | list[int]] = self.completion.prompt
         pooling = chosen(
             **options,
@@ -129,7 +130,7 @@ class PoolingRequest(TextsRequest):
 
 
 async def classify(service: Service, request: Request) -> Response:
-    """Answer with the classes of each text. Raises ApiError 404 without an engine that classifies texts."""
+    """Answer with the classes of each text. Raises ApiError 404 if no engine classifies texts."""
     await offered(service, request, ("classify",))
     body = await service.read(request, ClassifyRequest)
     run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
@@ -142,7 +143,7 @@ async def classify(service: Service, request: Request) -> Response:
 
 
 async def pool(service: Service, request: Request) -> Response:
-    """Answer with the model's result for each text. Raises ApiError 404 without an engine with a pooling model."""
+    """Answer with the model's result for each text. Raises ApiError 404 if no engine has a pooling model."""
     tasks = await offered(service, request, POOLING_TASKS)
     body = await service.read(request, PoolingRequest)
     task = body.task or tasks[0]
@@ -153,7 +154,7 @@ async def pool(service: Service, request: Request) -> Response:
     shapes: dict[int, tuple[int, ...]] = {}
 
     async def encoded(place: int, values: Vector) -> bytes:
-        """Return the bytes of an array in the answer, which the request then holds."""
+        """Return the bytes of an array in the answer. The lease of the request counts them."""
         shapes[place] = values.shape
         if is_json and body.encoding_format != "base64":
             return await _numbers(values, lease)

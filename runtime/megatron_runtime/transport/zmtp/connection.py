@@ -21,15 +21,15 @@ from megatron_runtime.transport.zmtp.handshake import Box, Handshake, NotAdmitte
 logger = logging.getLogger(__name__)
 
 PeerId: TypeAlias = tuple[int, bytes]
-"""Names a connection: the number of its port, and its routing id."""
+"""Name of a connection: the number of its port, and the routing id."""
 
 MESSAGES_PER_ITERATION = 256
-"""Messages that a connection handles in one iteration of the loop before it yields to others."""
+"""Maximum number of messages that a connection handles in one iteration of the event loop."""
 MAX_FRAMES = 16_384
 """Maximum number of frames of one message. An engine of Megatron-Core 0.20 sends the answers of a step as frames of one
 message."""
 PARTNERS = (b"DEALER", b"REQ", b"ROUTER")
-"""Types of the sockets that a ROUTER talks to (ZMTP 3.1)."""
+"""Socket types to which a ROUTER may be connected (ZMTP 3.1)."""
 ENVELOPE_BYTES = 64
 """Upper bound of the bytes that encryption adds to a frame."""
 _HANDSHAKE_BYTES = 4096
@@ -40,36 +40,42 @@ class Owner(Protocol):
     """The ROUTER or DEALER that a connection belongs to. Its methods are callbacks of the connection."""
 
     handler_errors: int
-    """Messages on which received() raised an exception. They are dropped."""
+    """Number of messages that were dropped because received() raised an exception."""
 
     def opened(self, connection: Connection) -> None:
-        """The connection exists; its handshake has not begun."""
+        """Handle a new connection, whose handshake has not begun."""
 
     def admitted(self, connection: Connection, routing_id: bytes) -> PeerId:
-        """The handshake is over. Returns the name of the connection. Raises ViolationError."""
+        """Handle the end of the handshake, and return the name of the connection. Raises ViolationError to close it."""
 
     def received(self, peer: PeerId, frames: Frames) -> None:
-        """A message arrived."""
+        """Handle a message of a peer."""
 
     def flush_soon(self, connection: Connection) -> None:
-        """The connection has messages to send: call its flush() in this iteration of the loop."""
+        """Call the connection's flush() in this iteration of the event loop, because it has messages to send."""
 
     def has_room(self, connection: Connection) -> None:
-        """The connection accepts messages again, or report_room() was called. Called once for each."""
+        """Handle that the connection accepts messages again.
+
+        Called once after a full buffer, and once for each report_room().
+        """
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
-        """The connection has ended. violation: why this side closed it, if the peer violated the protocol."""
+        """Handle the end of a connection.
+
+        violation: the peer's violation of the protocol for which this side closed it.
+        """
 
 
 class Connection(asyncio.Protocol):
     """Decodes and encodes the messages of one TCP or Unix connection.
 
-    peer:          the name; its routing id is b"" until the handshake is over.
+    peer:          name of the connection; the routing id is b"" until the handshake is over.
     heard:         set to True when bytes arrive; the owner resets it.
-    ended_by_peer: after the end, whether the peer closed it, by a FIN or RST.
+    ended_by_peer: after the end, whether the peer closed the connection, with a FIN or RST.
 
-    max_message_bytes: the connection is closed at a larger message.
-    send_buffer_bytes: with more unsent bytes, send() returns False.
+    max_message_bytes: size limit of a received message; a larger one closes the connection.
+    send_buffer_bytes: maximum number of unsent bytes; if there are more, send() returns False.
     """
 
     _transport: asyncio.Transport
@@ -85,7 +91,7 @@ class Connection(asyncio.Protocol):
         self._handshake = handshake
         self._box: Box | None = None
         self._violation: ViolationError | None = None
-        # Receiving: the bytes of an incomplete frame, and the frames of an incomplete message.
+        # State of receiving: the bytes of an incomplete frame, and the frames of an incomplete message.
         self._greeted = False
         self._rest = bytearray()
         self._need = GREETING_BYTES
@@ -93,7 +99,7 @@ class Connection(asyncio.Protocol):
         self._max_message_bytes = max_message_bytes
         self._message: Frames = []
         self._message_bytes = 0
-        # Sending: encoded messages that leave at the end of this iteration of the loop.
+        # State of sending: encoded messages that are written at the end of this iteration of the event loop.
         self._send_buffer_bytes = send_buffer_bytes
         self._paused = False
         self._reports_room = False
@@ -107,7 +113,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def local_host(self) -> str:
-        """The address of this machine that the connection uses; of a Unix socket, the loopback address."""
+        """This machine's address on the connection; the loopback address for a Unix socket."""
         name = self._transport.get_extra_info("sockname")
         return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
 
@@ -266,9 +272,10 @@ class Connection(asyncio.Protocol):
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, message: Frames, even_if_full: bool = False) -> bool:
-        """Send at the end of this iteration of the loop.
+        """Queue a message, which is sent at the end of this iteration of the event loop.
 
-        Return False, without sending, if the buffer is full. The owner's has_room() is called when it no longer is.
+        Return False, without queueing it, if the buffer is full. When the buffer has room again, the owner's has_room()
+        is called.
         """
         if (self._paused or self._out_bytes > self._send_buffer_bytes) and not even_if_full:
             self._reports_room = True
@@ -285,7 +292,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def report_room(self) -> None:
-        """Call the owner's has_room() when the buffer is not full; never within this call."""
+        """Call the owner's has_room() as soon as the buffer is not full, but not before this method has returned."""
         self._reports_room = True
         if not self._out:
             self._report_soon()
@@ -294,7 +301,7 @@ class Connection(asyncio.Protocol):
         asyncio.get_running_loop().call_soon(self._report)
 
     def _report(self) -> None:
-        # If the buffer is full again, resume_writing() or flush() comes here later.
+        # If the buffer is full again, resume_writing() or flush() calls this method later.
         is_full = self._paused or self._out_bytes > self._send_buffer_bytes
         if self._reports_room and not is_full and not self._transport.is_closing():
             self._reports_room = False
@@ -304,7 +311,7 @@ class Connection(asyncio.Protocol):
         self._send_command(frames.PING)
 
     def flush(self) -> None:
-        """Pass all messages of this iteration of the loop to the system in one call."""
+        """Write all messages of this iteration of the event loop in one system call."""
         out, self._out, self._out_bytes = self._out, [], 0
         if out and not self._transport.is_closing():
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
@@ -327,7 +334,7 @@ class Connection(asyncio.Protocol):
         self._write(frames.frame(COMMAND, body) if self._box is None else self._box.close(COMMAND, body))
 
     def _write(self, data: bytes) -> None:
-        """Write handshakes and commands at once, after the messages that were sent before."""
+        """Write a handshake or command now, after the messages that are already queued."""
         if self._out:
             self.flush()
         if not self._transport.is_closing():

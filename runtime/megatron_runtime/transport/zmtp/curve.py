@@ -1,6 +1,6 @@
-"""CURVE (RFC 26): both sides prove that they hold their keys, and every frame is encrypted with keys of the connection.
+"""CURVE (RFC 26): both sides prove that they hold their keys, and the connection's keys encrypt every frame.
 
-The cryptography is libsodium's, through PyNaCl. This module has the messages around it.
+libsodium does the cryptography, through PyNaCl. This module encodes the messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _INNER_MORE, _INNER_COMMAND = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class CurveServer:
-    """The raw key pair of a port. `admits` decides whether a Z85 public key opens it."""
+    """The raw key pair of a port. admits: returns whether a peer with this Z85 public key may connect."""
 
     public: bytes
     secret: bytes
@@ -45,10 +45,10 @@ class CurveServer:
 
 
 class CurveHandshake(Handshake):
-    """The server's side: answers HELLO with WELCOME and INITIATE with READY.
+    """The server's side of a handshake: answers HELLO with WELCOME and INITIATE with READY.
 
-    The cookie of WELCOME lets a server keep no state until INITIATE. This one keeps state with the connection, so its
-    cookie is random, and INITIATE must return it.
+    The cookie in WELCOME is meant for servers without state until INITIATE. This server keeps its state with the
+    connection, so the cookie is random, and INITIATE must return it.
     """
 
     mechanism = b"CURVE"
@@ -90,14 +90,14 @@ class CurveHandshake(Handshake):
         if len(content) < _KEY_BYTES + _VOUCH_BYTES:
             raise ViolationError("INITIATE is too short")
         long_term, vouch = content[:_KEY_BYTES], content[_KEY_BYTES : _KEY_BYTES + _VOUCH_BYTES]
-        # The vouch proves that the long-term key belongs to the short-term key, for this server.
+        # The vouch proves to this server that the owner of the long-term key also owns the short-term key.
         vouched = nacl.crypto_box_open(vouch[16:], b"VOUCH---" + vouch[:16], long_term, self._secret)
         if not secrets.compare_digest(vouched, self._client + self._server.public):
             raise NotAdmittedError("the vouch is not for the key of HELLO")
         key = key_text(long_term)
         if not self._server.admits(key):
             raise NotAdmittedError("its key does not open this port")
-        self._secret = b""  # not needed any more
+        self._secret = b""  # erase secrets that are no longer needed
         self.key = key
         self.properties = frames.read_properties(content[_KEY_BYTES + _VOUCH_BYTES :])
         box_of_both = CurveBox(shared, last_received=int.from_bytes(nonce, "big"))
@@ -107,7 +107,7 @@ class CurveHandshake(Handshake):
 
 
 class CurveClientHandshake(Handshake):
-    """The client's side. Keys are Z85; the peer must hold the secret key of `server_public`."""
+    """The client's side of a handshake. Keys are Z85 text; the peer must hold the secret key of `server_public`."""
 
     mechanism = b"CURVE"
 
@@ -157,13 +157,13 @@ class CurveClientHandshake(Handshake):
             raise ViolationError(f"the answer to INITIATE is not READY but {command[:16]!r}")
         opened = nacl.crypto_box_open_afternm(box, b"CurveZMQREADY---" + nonce, self._shared)
         self.properties = frames.read_properties(opened)
-        self._secret = self._short_secret = b""  # not needed any more
+        self._secret = self._short_secret = b""  # erase secrets that are no longer needed
         self.box = CurveBox(self._shared, sent=2, last_received=int.from_bytes(nonce, "big"), as_server=False)
         return b""
 
 
 class CurveBox:
-    """Encrypts and decrypts frames with the keys of one connection. Nonces count up; none is accepted twice.
+    """Encrypts and decrypts frames with the keys of one connection. Nonces increase, so none is accepted twice.
 
     sent, last_received: last nonces that the handshake used.
     """
@@ -186,7 +186,7 @@ class CurveBox:
         return frames.frame(0, b"".join((_MESSAGE_HEAD, nonce, box)))
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Return flags and body of the frame inside an encrypted frame. Raises ViolationError."""
+        """Return flags and body of the frame that an encrypted frame contains. Raises ViolationError."""
         nonce = body[len(_MESSAGE_HEAD) : _MESSAGE_BEGIN]
         number = int.from_bytes(nonce, "big")
         if not body.startswith(_MESSAGE_HEAD) or number <= self._received:

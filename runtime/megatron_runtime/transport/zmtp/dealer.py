@@ -1,7 +1,7 @@
-"""A DEALER on the event loop: one connection to a ROUTER, reopened when it ends. Its memory is bounded in bytes.
+"""A DEALER on the event loop: one connection to a ROUTER, reopened when it ends.
 
-libzmq limits the size of a frame and the number of messages, so a message of endless frames fills the memory of the
-process that reads it.
+Its memory is limited in bytes. libzmq limits only the size of a frame and the number of messages, so a message of
+endless frames could fill the memory of the process.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
-"""Timeout of a TCP connection. A SYN to a pod on a lost node is not answered, and all repetitions of it go to the same
-pod. The next try has another source port, so that kube-proxy chooses again."""
+"""Timeout of a TCP connection.
+
+A SYN to a pod on a lost node is not answered, and its retransmissions go to the same pod. The next attempt uses another
+source port, for which kube-proxy chooses a pod again.
+"""
 RESOLVE_SECONDS = 0.3
-"""Time after which the last known addresses of a name are used. A resolver without an answer takes 30 s to fail."""
+"""Seconds after which the last known addresses of a name are used. An unanswered lookup takes 30 s to fail."""
 HANDSHAKE_SECONDS = 3.0
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 1.0
 _PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")])
 
 
 class AddressError(ValueError):
-    """An address that is neither `tcp://HOST:PORT` nor `ipc://PATH`."""
+    """The address is neither `tcp://HOST:PORT` nor `ipc://PATH`."""
 
 
 def parse_address(address: str) -> tuple[str, int] | Path:
-    """Return host and port, or the path of a Unix socket. Raises AddressError."""
+    """Return the host and port, or the path of the Unix socket, in an address. Raises AddressError."""
     try:
         parts = urlsplit(address)
         if parts.scheme == "tcp" and parts.hostname and parts.port:
@@ -64,36 +67,36 @@ async def addresses_of(host: str) -> list[str]:
         pass
     loop, known, lookup = asyncio.get_running_loop(), _known.get(host), _lookups.get(host)
     if lookup is None or lookup.done() or lookup.get_loop() is not loop:
-        # One at a time: each occupies a thread until the resolver gives up.
+        # Run one lookup per name at a time: each occupies a thread until the resolver gives up.
         lookup = _lookups[host] = asyncio.ensure_future(loop.getaddrinfo(host, None, type=socket.SOCK_STREAM))
         lookup.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         async with asyncio.timeout(RESOLVE_SECONDS if known else None):
-            found = await asyncio.shield(lookup)
+            entries = await asyncio.shield(lookup)
     except (TimeoutError, socket.gaierror) as error:
         if known is None or (isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN):
             raise
         return known
-    _known[host] = [*dict.fromkeys(str(entry[4][0]) for entry in found)]
+    _known[host] = [*dict.fromkeys(str(entry[4][0]) for entry in entries)]
     return _known[host]
 
 
 _known: dict[str, list[str]] = {}
-"""Addresses of each name that was resolved by this process."""
+"""The addresses of each host name that this process has resolved."""
 _lookups: dict[str, asyncio.Future[Any]] = {}
-"""The lookup of each name that is in progress, or the last one."""
+"""The lookup in progress, or else the last lookup, for each host name."""
 
 
 @dataclass(eq=False, repr=False)
 class Dealer:
-    """Connects on the running loop, and reconnects until close().
+    """A DEALER that connects on the running event loop, and reconnects until close().
 
     on_message: called with the frames of each message. Its exceptions are logged and counted.
-    on_open:    called after each handshake: send() works from then on.
+    on_open:    called after each handshake; from then on send() works.
     on_lost:    called with the reason when an open connection ends other than by close().
-    keys:       its own pair and the ROUTER's key; None: no encryption.
-    max_message_bytes: the connection is closed at a larger message.
-    send_buffer_bytes: with more unsent bytes, send() returns False.
+    keys:       this side's key pair and the ROUTER's public key; None: no encryption.
+    max_message_bytes: size limit of a received message; a larger one closes the connection.
+    send_buffer_bytes: maximum number of unsent bytes; if there are more, send() returns False.
     """
 
     address: str
@@ -122,7 +125,7 @@ class Dealer:
 
     @property
     def local_host(self) -> str | None:
-        """Connection.local_host; None without an open connection."""
+        """This machine's address on the connection; None without an open connection."""
         connection = self._connection
         return connection.local_host if connection is not None and connection.is_open else None
 
@@ -187,7 +190,7 @@ class Dealer:
     # --- callbacks of the connection ------------------------------------------------------------------------------
 
     def opened(self, connection: Connection) -> None:
-        if self._task is None:  # close() came first
+        if self._task is None:  # close() was called before the connection opened
             connection.abort()
             return
         self._connection = connection
@@ -206,13 +209,13 @@ class Dealer:
         asyncio.get_running_loop().call_soon(connection.flush)
 
     def has_room(self, connection: Connection) -> None:
-        """Callers of send() do not wait for room."""
+        """Do nothing: callers of send() do not wait for room in the buffer."""
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
         self._stop_timer()
         was_open = bool(connection.peer[1])
         if violation is not None:
-            # With wrong keys, the handshake fails each time.
+            # With wrong keys, every attempt fails in the handshake, so a warning for each would fill the log.
             level = logging.WARNING if was_open else logging.DEBUG
             logger.log(level, "connection to %s ended: %s", self.address, violation)
         self._ended.set()

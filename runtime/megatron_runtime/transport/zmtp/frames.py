@@ -6,7 +6,11 @@ import struct
 from collections.abc import Iterable, Sequence
 
 MORE, LONG, COMMAND = 1, 2, 4
-"""Flags of a frame: another frame of the message follows; the size has eight bytes, not one; it is a command."""
+"""Flags of a frame.
+
+MORE: another frame of the message follows; LONG: the size has eight bytes instead of one; COMMAND: the frame is a
+      command.
+"""
 GREETING_BYTES = 64
 LONG_HEADER_BYTES = 9
 
@@ -17,7 +21,7 @@ _LENGTH = struct.Struct(">I")
 _PING_NAME = b"\x04PING"
 _TIME_TO_LIVE_BYTES = 2
 PING = _PING_NAME + bytes(_TIME_TO_LIVE_BYTES)
-"""The body of PING, with a time to live of 0: the peer decides how long it waits for our next frame."""
+"""The body of PING, with a time to live of 0: the peer itself decides how long it waits for the next frame."""
 
 
 class ViolationError(ValueError):
@@ -55,7 +59,7 @@ def command(name: bytes, body: bytes = b"") -> bytes:
 
 
 def pong(body: bytes) -> bytes | None:
-    """Return the answer to PING; None for another command."""
+    """Return the body of the answer to a PING; None for another command."""
     if not body.startswith(_PING_NAME):
         return None
     return command(b"PONG", body[len(_PING_NAME) + _TIME_TO_LIVE_BYTES :])
@@ -70,8 +74,8 @@ def properties(values: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[bytes, bytes]:
-    """Return properties by their lower-case names, because names are case-insensitive. Raises ViolationError."""
-    found = {}
+    """Return the properties by name in lower case, because names are case-insensitive. Raises ViolationError."""
+    properties = {}
     position = 0
     while position < len(data):
         name_end = position + 1 + data[position]
@@ -81,6 +85,6 @@ def read_properties(data: bytes) -> dict[bytes, bytes]:
         value_end = value_begin + _LENGTH.unpack_from(data, name_end)[0]
         if value_end > len(data):
             raise ViolationError("a property is truncated")
-        found[data[position + 1 : name_end].lower()] = data[value_begin:value_end]
+        properties[data[position + 1 : name_end].lower()] = data[value_begin:value_end]
         position = value_end
-    return found
+    return properties

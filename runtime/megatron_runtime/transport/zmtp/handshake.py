@@ -1,7 +1,7 @@
 """The handshake of a connection, and the mechanism without keys.
 
-A handshake is a function of bytes: `receive` takes one command of the peer and returns the answer. When it is over,
-`properties` holds the peer's properties, and `box`, if there is one, encrypts and decrypts every frame.
+A handshake does no I/O: `receive` takes one command of the peer and returns the answer. After the handshake,
+`properties` holds the peer's properties, and `box`, unless it is None, encrypts and decrypts every frame.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Box(Protocol):
         """Return the encrypted frame for a frame with these flags."""
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Return flags and body of the frame inside an encrypted frame. Raises ViolationError."""
+        """Return flags and body of the frame that an encrypted frame contains. Raises ViolationError."""
 
 
 class Handshake(ABC):
@@ -54,7 +54,7 @@ class Handshake(ABC):
 
 
 class NullHandshake(Handshake):
-    """Both sides send READY with their properties. begins: before the peer does."""
+    """The mechanism NULL: both sides send READY with their properties. begins: this side sends READY first."""
 
     mechanism = b"NULL"
 

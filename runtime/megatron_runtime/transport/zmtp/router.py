@@ -22,31 +22,31 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 30.0
 MAX_HANDSHAKES = 1000
-"""Maximum number of handshakes in progress. A further one closes the oldest."""
+"""Maximum number of handshakes in progress. A further one closes the oldest connection without a complete handshake."""
 CLOSING_SECONDS = 1.0
 _BACKLOG = 1024
 _ROUTER = 6
-"""zmq.ROUTER."""
+"""Value of zmq.ROUTER."""
 _PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")])
 
 
 @dataclass(eq=False, repr=False)
 class Router:
-    """Accepts connections. The name of a connection is the port's `number` and a routing id, which is the peer's own or
-    generated.
+    """Accepts connections.
 
-    If two connections send the same routing id, the later one gets the name, and the earlier one is closed. But if
-    their keys differ, the later one is closed.
+    The name of a connection is the port's `number` and a routing id, which the peer sends or the ROUTER generates. If a
+    connection sends the routing id of an earlier one, it takes over the name, and the earlier connection is closed. But
+    if their keys differ, the later connection is closed.
 
-    connections:  the connections after their handshake, by name. Other ports may share it.
+    connections:  connections that have completed the handshake, by name. Several ports may share this map.
     handshake:    creates the server's side of a handshake with these properties.
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
-    on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
-                  peer closed it, by a FIN or RST, which the system sends when a process exits.
+    on_gone:      called for each connection that ends other than by cut() or close(), with its name and whether the
+                  peer closed it. A FIN or RST closes it, which the system also sends when a process exits.
     on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
     check_seconds: interval of PING. A connection without a byte in two to three intervals is closed.
-    may_be_silent: whether such a connection is kept, because its process has announced that it is busy.
-    type, last_endpoint: as for a zmq.Socket.
+    may_be_silent: returns whether a silent connection is kept, because its process has announced that it is busy.
+    type, last_endpoint: the same as the attributes of a zmq.Socket.
     rejected:     number of connections that were closed because their keys do not open the port.
     """
 
@@ -81,14 +81,18 @@ class Router:
         self._next_id = secrets.randbits(32)
 
     def bind(self, host: str, port: int) -> str:
-        """Listen, and return the address. "*": IPv4; "::": every address; port 0: a free port. Raises OSError."""
+        """Listen on a TCP port, and return its address. Raises OSError.
+
+        host: "*" for all IPv4 addresses, "::" for all addresses.
+        port: 0 for any free port.
+        """
         listener = listening_socket("" if host == "*" else host, port, backlog=_BACKLOG)
         name, bound = listener.getsockname()[:2]
         address = f"tcp://[{name}]:{bound}" if ":" in name else f"tcp://{name}:{bound}"
         return self._listen(listener, address, self._loop.create_server(self._connection, sock=listener))
 
     def bind_path(self, path: Path) -> str:
-        """Listen on a Unix socket, to which only this user may connect. Return the address. Raises OSError."""
+        """Listen on a Unix socket to which only this user may connect, and return its address. Raises OSError."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         path.chmod(0o600)
@@ -103,7 +107,7 @@ class Router:
             self._checks = None
         self._closing = True
         for listener, server in self._listeners:
-            # The port is free from now on, whenever the loop closes the listener.
+            # Free the port now, even if the event loop closes the listener later.
             listener.shutdown(socket.SHUT_RDWR)
             server.add_done_callback(lambda done: done.result().close())
         self._listeners.clear()
@@ -114,7 +118,7 @@ class Router:
                 connection.abort()
 
     async def closed(self, *, seconds: float = CLOSING_SECONDS) -> None:
-        """Return when every connection has ended. Messages that cannot be sent in `seconds` are lost."""
+        """Wait until every connection has ended. Messages that cannot be sent within `seconds` are lost."""
         try:
             await asyncio.wait_for(self._ended.wait(), seconds)
         except TimeoutError:
@@ -138,7 +142,7 @@ class Router:
         )
 
     def _check(self) -> None:
-        """Send PING to each connection, and close the connections that sent nothing since the last two."""
+        """Send PING to each connection, and close the connections that have sent nothing since the last two PINGs."""
         self._checks = self._loop.call_later(self.check_seconds, self._check)
         silent, self._silent = self._silent, set()
         for connection in [connection for connection in self._all if connection.is_open]:
@@ -153,7 +157,7 @@ class Router:
             connection.ping()
 
     def cut(self, peer: PeerId) -> None:
-        """Close a connection. No further message from it is delivered, and none is sent to it."""
+        """Close a connection at once: no message is delivered from it or sent to it any more."""
         connection = self.connections.pop(peer, None)
         if connection is not None:
             connection.close()
@@ -181,7 +185,7 @@ class Router:
             if before.key != connection.key:
                 raise ViolationError(f"routing id {routing_id!r} belongs to a connection with another key")
             before.abort()
-            connection.report_room()  # the earlier one, which may have been full, will not
+            connection.report_room()  # the replaced connection, which may have been full, will not report room
         self.connections[peer] = connection
         return peer
 
@@ -212,7 +216,7 @@ class Router:
             self._ended.set()
 
     def flush(self) -> None:
-        """Pass the messages of all connections to the system."""
+        """Write the queued messages of all connections."""
         unsent, self._unsent = self._unsent, []
         for connection in unsent:
             connection.flush()
