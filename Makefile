@@ -116,7 +116,7 @@ screenshots: setup build/chromium.stamp ## the pictures of the documentation, do
 
 test-survival: setup
 	@$(BEGIN)
-	$(PYTEST) tests/survival tests/hostile
+	$(PYTEST) tests/survival tests/hostile -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: soak-processes soak-cluster soak-e2e test-clients soak-vllm ## the randomised tests of `make test`, many times and longer (MEGATRON_REPETITIONS, MEGATRON_SEED)
 

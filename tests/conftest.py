@@ -40,6 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("timeout")
         if marker is not None:
             item.add_marker(pytest.mark.timeout(marker.args[0] * SCALE), append=False)
+    # What is begun last must not keep one process busy while others are done.
+    long = {item.path for item in items if item.get_closest_marker("long") is not None}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_report_header() -> str:

@@ -29,7 +29,7 @@ from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
 from .stack import ENGINES, LIMITED_KEY, MODEL, STEP_SECONDS, WELL_BEHAVED_KEY, Attack, Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
 MIB = 1 << 20
 MEMORY_BOUNDS = {"coordinator": 256 * MIB, "server": 768 * MIB, **dict.fromkeys(ENGINES, 1024 * MIB)}

@@ -15,7 +15,7 @@ from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, Process, until_serving, until_status
 from machine import scaled
 from random_checkpoint import write_speaking_model
-from soak import SOAK, repeated
+from soak import SOAK, repeated, size
 
 from megatron_runtime.protocol.messages import StatusReply
 from megatron_runtime.requests.sampling_params import IGNORE_EOS
@@ -24,9 +24,12 @@ PREFILL, DECODE = ("p-0", "p-1"), ("d-0", "d-1")
 STREAMS = 16
 OPTIONS = ("--block-size-tokens", "16", "--max-tokens", "128")
 STAGES = ("prefill", "transfer", "import", "decode", "both")
-CASES = list(itertools.product(STAGES, ("kill", "freeze")))
+CASES = size(
+    list(zip(STAGES, itertools.cycle(("kill", "freeze")), strict=False)),
+    soak=list(itertools.product(STAGES, ("kill", "freeze"))),
+)
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
 class SplitPool:

@@ -197,12 +197,13 @@ async def pool(fleet: Fleet, tmp_path: Path, seed: int) -> AsyncIterator[Pool]:
     await pool.trainer.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(size(600, soak=7200))
 @repeated(soak=1)
 async def test_updates_with_faults_in_every_phase(pool: Pool, seed: int) -> None:
     await pool.start()
     faults = [*FAULTS] * size(1, soak=142)
-    faults += ["none"] * (size(20, soak=1000) - len(faults))
+    faults += ["none"] * (size(8, soak=1000) - len(faults))
     random.Random(seed).shuffle(faults)
     for fault in faults:
         await pool.update(fault)

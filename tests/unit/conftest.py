@@ -54,9 +54,8 @@ def _large_package(file: Path) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests come first: what is begun last must not keep one process busy while others are done."""
-    long = {item.path for item in items if item.get_closest_marker("long") is not None}
-    items.sort(key=lambda item: (_large_package(item.path) is None, item.path not in long))
+    """Files that share the import of a large package come first: one process runs them all."""
+    items.sort(key=lambda item: _large_package(item.path) is None)
 
 
 def pytest_collection_finish() -> None:
