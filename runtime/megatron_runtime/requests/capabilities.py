@@ -143,8 +143,10 @@ def is_parameter(need: str) -> bool:
     return not need.isupper()
 
 
-def described(name: str) -> tuple[str, str]:
+def described(name: str, params: SamplingParams | None = None) -> tuple[str, str]:
     """Return the sampling parameter that needs the named capability, and a description of the feature.
+
+    params: the sampling parameters of the request; then the first parameter that the request uses is returned.
 
     The parameter is empty for a capability of a later release.
     """
@@ -152,7 +154,8 @@ def described(name: str) -> tuple[str, str]:
         return "", Capability.MEDIA.value
     if is_parameter(name):
         return name, f"the sampling parameter {name}"
-    for need in NEEDS:
-        if need.capability.name == name:
-            return need.parameter, need.capability.value
+    needs = [need for need in NEEDS if need.capability.name == name]
+    used = [need for need in needs if params is not None and need.is_used(params)]
+    for need in (*used, *needs):
+        return need.parameter, need.capability.value
     return "", name

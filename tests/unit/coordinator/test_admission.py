@@ -11,7 +11,8 @@ from megatron_runtime.coordinator.core.admission import CHECKS, AdmissionCheck, 
 from megatron_runtime.coordinator.core.records import Entry
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
-from megatron_runtime.protocol.messages import Control, Error
+from megatron_runtime.protocol.messages import Control, Error, Submit, pack, tokens_to_bytes
+from megatron_runtime.protocol.request_meta import RequestMeta
 
 from .test_core import ADMIN, CLIENT, FIRST, Scene
 
@@ -122,6 +123,29 @@ def all_at_once(**settings: Any) -> Scene:
     has_adapters(scene)
     lacking(scene)
     return scene
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"frequency_penalty": "0.5"}, "presence_penalty"),
+        (["malformed"], "presence_penalty"),
+    ],
+    ids=str,
+)
+def test_a_rejection_names_the_parameter_that_the_request_uses(params: Any, field: str) -> None:
+    """Several parameters may need one capability. Of a request that cannot be read, the first of them is named."""
+    scene = Scene()
+    scene.engine(FIRST)
+    scene.core.engines.named("first").lacks = frozenset({"PENALTIES"})
+    scene.take()
+    meta = RequestMeta(True, 1, needs="PENALTIES")
+    scene.say(CLIENT, Submit(bytes(16), meta, tokens_to_bytes([1]), b"", pack(params)))
+    [error] = [message for _, message in scene.take() if isinstance(message, Error)]
+    assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, field)
+    assert f"sampling parameter {field} needs presence and frequency penalties" in error.message
 
 
 def test_stopped_engines_come_before_what_is_wrong_with_the_request() -> None:

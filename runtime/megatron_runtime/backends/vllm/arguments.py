@@ -110,7 +110,6 @@ def engine_arguments(
     Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
     """
     check_version(vllm.__version__)
-    sleep_level(settings)
     sizes, node = settings.parallel, node_identity(settings.parallel)
     if settings.dtype not in _DTYPES:
         raise ValueError(
@@ -132,6 +131,7 @@ def engine_arguments(
     problem = problem or next(type_problems(settings.vllm_arguments, AsyncEngineArgs), None)
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
+    sleep_level(settings)
     # On a GPU, vLLM measures the free memory after the load, and chooses limits by the model and the device.
     is_cpu = current_platform.is_cpu()
     requests = settings.max_requests or (DEFAULT_MAX_REQUESTS if is_cpu else None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from vllm import TokensPrompt
@@ -32,9 +31,10 @@ def takes_media(config: ModelConfig) -> bool:
 def _tracker() -> Any:
     """Return the class that loads the media of a conversation; None before vLLM 0.32."""
     try:
-        return import_module("vllm.renderers.chat_utils").AsyncMultiModalItemTracker
-    except (ImportError, AttributeError):
+        from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
+    except ImportError:
         return None
+    return AsyncMultiModalItemTracker
 
 
 class MediaReader:

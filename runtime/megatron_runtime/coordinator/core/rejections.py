@@ -9,7 +9,9 @@ from megatron_runtime.coordinator.core.records import Engine, Entry
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.media import MEDIA_NEED
+from megatron_runtime.protocol.messages import PARAMETERS, unpack
 from megatron_runtime.requests.capabilities import GENERATION, described, is_parameter
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 RETRY_AFTER_SECONDS = 1.0
 
@@ -94,11 +96,19 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
         message = f"sampling parameter {missing} is of a later release than every engine that may answer: "
         message += "use its default, or upgrade the engines"
         return Rejection(ErrorCode.INVALID_REQUEST, message, field=missing)
-    parameter, feature = described(missing)
+    parameter, feature = described(missing, _params_of(entry))
     backends = ", ".join(sorted({repr(engine.backend) for engine in engines}))
     which = f"which no engine that may answer supports (backend {backends})"
     message = f"sampling parameter {parameter} needs {feature}, {which}: use its default, or add another backend"
     return Rejection(ErrorCode.INVALID_REQUEST, message, field=parameter or None)
+
+
+def _params_of(entry: Entry) -> SamplingParams | None:
+    """Return the sampling parameters of a request; None if they are malformed, which only engines reject."""
+    try:
+        return SamplingParams.deserialize(unpack(entry.params, PARAMETERS))
+    except (ValueError, TypeError, AttributeError):
+        return None
 
 
 def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:

@@ -71,6 +71,7 @@ class ParserManager:
     @classmethod
     def get_parser(
         cls,
+        *,
         tool_parser_name: str | None = None,
         reasoning_parser_name: str | None = None,
         enable_auto_tools: bool = False,

@@ -12,19 +12,19 @@ PLACEHOLDER = 26
 """Token of an item before and after it is expanded."""
 
 
-class Tokenizer:
+class _Tokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
 
-class Renderer:
+class BaseRenderer:
     def __init__(self, config: VllmConfig) -> None:
         takes = config.model_config.hf_config.takes
         limits = dict.fromkeys(takes, 4)
         self.mm_processor = SimpleNamespace(info=SimpleNamespace(allowed_mm_limits=limits)) if takes else None
 
-    def get_tokenizer(self) -> Tokenizer:
-        return Tokenizer()
+    def get_tokenizer(self) -> _Tokenizer:
+        return _Tokenizer()
 
     async def process_for_engine_async(self, prompt: dict[str, Any], arrival_time: float) -> dict[str, Any]:
         tokens: list[int] = []
@@ -50,5 +50,5 @@ def _length(data: bytes) -> int:
     return data[5]
 
 
-def renderer_from_config(config: VllmConfig) -> Renderer:
-    return Renderer(config)
+def renderer_from_config(config: VllmConfig) -> BaseRenderer:
+    return BaseRenderer(config)

@@ -8,14 +8,14 @@ from typing import Any
 from vllm.config import ModelConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser import Parser, ParserManager, hurt
-from vllm.renderers import PLACEHOLDER, Renderer
+from vllm.renderers import PLACEHOLDER, BaseRenderer
 
 
 class OnlineRenderer:
     def __init__(
         self,
         model_config: ModelConfig,
-        renderer: Renderer,
+        renderer: BaseRenderer,
         *,
         request_logger: None,
         chat_template: None,

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, model_validator
 
-class ChatCompletionRequest:
-    def __init__(self, **fields: Any) -> None:
-        self.messages: list[Mapping[str, Any]] = fields.pop("messages")
-        self.tools: list[Any] | None = fields.pop("tools", None)
-        self.tool_choice: str = fields.pop("tool_choice", "none")
-        self.chat_template_kwargs: Mapping[str, Any] | None = fields.pop("chat_template_kwargs")
-        self.add_generation_prompt: bool = fields.pop("add_generation_prompt", True)
-        self.continue_final_message: bool = fields.pop("continue_final_message", False)
+
+class ChatCompletionRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    tool_choice: str = "none"
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    skip_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatCompletionRequest:
         assert not (self.add_generation_prompt and self.continue_final_message)
-        self.skip_special_tokens = True
-        assert not fields, fields
-
-    @classmethod
-    def model_validate(cls, values: Mapping[str, Any]) -> ChatCompletionRequest:
-        return cls(**values)
+        return self
