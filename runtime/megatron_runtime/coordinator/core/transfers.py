@@ -26,6 +26,8 @@ IMPORT_SECONDS = 30.0
 """Lifetime of a ticket. The importing engine gives up earlier if nothing arrives."""
 CHUNK_TOKENS = 256
 """A prompt with at most this many tokens to compute is one chunk of a decode engine's step, and is not split."""
+MIN_LEFT_TOKENS = 2
+"""Tokens of a prompt that its decode engine computes in any case."""
 _NOT_SPLIT = ("PROMPT_LOG_PROBS", "HIDDEN_STATES", "pooling")
 """Needs of requests whose answer has something of the prompt's forward pass."""
 _RECENT = 0.2
@@ -189,20 +191,22 @@ class Transfers:
         )
 
     def _is_cheaper(self, entry: Entry, prefiller: Engine, decoder: Engine) -> bool:
-        """Compare the seconds until the prompt is computed. At the decode engine it also delays every request there."""
-        uncached = self._router.uncached(decoder, entry.hashes or {}, entry.num_tokens)
-        if uncached <= CHUNK_TOKENS:
+        """Compare the costs of the prompt at both engines, in seconds; see EngineRouter. At the decode engine its
+        tokens count twice: they are computed in short steps, and each delays the answers there.
+        """
+        tokens, size = entry.num_tokens, decoder.block_size_tokens
+        uncached = self._router.uncached(decoder, entry.hashes or {}, tokens)
+        blocks = (uncached - MIN_LEFT_TOKENS) // size if size else 0
+        if uncached <= CHUNK_TOKENS or not blocks:
             return False
         if not self._has_blocks(decoder, self._promised + self._blocks(entry)):
             return False
         if not decoder.prefill_cost:
             return True
         assert decoder.kv is not None
-        size = uncached // max(1, decoder.block_size_tokens) * decoder.kv.block_bytes
-        transfer = size / self._bytes_per_second if self._bytes_per_second else 0.0
-        computed = self._router.uncached(prefiller, entry.hashes or {}, entry.num_tokens)
-        split = (prefiller.queued + computed) * prefiller.prefill_cost + transfer
-        return split < (decoder.queued + uncached * (1 + len(decoder.in_flight))) * decoder.prefill_cost
+        transfer = blocks * decoder.kv.block_bytes / self._bytes_per_second if self._bytes_per_second else 0.0
+        computed = self._router.uncached(prefiller, entry.hashes or {}, tokens)
+        return prefiller.cost_of(computed) + transfer < decoder.cost_of(uncached) + uncached * decoder.prefill_cost
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
         """Whether one decode engine, or all decode engines together, have this many free blocks. True if a number is
