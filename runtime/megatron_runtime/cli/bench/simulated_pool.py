@@ -166,7 +166,7 @@ class _Engine:
 class SimulatedPool:
     """Runs traces on `engines` engines of one speed.
 
-    prefill_engines: number of them with the role prefill; the others then have the role decode. 0: no engine has a role.
+    prefill_engines: number of them with the role prefill. The others have the role decode; with 0, no engine has one.
     chunk:     prompt tokens of a step. An engine with the role decode computes at most 256.
     scheduler: class of the engines' scheduler.
     options:   fields of CoordinatorSettings.

@@ -297,7 +297,7 @@ class Dispatcher:
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
         """Send a request to an engine, to decode it or for an earlier stage. Transfers.begin() then sends the message
-        of an import, which has no prompt.
+        of an import, which has no prompt. A request that goes on to its next stage still has its former engine.
         """
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
@@ -313,8 +313,8 @@ class Dispatcher:
             # These partials stay at the coordinator: they report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
-        bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
         if stage is not _IMPORTING:
+            bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
             dispatch = Dispatch(dispatch_id, entry.uid, route, meta, *bodies)
             self._context.effects.append((engine.peer, Prefill(dispatch) if stage is _PREFILLING else dispatch))
         if logger.isEnabledFor(logging.DEBUG):
@@ -322,6 +322,7 @@ class Dispatcher:
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
         if self.queue.length:
             self.queue.discard(entry)
+        former, former_id = entry.engine, entry.dispatch_id
         entry.engine, entry.dispatch_id = engine, dispatch_id
         entry.dispatches += 1
         if stage is not entry.stage:
@@ -331,7 +332,15 @@ class Dispatcher:
             self.transfers.drop(entry)
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
-        self.tenants.dispatched(entry)
+        if former is None:
+            self.tenants.dispatched(entry)
+        else:
+            self.tenants.passed_on(entry, former_id)
+        if entry.deadline is not None or entry.slot is not None:
+            self.deadlines.set(entry, entry.deadline)
+        if engine.in_flight.pop(former_id, None) is not None:  # it has imported the blocks
+            engine.in_flight[dispatch_id] = entry
+            return
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
             entry.hashes = self._hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
@@ -339,8 +348,6 @@ class Dispatcher:
             cached = max(cached, self.transfers.begin(entry, engine))
         engine.give(entry, cached)
         self._engines.load_changed(engine)
-        if entry.deadline is not None or entry.slot is not None:
-            self.deadlines.set(entry, entry.deadline)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
         """Whether the engine can read the prompt without conversion."""
@@ -405,7 +412,6 @@ class Dispatcher:
         if chosen is None:
             self._wait(entry, first=entry.is_replay, moved=True)
         else:
-            self._leave_engine(entry)
             self._dispatch(entry, *chosen)
 
     def imported(self, engine: Engine, message: Imported) -> None:
@@ -415,15 +421,16 @@ class Dispatcher:
             self._counters.stale += 1
             self.transfers.release(engine, message.dispatch_id)
             return
-        engine.take(message.dispatch_id)
-        self._engines.load_changed(engine)
-        if not message.has_room:
+        if message.has_room:
+            self.transfers.imported(entry, engine, message)
+        else:
             engine.free_blocks = 0  # until its next heartbeat
-            self._wait(entry, first=entry.is_replay, moved=True)
-            return
-        self.transfers.imported(entry, engine, message)
-        if self._verbs.may_dispatch and engine.has_room():
+        goes_on = message.has_room and self._verbs.may_dispatch and engine.available() and not engine.reserved
+        if not (goes_on and message.ok):
+            engine.take(message.dispatch_id)
+            self._engines.load_changed(engine)
             self._leave_engine(entry)
+        if goes_on:
             self._dispatch(entry, engine)
         else:
             self._wait(entry, first=entry.is_replay, moved=True)
