@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -141,7 +141,7 @@ class _Engine:
         model: StepModel,
         config: InferenceConfig,
         *,
-        role: str | None,
+        role: Literal["prefill", "decode"] | None,
         longest: int,
         scheduler: type[Scheduler],
     ) -> None:
@@ -197,23 +197,18 @@ class SimulatedPool:
             max_tokens=chunk + max_requests,
             max_sequence_length=max_sequence_length,
             enable_chunked_prefill=True,
-            max_prefill_tokens=chunk,
             enable_prefix_caching=True,
             prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
             block_size_tokens=BLOCK_TOKENS,
         )
-        roles = ["prefill" if number < prefill_engines else "decode" for number in range(engines)]
-        pool = [
-            _Engine(
-                number,
-                model,
-                replace(config, max_prefill_tokens=min(chunk, CHUNK_TOKENS)) if role == "decode" else config,
-                role=role,
-                longest=max_sequence_length,
-                scheduler=scheduler,
-            )
-            for number, role in enumerate(roles if prefill_engines else [None] * engines)
-        ]
+        pool = []
+        for number in range(engines):
+            role: Literal["prefill", "decode"] | None = None
+            if prefill_engines:
+                role = "prefill" if number < prefill_engines else "decode"
+            limit = min(chunk, CHUNK_TOKENS) if role == "decode" else chunk
+            own = replace(config, max_prefill_tokens=limit)
+            pool.append(_Engine(number, model, own, role=role, longest=max_sequence_length, scheduler=scheduler))
         self._engines = {engine.peer: engine for engine in pool}
         self._model = model
         self._block_bytes = BLOCK_TOKENS * model.kv_bytes
