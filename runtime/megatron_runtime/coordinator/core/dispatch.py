@@ -18,12 +18,13 @@ from itertools import chain
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
+from megatron_runtime.coordinator.core.handoffs import Handoffs
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
-from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, Transfers
+from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, KEEPS_BLOCKS, Transfers
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import PromptReader
 from megatron_runtime.process.logs import of_request
@@ -67,6 +68,7 @@ class Dispatcher:
             context, requeue=self._requeue, fail=self.fail, reject_unanswerable=self._reject_unanswerable
         )
         self.transfers = Transfers(context, router, requeue=lambda entry: self._requeue(entry, first=entry.is_replay))
+        self.handoffs = Handoffs(context, self.transfers.release)
         self._admission = AdmissionControl(
             context=context,
             verbs=verbs,
@@ -101,7 +103,7 @@ class Dispatcher:
         If the uid is open already, this is the same request on another connection. If the uid was answered on this
         connection, the client sent the request before it read the answer.
         """
-        uid, meta, prompt, generated, params, media, epochs = submit
+        uid, meta, prompt, generated, params, media, epochs, handoff = submit
         if uid in client.answered:
             return
         known = self.journal.get(uid)
@@ -138,6 +140,9 @@ class Dispatcher:
         self.journal.add(entry)
         self.tenants.opened(entry)
         client.open[uid] = entry
+        if handoff and (kept := self.handoffs.take(entry, handoff)) is not None:
+            self.transfers.keep(entry, kept.engine, kept.exported)
+            self.transfers.move(entry, _EXPORTED)
         if verdict is LATER or not self._begin(entry):
             self._wait(entry)
 
@@ -396,6 +401,9 @@ class Dispatcher:
     def exported(self, engine: Engine, message: Exported) -> None:
         """Handle the end of a prefill: the engine has computed the blocks of a prompt, or could not."""
         entry = engine.in_flight.get(message.dispatch_id)
+        if entry is not None and entry.stage is _DECODING and KEEPS_BLOCKS in entry.meta.needs:
+            self.handoffs.keep(entry, engine, message)
+            return
         if entry is None or entry.stage is not _PREFILLING:
             self._counters.stale += 1
             self.transfers.release(engine, message.dispatch_id)
@@ -437,6 +445,7 @@ class Dispatcher:
 
     def cancel_transfers(self) -> None:
         """Take every split request back to the queue, because a verb is about to change weights or caches."""
+        self.handoffs.clear()
         for entry in self.journal:
             if entry.stage in CHANGED_BY_VERBS:
                 self.transfers.drop(entry)
@@ -496,6 +505,7 @@ class Dispatcher:
         """Requeue the requests that `engine` had in flight, ahead of all later requests."""
         self.quarantine.lost(engine)
         self.transfers.engine_lost(engine)
+        self.handoffs.engine_lost(engine)
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
         for entry in entries:
             engine.take(entry.dispatch_id)

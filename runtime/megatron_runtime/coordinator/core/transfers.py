@@ -27,6 +27,8 @@ IMPORT_SECONDS = 30.0
 """Lifetime of a ticket. The importing engine gives up earlier if nothing arrives."""
 CHUNK_TOKENS = 256
 """A prompt with at most this many tokens to compute is one chunk of a decode engine's step, and is not split."""
+KEEPS_BLOCKS = "KV_TRANSFER"
+"""The need of a request whose blocks its engine keeps after the answer; see handoffs.py."""
 MAX_COMPARED = 16
 """Prefill engines that are compared for a prompt, the least loaded first."""
 MIN_LEFT_TOKENS = 2
@@ -164,6 +166,9 @@ class Transfers:
 
         Roles are preferences: without a decode engine, prefill engines decode.
         """
+        if KEEPS_BLOCKS in entry.meta.needs:
+            engine = among(entry, lambda engine: engine.role == PREFILL) or among(entry, lambda _: True)
+            return None if engine is None else (engine, _D)
         decoder = among(entry, _decodes) if entry.export is None else self._importer(entry)
         if decoder is None:
             if any(engine.role != PREFILL for engine in self._engines.available()):
