@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from echo_executor import echo_answer
 from eventually import eventually
 from fleet import Fleet, Process, until_serving, until_status
 
-from megatron_runtime.megatron_core.inference_client import InferenceClient, UnsupportedByBackendError
+from megatron_runtime.megatron_core.inference_client import InferenceClient, InvalidRequestError
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -61,7 +60,7 @@ class Pool:
 
 
 @pytest.fixture
-async def pool(fleet: Fleet) -> AsyncIterator[Pool]:
+async def pool(fleet: Fleet) -> Pool:
     coordinator = await fleet.coordinator()
     await fleet.engine("p-0", *OPTIONS, "--role", "prefill")
     await fleet.engine("d-0", *OPTIONS, "--role", "decode")
@@ -70,7 +69,7 @@ async def pool(fleet: Fleet) -> AsyncIterator[Pool]:
     await until_status(
         link, lambda status: all(engine.digest for engine in status.engines), what="the engines report their weights"
     )
-    yield Pool(fleet, coordinator, await fleet.client())
+    return Pool(fleet, coordinator, await fleet.client())
 
 
 async def test_a_request_uses_the_kv_of_an_earlier_one_once(pool: Pool) -> None:
@@ -91,17 +90,10 @@ async def test_a_request_uses_the_kv_of_an_earlier_one_once(pool: Pool) -> None:
     assert partials
     assert last["final"]["generated_tokens"] == echo_answer(longer, 8)
     await pool.until_released()
-
-
-async def test_a_released_handoff_keeps_no_block(pool: Pool) -> None:
     handoff = await pool.first_answer()
-    pool.client.release_handoff(handoff["request_id"])
-    pool.client.release_handoff(123_456)  # unknown
+    client.release_handoff(handoff["request_id"])
+    client.release_handoff(123_456)  # unknown
     await pool.until_released()
-    again = handoff["kv_meta"], handoff["block_ids"]
-    reply = await pool.client.add_request_with_kv_handoff(PROMPT, params(8), *again)
-    assert reply["generated_tokens"] == echo_answer(PROMPT, 8)
-    assert await pool.imports() == 0
 
 
 async def test_anything_but_the_own_handoff_means_computing_again(pool: Pool) -> None:
@@ -122,18 +114,15 @@ async def test_anything_but_the_own_handoff_means_computing_again(pool: Pool) ->
         assert reply["generated_tokens"] == echo_answer(PROMPT, 8)
     assert await pool.imports() == 0
     assert await pool.usage("p-0") > 0, "another client's request releases nothing"
-    pool.client.stop()
-    await pool.until_released()
-
-
-async def test_other_weights_end_a_handoff(pool: Pool) -> None:
-    handoff = await pool.first_answer()
     link = await pool.fleet.admin()
     assert (await link.control(Header.SET_GENERATION_EPOCH, fence=1, epoch=1)).ok
     await pool.until_released()
-    reply = await pool.client.add_request_with_kv_handoff(PROMPT, params(8), handoff["kv_meta"], [])
+    reply = await pool.client.native.add_request(PROMPT, params(8), tenant="one", kv_meta=handoff["kv_meta"])
     assert reply["generated_tokens"] == echo_answer(PROMPT, 8)
     assert await pool.imports() == 0
+    await pool.first_answer()
+    pool.client.stop()
+    await pool.until_released()
 
 
 async def test_engines_without_a_role_keep_no_kv(fleet: Fleet) -> None:
@@ -142,7 +131,7 @@ async def test_engines_without_a_role_keep_no_kv(fleet: Fleet) -> None:
     link = await fleet.admin()
     await until_serving(link, fleet.engines)
     client = await fleet.client()
-    with pytest.raises(UnsupportedByBackendError, match="exchange of KV blocks"):
+    with pytest.raises(InvalidRequestError, match="exchange of KV blocks"):
         await client.add_request(PROMPT, params(1, do_kv_handoff=True))
     reply = await client.add_request_with_kv_handoff(PROMPT, params(8), {"handoff": ""}, [])
     assert reply["generated_tokens"] == echo_answer(PROMPT, 8)
