@@ -41,6 +41,7 @@ from megatron_runtime.protocol.messages import (
     Message,
     Partial,
     Quota,
+    ReleaseBlocks,
     Reserve,
     StatusReply,
 )
@@ -61,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_HANDOFFS = 4096
+"""Answers with a handoff that a client remembers; the first is forgotten first."""
 DEADLINE_MARGIN_SECONDS = 5.0
 """Seconds that a client waits beyond a request's deadline before it fails the request itself.
 
@@ -85,6 +88,7 @@ class RequestOptions(TypedDict, total=False):
                       tokens arrive as they are generated even without a stream.
     media:            images, audio and video of a prompt that is given as tokens. Open requests with the same media
                       send them once.
+    kv_meta:          from the answer to a request with do_kv_handoff and the same prompt. Its KV is used once.
     """
 
     deadline_seconds: float | None
@@ -96,6 +100,7 @@ class RequestOptions(TypedDict, total=False):
     session: str
     on_tokens: Callable[[int], object] | None
     media: Media | None
+    kv_meta: Any
 
 
 class CoordinatorClient:
@@ -134,6 +139,8 @@ class CoordinatorClient:
         """The open requests by number."""
         self._open: dict[bytes, PendingRequest] = {}
         """The open requests by uid."""
+        self._handoffs: dict[int, int] = {}
+        """Request id -> the coordinator's number of the handoff in the answer."""
         self._sent_media: Counter[bytes] = Counter()
         """Digests of media, with the number of open requests that were submitted with them to this coordinator."""
         self._records = records
@@ -418,9 +425,31 @@ class CoordinatorClient:
             self._reject(request, rejection(ErrorCode.ENGINE_FAILED, f"unreadable answer: {error}"))
             return
         self._forget(request)
+        self._note_handoff(reply)
         if request.on_tokens is not None:
             request.on_tokens(max(0, len(reply["generated_tokens"]) - request.held))
         request.complete(result)
+
+    # --- handoffs of KV -----------------------------------------------------------------------------------------
+
+    def _note_handoff(self, reply: dict[str, Any]) -> None:
+        """Replace the coordinator's number in an answer's `disaggregated_params` by the id of the request."""
+        handoff = reply.get("disaggregated_params")
+        if isinstance(handoff, dict) and isinstance(handoff.get("request_id"), int):
+            self._handoffs[reply["request_id"]] = handoff["request_id"]
+            handoff["request_id"] = reply["request_id"]
+            if len(self._handoffs) > MAX_HANDOFFS:
+                del self._handoffs[next(iter(self._handoffs))]
+
+    def release_handoff(self, request_id: int) -> None:
+        """Release the KV that an engine keeps for the answer to a request. An id without a handoff is ignored."""
+
+        def release() -> None:
+            number = self._handoffs.pop(request_id, None)
+            if number is not None:
+                self._link.send(ReleaseBlocks(number).to_frames())
+
+        self._at_home(release)
 
     # --- limits of tenants --------------------------------------------------------------------------------------
 

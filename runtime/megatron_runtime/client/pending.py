@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import logging
 import secrets
@@ -56,6 +57,16 @@ _REPLY_DEFAULTS: dict[str, Any] = {
 """Values of reply fields that an engine leaves out."""
 
 
+def _token_of(kv_meta: Any) -> bytes:
+    """Return the token in the `kv_meta` of an answer; empty for anything else, with which the prompt is computed."""
+    text = kv_meta.get("handoff") if isinstance(kv_meta, dict) else None
+    try:
+        token = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except ValueError:
+        return b""
+    return token if len(token) <= limits.MAX_HANDOFF_BYTES else b""
+
+
 @dataclass(slots=True, eq=False)
 class PendingRequest:
     """One request, from its submission to its final answer.
@@ -68,6 +79,7 @@ class PendingRequest:
     future, stream: one of the two receives the answer, and may belong to the event loop of another thread.
     on_tokens: called with the number of new tokens when they arrive.
     media:     images, audio and video of the prompt, including their data.
+    handoff:   token of an earlier answer, whose blocks the request may use. Empty: none.
     """
 
     request_id: int
@@ -86,6 +98,7 @@ class PendingRequest:
     epochs: list[tuple[int, int]] = field(default_factory=list)
     details: dict[str, list[Any]] = field(default_factory=dict)
     media: Media | None = None
+    handoff: bytes = b""
 
     @classmethod
     def make(
@@ -104,6 +117,7 @@ class PendingRequest:
         session: str = "",
         on_tokens: Callable[[int], object] | None = None,
         media: Media | None = None,
+        kv_meta: Any = None,
     ) -> Self:
         """Return a request with id 0 and a random uid, submitted now.
 
@@ -143,6 +157,7 @@ class PendingRequest:
             deadline=now + deadline_seconds if deadline_seconds is not None else None,
             on_tokens=on_tokens,
             media=media,
+            handoff=_token_of(kv_meta),
         )
 
     @property
@@ -206,7 +221,8 @@ class PendingRequest:
         media = self.media
         if media is not None and known_media:
             media = media.without(known_media)
-        return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params, media, tuple(self.epochs))
+        bodies = self.prompt, bytes(self.generated), self.params
+        return Submit(self.uid, meta, *bodies, media, tuple(self.epochs), self.handoff)
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
         """Return the frame for the stream with the new tokens in `tokens`; None if none is new.

@@ -47,6 +47,7 @@ class EngineRequest:
     bad_words:        token sequences of the sampling parameter `bad_words`; None: it is not set, or not tokenized.
     media:            images, audio and video of the prompt; None: no media.
     prefill_only:     compute the complete blocks of the prompt, sample nothing, and keep the blocks under `request_id`.
+    keeps_blocks:     after the answer, keep the complete blocks of the prompt under `request_id`.
     text:             the prompt of a pooling model, which the backend tokenizes; None: prompt_tokens has its tokens.
     """
 
@@ -66,6 +67,7 @@ class EngineRequest:
     text: str | None = None
     generated_epochs: TokenEpochs = ()
     prefill_only: bool = False
+    keeps_blocks: bool = False
 
     @classmethod
     def of_dispatch(
@@ -181,7 +183,7 @@ class RequestOutput:
     error, error_code: the cause, if finish_reason is "error". The answer keeps the class and the fields of an
                        exception.
     summary: in the last output, and in every output of a request that a stop text may end.
-    exported: the blocks that were kept, in the last output of a request with `prefill_only`.
+    exported: the blocks that were kept, in the last output of a request with `prefill_only` or `keeps_blocks`.
     routing: with the summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each token in
              the G layers with experts. The last token is left out, because it is not computed.
     """

@@ -84,26 +84,22 @@ class KVExchange:
         self._send(Exported(dispatch_id=dispatch_id).to_frames())
 
     def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
-        """Report the prefills that have ended. Return the other outputs."""
-        if not self._prefills:
-            return outputs
-        others = []
+        """Report the blocks that were kept. Return the outputs of requests that are answered here."""
+        answered = []
         for output in outputs:
-            if output.request_id not in self._prefills:
-                others.append(output)
-            elif output.exported is None:
-                self.fail(output.request_id, output.error or "it has ended")
-            else:
-                self._prefills.discard(output.request_id)
-                if output.exported.digests:
-                    self._keep(output.request_id, EXPORT_SECONDS)
-                exported = Exported(
-                    dispatch_id=output.request_id,
-                    digests=b"".join(output.exported.digests),
-                    weights=output.exported.weights,
-                )
-                self._send(exported.to_frames())
-        return others
+            number, exported = output.request_id, output.exported
+            is_prefill = number in self._prefills
+            if not is_prefill:
+                answered.append(output)
+            elif exported is None:
+                self.fail(number, output.error or "it has ended")
+            if exported is not None and (exported.digests or is_prefill):
+                self._prefills.discard(number)
+                if exported.digests:
+                    self._keep(number, EXPORT_SECONDS)
+                message = Exported(number, digests=b"".join(exported.digests), weights=exported.weights)
+                self._send(message.to_frames())
+        return answered
 
     # --- transfers ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ class TransferEndedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ExportedBlocks:
-    """What a backend keeps of a prompt. An EngineRequest with `prefill_only` has it in its last output.
+    """What a backend keeps of a prompt. An EngineRequest with `prefill_only` or `keeps_blocks` has it in
+    its last output.
 
     digests: digests of the blocks, in the order of the prompt.
     weights: names epoch and weights that computed them.

@@ -63,7 +63,7 @@ from megatron_runtime.protocol.messages import (
 from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
-from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.peer_link import (
     CoordinatorUnreachableError,
@@ -244,7 +244,7 @@ class EngineWorker:
             weights_unavailable=self._weights_unavailable or None,
             engine_role=settings.role,
             kv=self._kv_port(),
-            lacks=info.lacks or None,
+            lacks=(*info.lacks, *(() if self._exchange is not None else (Capability.KV_TRANSFER.name,))) or None,
             parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )
 
@@ -489,6 +489,7 @@ class EngineWorker:
             params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             self._backend.info.check_request(params)
             self._check_media(dispatch)
+            self._check_handoff(params)
             text = None
             if dispatch.meta.text and params.pooling is not None:
                 text = dispatch.prompt.decode("utf-8", "replace")
@@ -498,6 +499,7 @@ class EngineWorker:
                 dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
             bad_words = self._backend.bad_words(params.bad_words) if params.bad_words else None
             request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter, text=text)
+            request = replace(request, keeps_blocks=params.do_kv_handoff)
             self._outputs.add(dispatch, params, request.generated_tokens.tolist())
         except Exception as error:  # a request must not crash the engine, whatever it contains
             is_invalid = isinstance(error, ValueError | TypeError | AttributeError)
@@ -519,6 +521,10 @@ class EngineWorker:
             self._backend.submit(replace(request, prefill_only=True))
         except Exception as error:  # nothing that a request contains ends the engine
             exchange.fail(dispatch.dispatch_id, error)
+
+    def _check_handoff(self, params: SamplingParams) -> None:
+        if params.do_kv_handoff and self._exchange is None:
+            raise InvalidSamplingParamsError("do_kv_handoff", True, "False: only engines with a role keep blocks")
 
     def _check_media(self, dispatch: Dispatch) -> None:
         """Raise ValueError for images, audio or video that the backend does not accept, or that did not arrive."""

@@ -22,12 +22,11 @@ from megatron_runtime.client.rejection import (
     RequestTooLargeError,
     UnavailableError,
     UnsupportedByBackendError,
-    rejection,
 )
 from megatron_runtime.megatron_core._plain_coordinator import GreetingSocket
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
-from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header
+from megatron_runtime.protocol.headers import CONTROLS, Header
 from megatron_runtime.protocol.messages import Control, ControlAck, Frames, StatusReply, pack
 from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequestRecord
@@ -302,25 +301,24 @@ class InferenceClient:
     def add_request_with_kv_handoff(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
     ) -> asyncio.Future[Any]:
-        """Return a future that raises UnsupportedByBackendError: no backend reads the KV cache of another engine.
+        """Submit a request whose prompt an earlier request with `do_kv_handoff` has computed. Its KV is used once, by
+        this client and within 50 s. If it cannot be used, the prompt is computed.
 
-        Takes the arguments of Megatron-Core, whose decode engines read the KV of a prefill engine.
+        prompt:  the prompt of the earlier request, and possibly more tokens.
+        kv_meta: from `disaggregated_params` of the earlier answer. Anything else is ignored.
+        src_block_ids: ignored: `kv_meta` names the blocks.
         """
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        future.set_exception(_no_kv_handoff())
-        return future
+        return self.native.add_request(prompt, sampling_params, kv_meta=kv_meta)
 
     def add_request_with_kv_handoff_streaming(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
     ) -> AsyncStream:
-        """Return a stream that raises UnsupportedByBackendError: see add_request_with_kv_handoff()."""
-        stream = AsyncStream(self.next_request_id, self.abort_request)
-        stream.finish(_no_kv_handoff())
-        return stream
+        """Submit a request as add_request_with_kv_handoff() does, and stream its answer as add_request_streaming()."""
+        return self.native.add_request_streaming(prompt, sampling_params, kv_meta=kv_meta)
 
     def release_handoff(self, request_id: int) -> None:
-        """Raise UnsupportedByBackendError: see add_request_with_kv_handoff()."""
-        raise _no_kv_handoff()
+        """Release the KV that an engine keeps for the answer to a request. An id without a handoff is ignored."""
+        self.native.release_handoff(request_id)
 
     # --- control signals ----------------------------------------------------------------------------------------
 
@@ -463,10 +461,3 @@ def _require_text(multi_modal_data: object) -> None:
     if multi_modal_data is not None:
         kind = type(multi_modal_data).__name__
         raise ValueError(f"multi_modal_data of type {kind}: models accept text only: leave it out")
-
-
-def _no_kv_handoff() -> Exception:
-    message = (
-        "UnsupportedByBackend: no backend hands KV to another engine: use add_request(), which computes the prompt"
-    )
-    return rejection(ErrorCode.UNSUPPORTED, message)

@@ -34,6 +34,7 @@ MAX_ADMIN_MESSAGE_BYTES = 1 << 20
 
 UID_BYTES = 16
 TICKET_BYTES = 32
+MAX_HANDOFF_BYTES = 64
 MAX_TRANSFER_BLOCKS = 2048
 """Blocks of one prompt that engines exchange; the rest is computed."""
 

@@ -520,7 +520,7 @@ _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 class Submit(NamedTuple):
     """SUBMIT: client to coordinator. `generated`: tokens that the client already has, if it submits again, and `epochs`
-    of the weights that sampled them."""
+    of the weights that sampled them. `handoff`: token of an earlier answer, whose blocks the request may use."""
 
     uid: bytes
     meta: RequestMeta
@@ -529,10 +529,14 @@ class Submit(NamedTuple):
     params: bytes
     media: Media | None = None
     epochs: TokenEpochs = ()
+    handoff: bytes = b""
 
     def to_frames(self) -> Frames:
-        uid, meta, prompt, generated, params, media, epochs = self
-        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params, *_optional(media, epochs)))]
+        uid, meta, prompt, generated, params, media, epochs, handoff = self
+        last: tuple[Any, ...] = _optional(media, epochs)
+        if handoff:
+            last = None if media is None else media.to_list(), epochs_to_bytes(epochs), handoff
+        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params, *last))]
 
 
 class Dispatch(NamedTuple):
@@ -686,7 +690,8 @@ class Imported(NamedTuple):
 
 
 class ReleaseBlocks(NamedTuple):
-    """RELEASE: coordinator to engine, drop the blocks of an export or an import. An unknown id is ignored."""
+    """RELEASE: coordinator to engine, drop the blocks of an export or an import. Client to coordinator, drop the blocks
+    of a handoff. An unknown id is ignored."""
 
     dispatch_id: int
 
@@ -752,7 +757,10 @@ def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
     prompt = _array("prompt", items[3], 1 if meta.text else 4)
     bodies = prompt, _array("generated", items[4], 4), _body("params", items[5])
-    return Submit(_uid(items[1]), meta, *bodies, _media(items[6:], meta, prompt), _epochs(items[7:]))
+    handoff = _body("handoff", items[8]) if len(items) > 8 else b""
+    if len(handoff) > limits.MAX_HANDOFF_BYTES:
+        raise MalformedMessageError(f"handoff of {len(handoff)} bytes: at most {limits.MAX_HANDOFF_BYTES}")
+    return Submit(_uid(items[1]), meta, *bodies, _media(items[6:], meta, prompt), _epochs(items[7:]), handoff)
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
@@ -899,7 +907,7 @@ def size_of(message: Outgoing) -> int:
 
 
 _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
-    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),  # and media, epochs
+    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),  # and media, epochs, handoff
     int(Header.DISPATCH): (
         "dispatch_id, uid, route, meta, prompt, generated, params",
         _decode_dispatch,

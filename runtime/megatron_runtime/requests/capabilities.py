@@ -19,7 +19,6 @@ class Capability(StrEnum):
     UPDATE_WEIGHTS = "weight updates"
     ADAPTERS = "LoRA adapters"
     PROFILER = "the CUDA profiler"
-    KV_TRANSFER = "exchange of KV blocks"
     TEXT = "text prompts"
     # Features that a request may need, see NEEDS. Peers exchange the names, so a name keeps its meaning in all
     # releases.
@@ -35,6 +34,7 @@ class Capability(StrEnum):
     PRIORITY = "priorities"
     PENALTIES = "presence and frequency penalties"
     MIN_P = "min_p"
+    KV_TRANSFER = "exchange of KV blocks"
     MEDIA = "images, audio and video"
     """An engine announces this capability as the parameter MEDIA_NEED."""
     EMBED = "embeddings"
@@ -81,6 +81,7 @@ NEEDS = (
     Need("priority", Capability.PRIORITY, lambda params: params.priority != 0),
     Need("presence_penalty", Capability.PENALTIES, lambda params: params.presence_penalty != 0),
     Need("frequency_penalty", Capability.PENALTIES, lambda params: params.frequency_penalty != 0),
+    Need("do_kv_handoff", Capability.KV_TRANSFER, lambda params: params.do_kv_handoff),
     Need("min_p", Capability.MIN_P, lambda params: params.min_p > 0 and not params.is_greedy),
     *(Need("pooling", capability, partial(_pools, task=task)) for task, capability in POOLING.items()),
 )

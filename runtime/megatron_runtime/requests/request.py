@@ -186,6 +186,7 @@ class DynamicInferenceRequest(InferenceRequest):
                             experts by descending share, without the last token, which was not computed; a tensor or an
                             array like policy_staleness. None unless the engine records them
                             (moe_enable_routing_replay).
+    disaggregated_params:   of a request with `do_kv_handoff` whose engine keeps KV: request_id, block_ids and kv_meta.
     precomputed_block_hashes: hashes of the complete prompt blocks; computed if caching is enabled and none are given.
     """
 
@@ -197,6 +198,7 @@ class DynamicInferenceRequest(InferenceRequest):
     kv_cache_epoch: list[Any] | None = None
     latency: float | None = None
     routing_indices: Any = None
+    disaggregated_params: dict[str, Any] | None = None
     finished_chunk_token_count: int = 0
     cg_wait_iters: int = 0
     stop_word_ids: list[list[int]] | None = None

@@ -453,8 +453,8 @@ class SamplingParams:
     )
     do_kv_handoff: bool = parameter(
         False,
-        "Megatron-Core: keep the KV for another engine. No backend does: only False is accepted.",
-        Rule(lambda value: value is False, "False: no backend hands KV to another engine"),
+        "Megatron-Core: keep the KV of the prompt for a later request; the answer has `disaggregated_params`. Only "
+        "engines with a role can.",
     )
     priority: int = parameter(
         0,

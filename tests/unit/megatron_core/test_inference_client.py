@@ -20,7 +20,6 @@ from megatron_runtime.megatron_core.inference_client import (
     RequestRejectedError,
     RequestTooLargeError,
     UnavailableError,
-    UnsupportedByBackendError,
 )
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -264,14 +263,14 @@ class TestHandshake:
             await InferenceClient(port).start(connect_timeout_seconds=10 * LONG_SECONDS)
 
 
-async def test_kv_handoff_is_unsupported(client, params) -> None:
-    with pytest.raises(UnsupportedByBackendError, match="UnsupportedByBackend") as rejected:
-        await client.add_request_with_kv_handoff([1], params(), {}, [0])
-    assert (rejected.value.code, rejected.value.is_transient) == (501, False)
-    with pytest.raises(UnsupportedByBackendError):
-        await anext(client.add_request_with_kv_handoff_streaming([1], params(), {}, [0]))
-    with pytest.raises(UnsupportedByBackendError):
-        client.release_handoff(0)
+async def test_kv_of_another_engine_that_is_unknown_means_computing(client, params) -> None:
+    """tests/survival/test_kv_handoff.py has engines that hand over KV."""
+    expected = await client.add_request([1, 2, 3], params())
+    again = await client.add_request_with_kv_handoff([1, 2, 3], params(), {"agent_name": "prefill-rank0"}, [0])
+    assert again["generated_tokens"] == expected["generated_tokens"]
+    frames = [frame async for frame in client.add_request_with_kv_handoff_streaming([1, 2, 3], params(), None, [0])]
+    assert frames[-1]["final"]["generated_tokens"] == expected["generated_tokens"]
+    client.release_handoff(0)
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError, RequestTooLargeError, ModelChangedError, AdapterNotFoundError])

@@ -64,9 +64,9 @@ async def test_arguments_of_the_client() -> None:
 
 
 def test_the_handoff_of_kv() -> None:
-    assert SamplingParams(do_kv_handoff=False).serialize()["do_kv_handoff"] is False
+    assert SamplingParams(do_kv_handoff=True).serialize()["do_kv_handoff"] is True
     with pytest.raises(InvalidSamplingParamsError, match="do_kv_handoff"):
-        SamplingParams(do_kv_handoff=True)
+        SamplingParams(do_kv_handoff=1)
     for name in (headers.SEND_KV, headers.KV_HANDOFF_COMPLETE):
         with pytest.raises(headers.UnknownHeaderError, match=name):
             headers.decode_header(name)

@@ -91,6 +91,11 @@ class CoreRequest(BackendRequest):
             output.prompt_top_n_logprobs = self.prompt_top_n_logprobs or None
 
 
+def transferable_blocks(tokens: int, block_size: int) -> int:
+    """Return how many leading blocks of a request RequestSlots.match() finds and one transfer carries."""
+    return min(max(0, tokens - 2) // block_size, limits.MAX_TRANSFER_BLOCKS)
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """The limits of one engine for requests.
@@ -120,8 +125,7 @@ class Admission:
             variant = request.adapter + _LONG_VARIANT if is_long else request.adapter
             digests = block_digests(request.prompt_tokens, config.block_size_tokens, salt=salt, adapter=variant)
         if request.prefill_only:
-            # Those that RequestSlots.match() finds for the whole request.
-            digests = digests[: min((len(tokens) - 2) // config.block_size_tokens, limits.MAX_TRANSFER_BLOCKS)]
+            digests = digests[: transferable_blocks(len(tokens), config.block_size_tokens)]
             tokens = tokens[: len(digests) * config.block_size_tokens]
             if not digests:
                 raise ValueError(f"the prompt has no block of {config.block_size_tokens} tokens to keep")
@@ -151,6 +155,8 @@ class Admission:
             raise InvalidSamplingParamsError("structured_output", params.structured_output["type"], remedy)
         if params.bad_words and request.bad_words is None:
             raise InvalidSamplingParamsError("bad_words", params.bad_words, "an engine whose model has a tokenizer")
+        if params.do_kv_handoff and not request.keeps_blocks:
+            raise InvalidSamplingParamsError("do_kv_handoff", True, "False: only engines with a role keep blocks")
         if self.longest <= prompt and self.longest < self.limit:
             message = too_long(prompt, self.longest) + " or give the engine more kv_cache_memory"
             raise BlockOverflowError(request.request_id, message)

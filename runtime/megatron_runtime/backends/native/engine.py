@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.native.admission import Admission, CoreRequest
+from megatron_runtime.backends.native.admission import Admission, CoreRequest, transferable_blocks
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.request_slots import RequestSlots
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
@@ -327,9 +327,14 @@ class EngineCore:
         self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
         """Close `request` and return its last output. newest: its last token."""
-        routing = self._routing_of(request)
+        routing, exported = self._routing_of(request), None
+        if request.request.keeps_blocks and reason != "error":
+            count = transferable_blocks(request.prompt_length, self.config.block_size_tokens)
+            digests = self.context.transfers.export(request.request_id, request.digests[:count])
+            exported = ExportedBlocks(digests, self.weights)
         self._scheduler.remove(request)
         output = request.end(request.output(tokens), reason, now=self._clock())
+        output.exported = exported
         output.stop_token = newest if reason == "stop" and newest in request.stop_ids else None
         output.routing = routing
         return output

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,13 +48,30 @@ POLICIES: Mapping[str, tuple[RoutingPolicy, type[Scheduler]]] = {
 _VOCABULARY = 1 << 16
 
 ENGINES: Mapping[str, StepModel] = {
-    "h100-8b": StepModel(step=5.753e-3, prompt=17.25e-6, decode=6.0e-6, held=0.039e-6, kv_tokens=467_280),
-    "cpu-135m": StepModel(step=2.92e-3, prompt=0.523e-3, decode=0.395e-3, held=0.702e-6, kv_tokens=65_536),
+    "h100-8b": StepModel(
+        step=5.753e-3,
+        prompt=17.25e-6,
+        decode=6.0e-6,
+        held=0.039e-6,
+        kv_tokens=467_280,
+        kv_bytes=128 << 10,
+        link_bytes=50e9,
+    ),
+    "cpu-135m": StepModel(
+        step=2.92e-3,
+        prompt=0.523e-3,
+        decode=0.395e-3,
+        held=0.702e-6,
+        kv_tokens=65_536,
+        kv_bytes=23_040,
+        link_bytes=1.25e9,
+    ),
 }
 """h100-8b: Llama 3.1 8B in bfloat16 on one H100 with vLLM 0.8.4, from the coefficients that BLIS fitted
 (github.com/inference-sim/inference-sim, defaults.yaml); `held` is 128 KiB per token at 3.35 TB/s.
 cpu-135m: SmolLM2-135M in int4 on 2 CPUs with the native engine, fitted to its decode steps of 28 batches and contexts
-(docs/measurements/2026-11-25-decode-step-zen4.json); `prompt` is 1,912 tokens per second (2026-11-26-peers-zen4.md)."""
+(docs/measurements/2026-11-25-decode-step-zen4.json); `prompt` is 1,912 tokens per second (2026-11-26-peers-zen4.md).
+The links are assumed: 400 and 10 Gbit/s."""
 
 Sample = Callable[[np.random.Generator], tuple[int, int]]
 """Draws the tokens of a prompt and of its answer."""
@@ -173,12 +191,16 @@ def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) ->
 
 
 def measure(
-    trace: Sequence[TraceRequest], model: StepModel, name: str, *, engines: int, chunk: int
+    trace: Sequence[TraceRequest], model: StepModel, name: str, *, engines: int, prefill_engines: int, chunk: int
 ) -> dict[str, float]:
-    """Run a trace and return percentiles in milliseconds, and the hit rate of the prefix caches. name: of POLICIES."""
+    """Run a trace and return percentiles in milliseconds, the hit rate of the prefix caches, and the share of requests
+    whose prompt another engine computed. name: of POLICIES.
+    """
     run = [replace(request, gaps=[]) for request in trace]
     policy, scheduler = POLICIES[name]
-    pool = SimulatedPool(model, engines=engines, policy=policy, scheduler=scheduler, chunk=chunk)
+    pool = SimulatedPool(
+        model, engines=engines, prefill_engines=prefill_engines, policy=policy, scheduler=scheduler, chunk=chunk
+    )
     pool.run(run)
     del run[: len(run) // WARM_UP]
     first = [request.first_token - request.arrival for request in run]
@@ -194,7 +216,7 @@ def measure(
         for key, seconds in series.items()
         for percent in (50, 90, 99)
     }
-    return {**figures, "hit_rate": pool.hit_rate}
+    return {**figures, "hit_rate": pool.hit_rate, "split_share": pool.num_split / len(trace)}
 
 
 _COLUMNS = {
@@ -254,15 +276,34 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
     help="Policy to compare. Repeatable. FirstCome is LoadBalanced with engines that compute the oldest prompts first. "
     "Default: all four.",
 )
+@click.option(
+    "--chunk",
+    "chunks",
+    multiple=True,
+    type=COUNT,
+    default=CHUNKS,
+    help="Maximum number of prompt tokens in a step. Repeatable. Default: 512, 2048 and 8192.",
+)
+@click.option(
+    "--prefill-engines",
+    multiple=True,
+    type=click.IntRange(min=0),
+    default=(0,),
+    help="Number of the engines with the role prefill. The others have the role decode. Repeatable; 0: no engine has a "
+    "role. Default: 0.",
+)
 @json_file
 def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:
     """Compare routing policies on one trace, in simulated time.
 
     The command runs the real coordinator core, schedulers and prefix caches, and computes the duration of each step
-    with a formula. All policies get the same requests, with 512, 2048 and 8192 prompt tokens per step. The table has
-    medians over the traces, the JSON the figures of each trace.
+    with a formula. All policies get the same requests, with each number of prompt tokens per step, and with each number
+    of prefill engines. The table has medians over the traces, the JSON the figures of each trace.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
+    if (most := max(options["prefill_engines"])) >= engines:
+        message = f"{most} of {engines} engines: at least one engine has to decode; choose at most {engines - 1}"
+        raise click.BadParameter(message, param_hint="--prefill-engines")
     if isinstance(trace, Path):
         try:
             traces = [read_trace(trace, requests=options["requests"])]
@@ -272,14 +313,18 @@ def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> Non
         rate = rate_of(trace, model, engines=engines, utilisation=options["utilisation"])
         seeds = range(1, options["seeds"] + 1)
         traces = [synthesised(trace, requests=options["requests"], rate=rate, seed=seed) for seed in seeds]
-    table = Table("policy", "chunk", *_COLUMNS, "hit rate", title="Routing, in ms", title_justify="left")
+    names = "policy", "chunk", "prefill", *_COLUMNS, "hit rate", "split"
+    table = Table(*names, title="Routing, in ms", title_justify="left")
     figures: dict[str, dict[str, list[float]]] = {}
-    for chunk in CHUNKS:
-        for name in options["policies"]:
-            rows = [measure(requests, model, name, engines=engines, chunk=chunk) for requests in traces]
-            figures[f"{name}_{chunk}"] = by_key = {key: [row[key] for row in rows] for key in rows[0]}
-            cells = (f"{median(by_key[key]):.4g}" for key in _COLUMNS.values())
-            table.add_row(name, str(chunk), *cells, f"{median(by_key['hit_rate']):.0%}")
+    for chunk, name, split in product(options["chunks"], options["policies"], options["prefill_engines"]):
+        rows = [
+            measure(requests, model, name, engines=engines, prefill_engines=split, chunk=chunk) for requests in traces
+        ]
+        key = f"{name}_{chunk}_{split}" if split else f"{name}_{chunk}"
+        figures[key] = by_key = {key: [row[key] for row in rows] for key in rows[0]}
+        cells = (f"{median(by_key[key]):.4g}" for key in _COLUMNS.values())
+        shares = (f"{median(by_key[key]):.0%}" for key in ("hit_rate", "split_share"))
+        table.add_row(name, str(chunk), str(split), *cells, *shares)
     Console().print(table)
     if json_file is not None:
         write_figures("routing", {"trace": str(trace), **options}, figures, json_file)

@@ -1,6 +1,7 @@
 """A coordinator's core and cores of native engines at a simulated time: only the model is simulated.
 
-Engines run the real scheduler, slots and prefix cache. A step takes as long as StepModel says.
+Engines run the real scheduler, slots and prefix cache. A step takes as long as StepModel says. Blocks travel between
+engines while steps run, one transfer at a time on the link of each engine.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from megatron_runtime.backends.native.scheduler import Scheduler
 from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.coordinator.core.transfers import CHUNK_TOKENS
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.protocol import messages
 from megatron_runtime.protocol.headers import Role
@@ -32,6 +34,8 @@ from megatron_runtime.sampling.batch import NO_TOKEN
 PAGE_TOKENS = 16
 BLOCK_TOKENS = 256
 HEARTBEAT_SECONDS = 0.5
+TRANSFER_SECONDS = 0.002
+"""Time of a transfer without its bytes: connection, ticket and messages."""
 _CLIENT = (SHARED_PORT, b"client")
 _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length"})
 _PARAMS = messages.pack({})
@@ -43,7 +47,8 @@ class StepModel:
 
     step:   fixed cost of a step. prompt: per prompt token. decode: per row that generates. held: per token in the KV
             cache.
-    kv_tokens: tokens that the KV cache holds.
+    kv_tokens: tokens that the KV cache holds. kv_bytes: bytes of one of them.
+    link_bytes: bytes per second that the engine sends or receives.
     """
 
     step: float
@@ -51,6 +56,8 @@ class StepModel:
     decode: float
     held: float
     kv_tokens: int
+    kv_bytes: int
+    link_bytes: float
 
     def seconds(self, plan: StepPlan) -> float:
         prompts = plan.query_lengths > 1
@@ -121,12 +128,26 @@ class FirstComeScheduler(Scheduler):
 
 
 class _Engine:
-    """One engine of the pool. `received`: dispatches that its next step begins with."""
+    """One engine of the pool.
+
+    role:      "prefill" or "decode"; None: both.
+    received:  dispatches and prefills that its next step begins with.
+    link_free: when its link has sent or received all transfers so far.
+    """
 
     def __init__(
-        self, number: int, model: StepModel, config: InferenceConfig, *, longest: int, scheduler: type[Scheduler]
+        self,
+        number: int,
+        model: StepModel,
+        config: InferenceConfig,
+        *,
+        role: Literal["prefill", "decode"] | None,
+        longest: int,
+        scheduler: type[Scheduler],
     ) -> None:
         self.name = f"engine-{number}"
+        self.role = role
+        self.link_free = 0.0
         self.peer = (SHARED_PORT, self.name.encode())
         self.model = _Model(model, max_sequence_length=longest)
         self.core = EngineCore(
@@ -137,7 +158,7 @@ class _Engine:
         )
         self.dispatches: dict[int, tuple[messages.Dispatch, float]] = {}
         """Open dispatches by id, with the time of the last token; 0: no token yet."""
-        self.received: list[messages.Dispatch] = []
+        self.received: list[messages.Dispatch | messages.Prefill] = []
         self.is_stepping = False
         self.outputs: list[Any] = []
 
@@ -145,7 +166,8 @@ class _Engine:
 class SimulatedPool:
     """Runs traces on `engines` engines of one speed.
 
-    chunk:     prompt tokens of a step.
+    prefill_engines: number of them with the role prefill. The others have the role decode; with 0, no engine has one.
+    chunk:     prompt tokens of a step. An engine with the role decode computes at most 256.
     scheduler: class of the engines' scheduler.
     options:   fields of CoordinatorSettings.
     """
@@ -155,6 +177,7 @@ class SimulatedPool:
         model: StepModel,
         *,
         engines: int,
+        prefill_engines: int = 0,
         policy: RoutingPolicy,
         chunk: int,
         scheduler: type[Scheduler] = Scheduler,
@@ -174,16 +197,21 @@ class SimulatedPool:
             max_tokens=chunk + max_requests,
             max_sequence_length=max_sequence_length,
             enable_chunked_prefill=True,
-            max_prefill_tokens=chunk,
             enable_prefix_caching=True,
             prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
             block_size_tokens=BLOCK_TOKENS,
         )
-        pool = [
-            _Engine(number, model, config, longest=max_sequence_length, scheduler=scheduler)
-            for number in range(engines)
-        ]
+        pool = []
+        for number in range(engines):
+            role: Literal["prefill", "decode"] | None = None
+            if prefill_engines:
+                role = "prefill" if number < prefill_engines else "decode"
+            limit = min(chunk, CHUNK_TOKENS) if role == "decode" else chunk
+            own = replace(config, max_prefill_tokens=limit)
+            pool.append(_Engine(number, model, own, role=role, longest=max_sequence_length, scheduler=scheduler))
         self._engines = {engine.peer: engine for engine in pool}
+        self._model = model
+        self._block_bytes = BLOCK_TOKENS * model.kv_bytes
         self._core.start(0.0)
         for engine in self._engines.values():
             self._say(
@@ -197,6 +225,8 @@ class SimulatedPool:
                     max_requests=max_requests,
                     max_tokens=chunk,
                     block_size_tokens=BLOCK_TOKENS,
+                    engine_role=engine.role,
+                    kv=messages.KVPort(address=engine.name, layout="", block_bytes=self._block_bytes),
                 ),
             )
         self._say(_CLIENT, messages.Hello(role=Role.CLIENT, name="client", incarnation=1))
@@ -206,6 +236,11 @@ class SimulatedPool:
         """Share of all prompt tokens that engines had in their prefix cache."""
         stats = [engine.core.stats() for engine in self._engines.values()]
         return sum(one.prefix_cache_hits for one in stats) / max(1, sum(one.prefix_cache_queries for one in stats))
+
+    @property
+    def num_split(self) -> int:
+        """Number of prompts that prefill engines began to compute for others."""
+        return self._core.counters.split_requests
 
     def run(self, trace: Sequence[TraceRequest]) -> None:
         """Serve all requests, and write their times."""
@@ -239,11 +274,15 @@ class SimulatedPool:
             effects, context.effects = context.effects, []
             for peer, message in effects:
                 engine = self._engines.get(peer)
-                if engine is not None and isinstance(message, messages.Dispatch):
+                if engine is not None and isinstance(message, messages.Dispatch | messages.Prefill):
                     engine.received.append(message)
                     if not engine.is_stepping:
                         engine.is_stepping = True
                         self._at(self.now, lambda engine=engine: self._step(engine))  # type: ignore[misc]
+                elif engine is not None and isinstance(message, messages.ReleaseBlocks):
+                    engine.core.abort_request(message.dispatch_id)
+                elif engine is not None and isinstance(message, messages.Transfer) and message.address:
+                    self._at(self.now, lambda engine=engine, message=message: self._transfer(engine, message))  # type: ignore[misc]
                 elif isinstance(message, messages.Error):
                     raise RuntimeError(f"the coordinator rejected a message: {message}")
 
@@ -264,6 +303,7 @@ class SimulatedPool:
             decode_rate=stats.decode_rate,
             queued_tokens=(stats.queued_tokens or 0) + in_step,
             last_dispatch=stats.last_request,
+            free_blocks=stats.free_blocks,
         )
         self._say(engine.peer, heartbeat)
         self._at(self.now + HEARTBEAT_SECONDS, lambda: self._beat(engine))
@@ -271,17 +311,28 @@ class SimulatedPool:
     def _step(self, engine: _Engine) -> None:
         """Run one step of an engine, whose outputs are sent when it ends."""
         engine.model.now = self.now
-        for dispatch in engine.received:
+        for message in engine.received:
+            is_prefill = isinstance(message, messages.Prefill)
+            dispatch = message.dispatch if isinstance(message, messages.Prefill) else message
             request = self._requests[dispatch.uid]
             params = SamplingParams(num_tokens_to_generate=request.tokens, termination_id=IGNORE_EOS, temperature=0.0)
-            engine.dispatches[dispatch.dispatch_id] = dispatch, 0.0
-            engine.core.add_request(EngineRequest(dispatch.dispatch_id, request.prompt, np.empty(0, np.int32), params))
+            if not is_prefill:
+                engine.dispatches[dispatch.dispatch_id] = dispatch, 0.0
+            engine.core.add_request(
+                EngineRequest(
+                    dispatch.dispatch_id, request.prompt, np.empty(0, np.int32), params, prefill_only=is_prefill
+                )
+            )
         engine.received.clear()
         outputs = engine.core.step()
         self._at(engine.model.now, lambda: self._stepped(engine, outputs))
 
     def _stepped(self, engine: _Engine, outputs: list[Any]) -> None:
         for output in outputs:
+            if output.exported is not None:
+                digests = b"".join(output.exported.digests)
+                self._say(engine.peer, messages.Exported(output.request_id, digests, output.exported.weights))
+                continue
             dispatch, last_token = engine.dispatches[output.request_id]
             request = self._requests[dispatch.uid]
             if last_token:
@@ -307,3 +358,24 @@ class SimulatedPool:
             self._step(engine)
         else:
             engine.is_stepping = False
+
+    def _transfer(self, engine: _Engine, message: messages.Transfer) -> None:
+        """Begin to import blocks into an engine."""
+        size = messages.DIGEST_BYTES
+        digests = [message.digests[at : at + size] for at in range(0, len(message.digests), size)]
+        cached = engine.core.context.transfers.reserve(message.dispatch_id, digests)
+        if cached is None:
+            self._say(engine.peer, messages.Imported(message.dispatch_id, ok=False, has_room=False))
+            return
+        exporter = next(other for other in self._engines.values() if other.name == message.address)
+        received = (len(digests) - cached) * self._block_bytes
+        seconds = TRANSFER_SECONDS + received / self._model.link_bytes
+        end = max(self.now, engine.link_free, exporter.link_free) + seconds
+        engine.link_free = exporter.link_free = end
+
+        def arrived() -> None:
+            engine.core.context.transfers.complete(message.dispatch_id)
+            result = messages.Imported(message.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
+            self._say(engine.peer, result)
+
+        self._at(end, arrived)

@@ -18,12 +18,13 @@ from itertools import chain
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
+from megatron_runtime.coordinator.core.handoffs import Handoffs
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
-from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, Transfers
+from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, KEEPS_BLOCKS, Transfers
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import PromptReader
 from megatron_runtime.process.logs import of_request
@@ -67,6 +68,7 @@ class Dispatcher:
             context, requeue=self._requeue, fail=self.fail, reject_unanswerable=self._reject_unanswerable
         )
         self.transfers = Transfers(context, router, requeue=lambda entry: self._requeue(entry, first=entry.is_replay))
+        self.handoffs = Handoffs(context, self.transfers.release)
         self._admission = AdmissionControl(
             context=context,
             verbs=verbs,
@@ -101,7 +103,7 @@ class Dispatcher:
         If the uid is open already, this is the same request on another connection. If the uid was answered on this
         connection, the client sent the request before it read the answer.
         """
-        uid, meta, prompt, generated, params, media, epochs = submit
+        uid, meta, prompt, generated, params, media, epochs, handoff = submit
         if uid in client.answered:
             return
         known = self.journal.get(uid)
@@ -138,6 +140,9 @@ class Dispatcher:
         self.journal.add(entry)
         self.tenants.opened(entry)
         client.open[uid] = entry
+        if handoff and (kept := self.handoffs.take(entry, handoff)) is not None:
+            self.transfers.keep(entry, kept.engine, kept.exported)
+            self.transfers.move(entry, _EXPORTED)
         if verdict is LATER or not self._begin(entry):
             self._wait(entry)
 
@@ -297,7 +302,7 @@ class Dispatcher:
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
         """Send a request to an engine, to decode it or for an earlier stage. Transfers.begin() then sends the message
-        of an import, which has no prompt.
+        of an import, which has no prompt. A request that goes on to its next stage still has its former engine.
         """
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
@@ -313,8 +318,8 @@ class Dispatcher:
             # These partials stay at the coordinator: they report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
-        bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
         if stage is not _IMPORTING:
+            bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
             dispatch = Dispatch(dispatch_id, entry.uid, route, meta, *bodies)
             self._context.effects.append((engine.peer, Prefill(dispatch) if stage is _PREFILLING else dispatch))
         if logger.isEnabledFor(logging.DEBUG):
@@ -322,6 +327,7 @@ class Dispatcher:
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
         if self.queue.length:
             self.queue.discard(entry)
+        former, former_id = entry.engine, entry.dispatch_id
         entry.engine, entry.dispatch_id = engine, dispatch_id
         entry.dispatches += 1
         if stage is not entry.stage:
@@ -331,7 +337,15 @@ class Dispatcher:
             self.transfers.drop(entry)
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
-        self.tenants.dispatched(entry)
+        if former is None:
+            self.tenants.dispatched(entry)
+        else:
+            self.tenants.passed_on(entry, former_id)
+        if entry.deadline is not None or entry.slot is not None:
+            self.deadlines.set(entry, entry.deadline)
+        if engine.in_flight.pop(former_id, None) is not None:  # it has imported the blocks
+            engine.in_flight[dispatch_id] = entry
+            return
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
             entry.hashes = self._hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
@@ -339,8 +353,6 @@ class Dispatcher:
             cached = max(cached, self.transfers.begin(entry, engine))
         engine.give(entry, cached)
         self._engines.load_changed(engine)
-        if entry.deadline is not None or entry.slot is not None:
-            self.deadlines.set(entry, entry.deadline)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
         """Whether the engine can read the prompt without conversion."""
@@ -389,6 +401,9 @@ class Dispatcher:
     def exported(self, engine: Engine, message: Exported) -> None:
         """Handle the end of a prefill: the engine has computed the blocks of a prompt, or could not."""
         entry = engine.in_flight.get(message.dispatch_id)
+        if entry is not None and entry.stage is _DECODING and KEEPS_BLOCKS in entry.meta.needs:
+            self.handoffs.keep(entry, engine, message)
+            return
         if entry is None or entry.stage is not _PREFILLING:
             self._counters.stale += 1
             self.transfers.release(engine, message.dispatch_id)
@@ -405,7 +420,6 @@ class Dispatcher:
         if chosen is None:
             self._wait(entry, first=entry.is_replay, moved=True)
         else:
-            self._leave_engine(entry)
             self._dispatch(entry, *chosen)
 
     def imported(self, engine: Engine, message: Imported) -> None:
@@ -415,21 +429,23 @@ class Dispatcher:
             self._counters.stale += 1
             self.transfers.release(engine, message.dispatch_id)
             return
-        engine.take(message.dispatch_id)
-        self._engines.load_changed(engine)
-        if not message.has_room:
+        if message.has_room:
+            self.transfers.imported(entry, engine, message)
+        else:
             engine.free_blocks = 0  # until its next heartbeat
-            self._wait(entry, first=entry.is_replay, moved=True)
-            return
-        self.transfers.imported(entry, engine, message)
-        if self._verbs.may_dispatch and engine.has_room():
+        goes_on = message.has_room and self._verbs.may_dispatch and engine.available() and not engine.reserved
+        if not (goes_on and message.ok):
+            engine.take(message.dispatch_id)
+            self._engines.load_changed(engine)
             self._leave_engine(entry)
+        if goes_on:
             self._dispatch(entry, engine)
         else:
             self._wait(entry, first=entry.is_replay, moved=True)
 
     def cancel_transfers(self) -> None:
         """Take every split request back to the queue, because a verb is about to change weights or caches."""
+        self.handoffs.clear()
         for entry in self.journal:
             if entry.stage in CHANGED_BY_VERBS:
                 self.transfers.drop(entry)
@@ -489,6 +505,7 @@ class Dispatcher:
         """Requeue the requests that `engine` had in flight, ahead of all later requests."""
         self.quarantine.lost(engine)
         self.transfers.engine_lost(engine)
+        self.handoffs.engine_lost(engine)
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
         for entry in entries:
             engine.take(entry.dispatch_id)

@@ -297,6 +297,7 @@ class Membership:
         logger.info("client %s removed: %s; %d requests aborted", client.name, reason, len(client.open))
         self._clients.remove(client)
         self._dispatcher.abort(client.open.values())
+        self._dispatcher.handoffs.client_lost(client)
 
     def has_room(self, peer: PeerId) -> None:
         """The connection of the peer accepts messages again."""

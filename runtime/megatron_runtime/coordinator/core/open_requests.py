@@ -305,6 +305,12 @@ class Tenants:
         tenant.in_flight[entry.dispatch_id] = entry
         self._reload(tenant, before, before + 1)
 
+    def passed_on(self, entry: Entry, former: int) -> None:
+        """Record that a request goes on to its next stage: its dispatch id was `former`."""
+        in_flight = entry.tenant.in_flight
+        del in_flight[former]
+        in_flight[entry.dispatch_id] = entry
+
     def returned(self, entry: Entry) -> None:
         """Handle a request that no engine has any more. `entry.dispatch_id` is still the id of its last dispatch."""
         tenant = entry.tenant

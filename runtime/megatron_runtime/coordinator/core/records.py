@@ -122,8 +122,7 @@ class RequestStage(StrEnum):
     """An engine computes what is left of the prompt, and every token of the answer."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Export:
+class Export(NamedTuple):
     """Blocks of a prompt that a prefill engine keeps.
 
     id:      dispatch id of the prefill.

@@ -154,6 +154,8 @@ class Replies:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s answered", entry.uid.hex(), extra=of_request(entry.meta.request_id))
         self._counters.completed += 1
+        if entry.meta.needs and (offer := self._dispatcher.handoffs.offer(entry)) is not None:
+            answer = _with_handoff(answer, offer)
         self._dispatcher.forget(entry)
         if not client.reachable:
             # The last tokens may have been lost with the connection, and the client cannot request them after the
@@ -243,6 +245,14 @@ def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
         logger.warning("%s cannot be read: %s", what, error)
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _with_handoff(answer: Outgoing, offer: dict[str, Any]) -> Outgoing:
+    """Return a final with `disaggregated_params` in its reply."""
+    final = decode(answer) if isinstance(answer, list) else answer
+    assert isinstance(final, Final)
+    reply = {**_read_map(final.reply, "a reply"), "disaggregated_params": offer}
+    return final._replace(reply=pack(reply)).to_frames()
 
 
 def _owed(entry: Entry) -> Frames:

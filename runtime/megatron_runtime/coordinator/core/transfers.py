@@ -7,6 +7,7 @@ whatever is lost on the way is a cache miss, and the request is computed as one 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +27,12 @@ IMPORT_SECONDS = 30.0
 """Lifetime of a ticket. The importing engine gives up earlier if nothing arrives."""
 CHUNK_TOKENS = 256
 """A prompt with at most this many tokens to compute is one chunk of a decode engine's step, and is not split."""
+KEEPS_BLOCKS = "KV_TRANSFER"
+"""The need of a request whose blocks its engine keeps after the answer; see handoffs.py."""
+MAX_COMPARED = 16
+"""Prefill engines that are compared for a prompt, the least loaded first."""
+MIN_LEFT_TOKENS = 2
+"""Tokens of a prompt that its decode engine computes in any case."""
 _NOT_SPLIT = ("PROMPT_LOG_PROBS", "HIDDEN_STATES", "pooling")
 """Needs of requests whose answer has something of the prompt's forward pass."""
 _RECENT = 0.2
@@ -94,16 +101,27 @@ CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
     """Return why one engine cannot import blocks of another engine; empty if it can."""
+    # A chain of comparisons: this runs several times for a split request.
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
-    pairs = {
-        "KV layout": (exporter.kv.layout, importer.kv.layout),
-        "block size": (exporter.block_size_tokens, importer.block_size_tokens),
-        "revision": (exporter.revision, importer.revision),
-        "epoch": (exporter.epoch, importer.epoch),
-        "digest of the weights": (exporter.digest, importer.digest),
-    }
-    return next((f"another {name}" for name, (one, other) in pairs.items() if one != other), "")
+    if exporter.kv.layout != importer.kv.layout:
+        return "another KV layout"
+    if exporter.block_size_tokens != importer.block_size_tokens:
+        return "another block size"
+    if exporter.revision != importer.revision:
+        return "another revision"
+    if exporter.epoch != importer.epoch:
+        return "another epoch"
+    return "another digest of the weights" if exporter.digest != importer.digest else ""
+
+
+def _decodes(engine: Engine) -> bool:
+    return engine.role != PREFILL
+
+
+def _blocks(entry: Entry, size: int) -> int:
+    """Return the blocks of `size` tokens that the whole request has."""
+    return -(-entry.num_tokens // max(1, size))
 
 
 Among = Callable[[Entry, Callable[[Engine], bool]], Engine | None]
@@ -127,16 +145,19 @@ class Transfers:
         """Blocks of the requests in PREFILLING and EXPORTED."""
         self._bytes_per_second = 0.0
         """Measured; 0: not yet."""
+        self._is_timed = False
+        """Whether the timer of exports is set."""
 
     def move(self, entry: Entry, stage: RequestStage) -> None:
         """Set the stage of a request."""
-        promised = self._blocks(entry) if stage in (RequestStage.PREFILLING, RequestStage.EXPORTED) else 0
-        self._promised += promised - entry.promised
-        entry.stage, entry.promised = stage, promised
-
-    def _blocks(self, entry: Entry) -> int:
-        """Return the blocks that the whole request has, in blocks of the smallest size."""
-        return -(-entry.num_tokens // max(1, min(self._engines.block_sizes, default=1)))
+        if stage is _P or stage is _E:
+            if not entry.promised:
+                entry.promised = _blocks(entry, min(self._engines.block_sizes))
+                self._promised += entry.promised
+        elif entry.promised:
+            self._promised -= entry.promised
+            entry.promised = 0
+        entry.stage = stage
 
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
@@ -145,23 +166,19 @@ class Transfers:
 
         Roles are preferences: without a decode engine, prefill engines decode.
         """
-        is_exported = entry.export is not None
-        decoder = among(
-            entry, lambda engine: engine.role != PREFILL and (not is_exported or self._may_import(engine, entry))
-        )
+        if KEEPS_BLOCKS in entry.meta.needs:
+            engine = among(entry, lambda engine: engine.role == PREFILL) or among(entry, lambda _: True)
+            return None if engine is None else (engine, _D)
+        decoder = among(entry, _decodes) if entry.export is None else self._importer(entry)
         if decoder is None:
             if any(engine.role != PREFILL for engine in self._engines.available()):
                 return None  # they are busy
             engine = among(entry, lambda _: True)
-            return None if engine is None else (engine, RequestStage.DECODING)
-        if is_exported:
+            return None if engine is None else (engine, _D)
+        if entry.export is not None:
             return decoder, self.stage_at(decoder, entry)
-        if self._is_splittable(entry):
-            chosen = decoder
-            prefiller = among(entry, lambda engine: engine.role == PREFILL and not mismatch(engine, chosen))
-            if prefiller is not None and self._is_cheaper(entry, prefiller, decoder):
-                return prefiller, RequestStage.PREFILLING
-        return decoder, RequestStage.DECODING
+        prefiller = self._prefiller(entry, decoder) if self._is_splittable(entry) else None
+        return (decoder, _D) if prefiller is None else (prefiller, _P)
 
     def stage_at(self, engine: Engine, entry: Entry) -> RequestStage:
         """Return the stage that a request begins at an engine that decodes."""
@@ -169,40 +186,56 @@ class Transfers:
         can_import = export is not None and not export.engine.suspect and not mismatch(export.engine, engine)
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
-    def _may_import(self, engine: Engine, entry: Entry) -> bool:
-        """Whether an engine can accept an exported request now. An engine that cannot import blocks recomputes them."""
-        return self.stage_at(engine, entry) is RequestStage.DECODING or (
-            engine.free_blocks is None or engine.free_blocks >= entry.promised
-        )
+    def _importer(self, entry: Entry) -> Engine | None:
+        """Return the least loaded decode engine that can accept an exported request now. Its cached blocks do not
+        matter, as it receives all. An engine that cannot import blocks recomputes them.
+        """
+        for engine in self._engines.with_room():
+            if engine.role != PREFILL and engine.runs(entry):
+                free = engine.free_blocks
+                has_room = free is None or free >= entry.promised
+                if has_room or self.stage_at(engine, entry) is _D:
+                    return engine
+        return None
 
     @staticmethod
     def _is_splittable(entry: Entry) -> bool:
         """Whether a request may be prefilled on a separate engine. A suspect may not: it runs alone on one engine."""
-        needs = entry.meta.needs.split()
+        meta = entry.meta
         return (
             entry.splits
             and not entry.crashes
-            and not (entry.meta.text or entry.meta.adapter)
+            and not (meta.text or meta.adapter)
             and entry.media is None
             and entry.num_tokens > CHUNK_TOKENS
-            and not any(need in _NOT_SPLIT for need in needs)
+            and not (meta.needs and any(need in _NOT_SPLIT for need in meta.needs.split()))
         )
 
-    def _is_cheaper(self, entry: Entry, prefiller: Engine, decoder: Engine) -> bool:
-        """Compare the seconds until the prompt is computed. At the decode engine it also delays every request there."""
-        uncached = self._router.uncached(decoder, entry.hashes or {}, entry.num_tokens)
-        if uncached <= CHUNK_TOKENS:
-            return False
-        if not self._has_blocks(decoder, self._promised + self._blocks(entry)):
-            return False
-        if not decoder.prefill_cost:
-            return True
-        assert decoder.kv is not None
-        size = uncached // max(1, decoder.block_size_tokens) * decoder.kv.block_bytes
-        transfer = size / self._bytes_per_second if self._bytes_per_second else 0.0
-        computed = self._router.uncached(prefiller, entry.hashes or {}, entry.num_tokens)
-        split = (prefiller.queued + computed) * prefiller.prefill_cost + transfer
-        return split < (decoder.queued + uncached * (1 + len(decoder.in_flight))) * decoder.prefill_cost
+    def _prefiller(self, entry: Entry, decoder: Engine) -> Engine | None:
+        """Return the prefill engine that computes a prompt at the least cost in seconds, see EngineRouter; None if the
+        decode engine costs less. There the tokens count twice: they are computed in short steps, and delay its answers.
+        """
+        hashes, tokens, size = entry.hashes or {}, entry.num_tokens, decoder.block_size_tokens
+        uncached = self._router.uncached(decoder, hashes, tokens)
+        blocks = (uncached - MIN_LEFT_TOKENS) // size if size else 0
+        if uncached <= CHUNK_TOKENS or not blocks or decoder.kv is None:
+            return None
+        if not self._has_blocks(decoder, self._promised + _blocks(entry, size)):
+            return None
+        best, limit, left = None, math.inf, MAX_COMPARED
+        if decoder.prefill_cost:
+            limit = decoder.cost_of(uncached) + uncached * decoder.prefill_cost
+            if self._bytes_per_second:
+                limit -= blocks * decoder.kv.block_bytes / self._bytes_per_second
+        for engine in self._engines.with_room():
+            if engine.role == PREFILL and engine.runs(entry) and not mismatch(engine, decoder):
+                cost = engine.cost_of(self._router.uncached(engine, hashes, tokens))
+                if cost < limit:
+                    best, limit = engine, cost
+                left -= 1
+                if not left:
+                    break
+        return best
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
         """Whether one decode engine, or all decode engines together, have this many free blocks. True if a number is
@@ -220,7 +253,8 @@ class Transfers:
         until = self._context.now + EXPORTED_SECONDS
         entry.export = Export(engine, message.dispatch_id, message.digests, message.weights, until)
         self._exported[message.dispatch_id] = entry
-        if len(self._exported) == 1:
+        if not self._is_timed:
+            self._is_timed = True
             self._context.set_timer("exports", until, self._expire)
 
     def drop(self, entry: Entry) -> None:
@@ -252,6 +286,7 @@ class Transfers:
                 self.drop(entry)
                 self._requeue(entry)
         waiting = [e.export.until for e in self._exported.values() if e.export is not None]
+        self._is_timed = bool(waiting)
         if waiting:
             self._context.set_timer("exports", max(min(waiting), now + 1.0), self._expire)
 
@@ -261,23 +296,15 @@ class Transfers:
         """Have `engine` import the blocks of a request, under its current dispatch id. Return their tokens."""
         export = entry.export
         assert export is not None
-        assert export.engine.kv is not None
         ticket = self._context.randbits(8 * limits.TICKET_BYTES).to_bytes(limits.TICKET_BYTES, "big")
-        transfer = Transfer(
-            export_id=export.id,
-            dispatch_id=entry.dispatch_id,
-            ticket=ticket,
-            digests=export.digests,
-            weights=export.weights,
-            key=engine.key.decode(),
-            seconds=IMPORT_SECONDS,
-        )
-        self._context.send(export.engine.peer, transfer)
-        source = export.engine.key.decode(), export.engine.kv.address
-        self._context.send(engine.peer, transfer._replace(key=source[0], address=source[1]))
+        source, digests = export.engine, export.digests
+        head = export.id, entry.dispatch_id, ticket, digests, export.weights
+        self._context.send(source.peer, Transfer(*head, engine.key.decode(), IMPORT_SECONDS))
+        assert source.kv is not None
+        self._context.send(engine.peer, Transfer(*head, source.key.decode(), IMPORT_SECONDS, source.kv.address))
         if engine.free_blocks is not None:
-            engine.free_blocks = max(0, engine.free_blocks - self._blocks(entry))
-        return len(export.digests) // DIGEST_BYTES * engine.block_size_tokens
+            engine.free_blocks = max(0, engine.free_blocks - _blocks(entry, engine.block_size_tokens))
+        return len(digests) // DIGEST_BYTES * engine.block_size_tokens
 
     def imported(self, entry: Entry, engine: Engine, message: Imported) -> None:
         """Handle the end of an import: the prefill engine need not keep the blocks any longer."""

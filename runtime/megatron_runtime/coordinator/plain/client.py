@@ -121,6 +121,10 @@ class ClientTranslator:
                 case [_, int(number), *_]:
                     self._send(failed_frames(self.form, number, ErrorCode.INVALID_REQUEST, str(error)))
             raise
+        if request.params.keeps_blocks:
+            text = "UnsupportedByBackend: no engine keeps KV for this protocol: leave out do_kv_handoff"
+            self._send(failed_frames(self.form, request.number, ErrorCode.UNSUPPORTED, text))
+            return
         # The first half is random, so that no other client has the same one.
         uid = self._uid_begin + next(self._uid_ends).to_bytes(8, "little")
         self._uids[request.number] = uid

@@ -73,6 +73,7 @@ class PlainParams(NamedTuple):
     native: packed parameters for an engine of this project.
     seed:   None: the coordinator chooses one.
     returns_prompt: the client asks for the tokens of its prompt.
+    keeps_blocks: the client asks the engine to keep the KV.
     has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
     """
 
@@ -83,6 +84,7 @@ class PlainParams(NamedTuple):
     priority: int
     cache_salt: str
     returns_prompt: bool
+    keeps_blocks: bool
     has_every_field: bool
 
     @classmethod
@@ -100,6 +102,7 @@ class PlainParams(NamedTuple):
             priority=priority if type(priority) is int else 0,
             cache_salt=salt[: limits.MAX_SALT_CHARACTERS] if isinstance(salt, str) else "",
             returns_prompt=bool(params.get(_RETURNS_PROMPT)),
+            keeps_blocks=bool(params.get("do_kv_handoff")),
             has_every_field=_RETURNS_PROMPT in params,
         )
 
