@@ -519,7 +519,9 @@ class EngineSpec(ApiModel):
             return self
         changed: dict[str, Any] = {}
         if own.batching is not None:
-            changed["batching"] = self.batching.model_copy(update=own.batching.model_dump(exclude_none=True))
+            changed["batching"] = self.batching.model_copy(
+                update=own.batching.model_dump(exclude_none=True, by_alias=False)
+            )
         if own.pod_template is not None:
             changed["pod_template"] = own.pod_template
         return self.model_copy(update=changed)
